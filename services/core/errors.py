@@ -1,0 +1,168 @@
+"""Domain errors. What the world does wrong is one of these; our own bugs are assertions.
+
+    FairwayError
+    ├── InvalidInput            PromptTooLong, UnsupportedFeature
+    ├── Unauthenticated
+    ├── PermissionDenied
+    ├── NotFound                ModelNotFound
+    ├── Conflict                AlreadyExists, EtagMismatch
+    ├── FailedPrecondition      IntegrityError, DoesNotFit
+    ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded
+    ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining, StoreUnavailable,
+    │                           NoLeader, StreamBroken
+    ├── DeadlineExceeded
+    ├── RequestCancelled        SlowReader
+    ├── Unimplemented
+    └── InternalError           carries an incident id, never a text of its own
+
+``services/rpc/status.py`` is the only place where one becomes a gRPC or HTTP status.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class FairwayError(Exception):
+    """Base. ``message`` is public; ``metadata`` carries every value that it mentions.
+
+    ``retry_after_s`` is set where a retry helps, and says from when on.
+    """
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(
+        self, message: str, *, retry_after_s: float | None = None, **metadata: str | int | float
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+        self.retry_after_s = retry_after_s
+
+
+class InvalidInput(FairwayError):
+    """The request can never succeed as it is. ``field`` in the metadata names what to change."""
+
+    reason = "INVALID_INPUT"
+
+
+class PromptTooLong(InvalidInput):
+    reason = "PROMPT_TOO_LONG"
+
+
+class UnsupportedFeature(InvalidInput):
+    """A known option that this server does not offer."""
+
+    reason = "UNSUPPORTED_FEATURE"
+
+
+class Unauthenticated(FairwayError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(FairwayError):
+    reason = "PERMISSION_DENIED"
+
+
+class NotFound(FairwayError):
+    reason = "NOT_FOUND"
+
+
+class ModelNotFound(NotFound):
+    reason = "MODEL_NOT_FOUND"
+
+
+class Conflict(FairwayError):
+    reason = "CONFLICT"
+
+
+class AlreadyExists(Conflict):
+    reason = "ALREADY_EXISTS"
+
+
+class EtagMismatch(Conflict):
+    reason = "ETAG_MISMATCH"
+
+
+class FailedPrecondition(FairwayError):
+    reason = "FAILED_PRECONDITION"
+
+
+class IntegrityError(FailedPrecondition):
+    """Stored or received bytes are not what their digest says."""
+
+    reason = "INTEGRITY_ERROR"
+
+
+class DoesNotFit(FailedPrecondition):
+    """It needs more memory than the device has."""
+
+    reason = "DOES_NOT_FIT"
+
+
+class OverQuota(FairwayError):
+    reason = "OVER_QUOTA"
+
+
+class RequestRateExceeded(OverQuota):
+    reason = "REQUEST_RATE_EXCEEDED"
+
+
+class ConcurrencyExceeded(OverQuota):
+    reason = "CONCURRENCY_EXCEEDED"
+
+
+class Unavailable(FairwayError):
+    reason = "UNAVAILABLE"
+
+
+class NoWorkerAvailable(Unavailable):
+    reason = "NO_WORKER_AVAILABLE"
+
+
+class QueueFull(Unavailable):
+    reason = "QUEUE_FULL"
+
+
+class QueueTimeout(Unavailable):
+    reason = "QUEUE_TIMEOUT"
+
+
+class Draining(Unavailable):
+    reason = "DRAINING"
+
+
+class StoreUnavailable(Unavailable):
+    """etcd, Redis or the blob store did not answer within its timeout."""
+
+    reason = "STORE_UNAVAILABLE"
+
+
+class NoLeader(Unavailable):
+    reason = "NO_LEADER"
+
+
+class StreamBroken(Unavailable):
+    """The worker was lost and the stream could not be continued elsewhere."""
+
+    reason = "STREAM_BROKEN"
+
+
+class DeadlineExceeded(FairwayError):
+    reason = "DEADLINE_EXCEEDED"
+
+
+class RequestCancelled(FairwayError):
+    reason = "CANCELLED"
+
+
+class SlowReader(RequestCancelled):
+    reason = "SLOW_READER"
+
+
+class Unimplemented(FairwayError):
+    reason = "UNIMPLEMENTED"
+
+
+class InternalError(FairwayError):
+    reason = "INTERNAL"

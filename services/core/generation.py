@@ -1,0 +1,177 @@
+"""One generation and its parts, as every service but the wire sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.core.records import KeyRole, Priority
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The last three never reach a client: the gateway places it again or fails it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    SLOW_READER = "slow_reader"
+    PREEMPTED = "preempted"
+    ENGINE_LOST = "engine_lost"
+    ERROR = "error"
+
+
+class NotAdmittedReason(StrEnum):
+    NO_ROOM = "no_room"
+    NOT_READY = "not_ready"
+    DRAINING = "draining"
+    STALE_INCARNATION = "stale_incarnation"
+    STALE_EPOCH = "stale_epoch"
+    GRANT_REPLAYED = "grant_replayed"
+    STALE_ROUTE = "stale_route"
+    NO_FALLBACK = "no_fallback"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who calls: a tenant's or an operator's key. ``models`` empty means every model of the tenant."""
+
+    key_id: str
+    role: KeyRole
+    tenant_id: str = ""
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Resolved sampling: every default applied, the seed drawn. See Sampling in common.proto."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """A generation that passed the validator: version pinned, prompt tokenised, limits applied."""
+
+    request_id: str
+    model: str
+    version_digest: str
+    route_revision: int
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    max_output_tokens: int
+    min_output_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    choices: int = 1
+    logprobs: int | None = None
+    priority: Priority = Priority.STANDARD
+    ignore_eos: bool = False
+    session_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The right to start one sequence on one worker. See Grant in scheduler.proto."""
+
+    worker_id: str
+    address: str
+    incarnation: int
+    epoch: int
+    sequence: int
+    kv_blocks: int
+    ttl_s: float
+    version_digest: str
+    route_revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceSpec:
+    """What the scheduler needs to know of one sequence."""
+
+    request_id: str
+    choice: int
+    tenant_id: str
+    priority: Priority
+    model: str
+    version_digest: str
+    route_revision: int
+    prompt_tokens: int
+    max_output_tokens: int
+    arrival_unix_us: int
+    queue_ttl_s: float
+    ticket: bytes
+    excluded_workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StartSpec:
+    """What a worker needs to start or resume one sequence under a grant.
+
+    ``produced_ids`` are output tokens of an earlier run, ``delivered_chars`` how many characters of
+    output text the client already has. ``time_left_s`` is None without a deadline.
+    """
+
+    generation: GenerationSpec
+    choice: int
+    tenant_id: str
+    grant: Grant
+    initial_credit_tokens: int
+    produced_ids: tuple[int, ...] = ()
+    delivered_chars: int = 0
+    time_left_s: float | None = None
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    sampled: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+    top_tokens: tuple[str, ...]
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """The last word of a worker on a sequence. ``output_tokens`` counts those of earlier runs too."""
+
+    reason: FinishReason
+    stop: str = ""
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    engine_wait_us: int = 0
+    prefill_us: int = 0
+    error_reason: str = ""
+    error_message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageClock:
+    """Where the time went, microseconds; see StageClock in common.proto."""
+
+    received_unix_us: int
+    validate_us: int = 0
+    admit_us: int = 0
+    queue_us: int = 0
+    dispatch_us: int = 0
+    engine_wait_us: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+    send_us: int = 0

@@ -1,0 +1,215 @@
+"""What is stored in etcd, and under which keys. Values are JSON of these types.
+
+A reader takes ``mod_revision`` and ``create_revision`` from the store, so they are not fields here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, TypeVar
+
+import msgspec
+
+from services.core.errors import IntegrityError
+
+ROOT: Final = "/fairway/v1/"
+TENANTS: Final = ROOT + "tenants/"
+KEYS: Final = ROOT + "keys/"
+MODELS: Final = ROOT + "models/"
+DEPLOYMENTS: Final = ROOT + "deployments/"
+ROLLOUTS: Final = ROOT + "rollouts/"
+NODES: Final = ROOT + "nodes/"
+ASSIGNMENTS: Final = ROOT + "assignments/"
+WORKERS: Final = ROOT + "workers/"
+LEADERS: Final = ROOT + "leaders/"
+
+
+def version_key(model: str, digest: str) -> str:
+    return f"{MODELS}{model}/versions/{digest}"
+
+
+def tag_key(model: str, tag: str) -> str:
+    return f"{MODELS}{model}/tags/{tag}"
+
+
+def leader_key(role: str, shard: str = "0") -> str:
+    return f"{LEADERS}{role}/{shard}"
+
+
+class Priority(StrEnum):
+    """Scheduling class. ``rank`` orders them: the lower class is shed first."""
+
+    BATCH = "batch"
+    STANDARD = "standard"
+    INTERACTIVE = "interactive"
+
+    @property
+    def rank(self) -> int:
+        return {"batch": 1, "standard": 2, "interactive": 3}[self.value]
+
+
+class KeyRole(StrEnum):
+    TENANT = "tenant"
+    ADMIN = "admin"
+
+
+class VersionState(StrEnum):
+    """Where one assigned version is on one worker."""
+
+    FETCHING = "fetching"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What every operator-made resource carries. Times are Unix seconds by the control plane's clock."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+    create_unix_s: float = 0.0
+    update_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Limits of a customer. 0 means no limit."""
+
+    meta: Meta
+    display_name: str = ""
+    requests_per_minute: int = 0
+    max_concurrency: int = 0
+    tokens_per_minute: int = 0
+    weight: float = 1.0
+    max_priority: Priority = Priority.STANDARD
+    disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """``meta.name`` is the public key id; ``secret_hash`` is hex sha256 of the secret part."""
+
+    meta: Meta
+    role: KeyRole
+    secret_hash: str
+    tenant: str = ""
+    models: tuple[str, ...] = ()
+    expire_unix_s: float = 0.0
+    previous_secret_hash: str = ""
+    previous_expire_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """``meta.name`` is the model name that clients ask for; its mod_revision is the route revision."""
+
+    meta: Meta
+    model: str
+    version: str
+    version_digest: str
+    replicas: int
+    node_selector: dict[str, str] = field(default_factory=dict)
+    priority: Priority = Priority.STANDARD
+    executor: str = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedVersion:
+    deployment: str
+    model: str
+    version_digest: str
+    executor: str = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Desired: what one worker is to run. Key: ``ASSIGNMENTS + worker_id``."""
+
+    worker_id: str
+    versions: tuple[AssignedVersion, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedVersion:
+    """Observed: one assigned version on one worker."""
+
+    deployment: str
+    model: str
+    version_digest: str
+    state: VersionState
+    message: str = ""
+    progress_ratio: float = 0.0
+    kv_blocks_total: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    engine_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A live worker, under its lease. The key's create_revision is its incarnation."""
+
+    worker_id: str
+    address: str
+    zone: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    memory_bytes: int = 0
+    draining: bool = False
+    versions: tuple[LoadedVersion, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What operators say of a worker; outlives it."""
+
+    worker_id: str
+    cordoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Who leads a role's shard, under its lease. The key's create_revision is the epoch."""
+
+    leader_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """A registered version. Its manifest is a blob named by ``digest``."""
+
+    model: str
+    digest: str
+    size_bytes: int
+    create_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    model: str
+    tag: str
+    digest: str
+
+
+Record = TypeVar("Record")
+
+
+def dump(record: object) -> bytes:
+    """Return the JSON bytes of a record, keys in order of declaration."""
+    return msgspec.json.encode(record)
+
+
+def load(data: bytes, kind: type[Record]) -> Record:
+    """Parse a record. Unknown fields are ignored, so that an older reader survives a newer writer.
+
+    Raises IntegrityError for anything that is not one.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise IntegrityError(f"stored {kind.__name__} is malformed: {exc}") from exc

@@ -1,0 +1,14 @@
+"""Time as a value that is asked for, so that a test or the simulator can own it."""
+
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def monotonic_s(self) -> float:
+        """Return seconds since an arbitrary start; never goes back."""
+
+    def unix_s(self) -> float:
+        """Return wall-clock seconds since 1970; may jump."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after ``seconds``. 0 yields once."""

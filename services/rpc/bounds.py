@@ -1,0 +1,254 @@
+"""Every request field is within the bounds that the protos state, before any handler sees it.
+
+The bounds are field options (``fairway/v1/options.proto``), compiled once per message type into a list
+of checks. A field without bounds is a bug that ``unbounded_fields`` finds, and a test runs that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Final
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from fairway.v1 import options_pb2
+from services.core.errors import InvalidInput
+
+_MAX_DEPTH: Final = 16
+_STRINGS: Final = (FieldDescriptor.CPPTYPE_STRING,)
+_REALS: Final = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+_INTEGERS: Final = (
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+)
+_DURATION: Final = "google.protobuf.Duration"
+_WELL_KNOWN: Final = (_DURATION, "google.protobuf.Timestamp")
+
+ValueCheck = Callable[[Any, str], None]
+FieldCheck = Callable[[Message, str], None]
+
+
+def check(message: Message, path: str = "") -> None:
+    """Return if every field, at every depth, is within its bounds.
+
+    Raises InvalidInput whose metadata has ``field`` (a dotted path) for the first that is not.
+    """
+    for field_check in _checks(message.DESCRIPTOR):
+        field_check(message, path)
+
+
+def unbounded_fields(roots: Iterable[Descriptor]) -> list[str]:
+    """Return the full names of the fields reachable from ``roots`` that lack the bounds their type needs."""
+    found: list[str] = []
+    seen: set[str] = set()
+    queue = list(roots)
+    while queue:
+        descriptor = queue.pop()
+        if descriptor.full_name in seen or descriptor.full_name in _WELL_KNOWN:
+            continue
+        seen.add(descriptor.full_name)
+        for field in descriptor.fields:
+            if not _is_bounded(field):
+                found.append(field.full_name)
+            element = _value_field(field)
+            if element.message_type is not None:
+                queue.append(element.message_type)
+    return sorted(found)
+
+
+def _bounds(field: FieldDescriptor) -> options_pb2.Bounds:
+    return field.GetOptions().Extensions[options_pb2.bounds]
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+
+
+def _value_field(field: FieldDescriptor) -> FieldDescriptor:
+    """The field that holds an element: itself, or the value of a map."""
+    return _entry_field(field, "value") if _is_map(field) else field
+
+
+def _entry_field(field: FieldDescriptor, name: str) -> FieldDescriptor:
+    assert field.message_type is not None
+    return field.message_type.fields_by_name[name]
+
+
+def _is_bounded(field: FieldDescriptor) -> bool:
+    bounds, element = _bounds(field), _value_field(field)
+    if field.is_repeated and not bounds.max_items:
+        return False
+    if element.cpp_type in _STRINGS:
+        return bounds.max_bytes > 0
+    if element.cpp_type in (*_INTEGERS, *_REALS):
+        return bounds.any or (bounds.HasField("min") and bounds.HasField("max"))
+    if element.message_type is not None and element.message_type.full_name == _DURATION:
+        return bounds.HasField("max")
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _checks(descriptor: Descriptor) -> tuple[FieldCheck, ...]:
+    found: list[FieldCheck] = []
+    for field in descriptor.fields:
+        bounds = _bounds(field)
+        if bounds.required:
+            found.append(_required(field))
+        value_check = _value_check(_value_field(field), bounds)
+        if _is_map(field):
+            found.append(_map_check(field, bounds, value_check))
+        elif field.is_repeated:
+            found.append(_repeated_check(field, bounds, value_check))
+        elif value_check is not None:
+            found.append(_singular_check(field, value_check))
+    return tuple(found)
+
+
+def _fail(path: str, text: str) -> InvalidInput:
+    return InvalidInput(f"{path} {text}", field=path)
+
+
+def _required(field: FieldDescriptor) -> FieldCheck:
+    name, has_presence = field.name, field.has_presence
+
+    def check_required(message: Message, path: str) -> None:
+        if not (message.HasField(name) if has_presence else getattr(message, name)):
+            raise _fail(path + name, "is required")
+
+    return check_required
+
+
+def _singular_check(field: FieldDescriptor, value_check: ValueCheck) -> FieldCheck:
+    name, has_presence = field.name, field.has_presence
+
+    def check_singular(message: Message, path: str) -> None:
+        if not has_presence or message.HasField(name):
+            value_check(getattr(message, name), path + name)
+
+    return check_singular
+
+
+def _repeated_check(
+    field: FieldDescriptor, bounds: options_pb2.Bounds, value_check: ValueCheck | None
+) -> FieldCheck:
+    name, max_items = field.name, bounds.max_items
+    if field.cpp_type in _INTEGERS and bounds.any:  # token ids: the type is the bound
+        value_check = None
+
+    def check_repeated(message: Message, path: str) -> None:
+        values = getattr(message, name)
+        if len(values) > max_items:
+            raise _fail(path + name, f"has {len(values)} elements; at most {max_items} are taken")
+        if value_check is not None:
+            for index, value in enumerate(values):
+                value_check(value, f"{path}{name}[{index}]")
+
+    return check_repeated
+
+
+def _map_check(
+    field: FieldDescriptor, bounds: options_pb2.Bounds, value_check: ValueCheck | None
+) -> FieldCheck:
+    name, max_items = field.name, bounds.max_items
+    key = _entry_field(field, "key")
+    key_check = _string_check(bounds) if key.cpp_type in _STRINGS else None
+
+    def check_map(message: Message, path: str) -> None:
+        values = getattr(message, name)
+        if len(values) > max_items:
+            raise _fail(path + name, f"has {len(values)} entries; at most {max_items} are taken")
+        for map_key in values:
+            if key_check is not None:
+                key_check(map_key, f"{path}{name} key")
+            if value_check is not None:
+                value_check(values[map_key], f"{path}{name}[{str(map_key)[:32]}]")
+
+    return check_map
+
+
+def _value_check(field: FieldDescriptor, bounds: options_pb2.Bounds) -> ValueCheck | None:
+    if field.cpp_type in _STRINGS:
+        return _string_check(bounds)
+    if field.cpp_type in _REALS:
+        return _number_check(bounds, real=True)
+    if field.cpp_type in _INTEGERS:
+        return None if bounds.any else _number_check(bounds, real=False)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
+        return _enum_check(field)
+    if field.message_type is not None and field.message_type.full_name == _DURATION:
+        return _duration_check(bounds)
+    if field.message_type is not None and field.message_type.full_name not in _WELL_KNOWN:
+        return _message_check
+    return None
+
+
+def _message_check(value: Message, path: str) -> None:
+    if path.count(".") >= _MAX_DEPTH:
+        raise _fail(path, f"is nested deeper than {_MAX_DEPTH} levels")
+    check(value, path + ".")
+
+
+def _string_check(bounds: options_pb2.Bounds) -> ValueCheck:
+    max_bytes = bounds.max_bytes
+    pattern = re.compile(bounds.pattern) if bounds.pattern else None
+
+    def check_string(value: str | bytes, path: str) -> None:
+        # A code point takes at most four bytes: most strings are decided without encoding them.
+        size = len(value) if isinstance(value, bytes) else len(value) * 4
+        if size > max_bytes and isinstance(value, str):
+            size = len(value) if len(value) > max_bytes else len(value.encode())
+        if size > max_bytes:
+            raise _fail(path, f"is longer than {max_bytes} bytes")
+        if pattern is not None and value and not pattern.fullmatch(str(value)):
+            raise _fail(path, f"does not match {pattern.pattern}")
+
+    return check_string
+
+
+def _number_check(bounds: options_pb2.Bounds, *, real: bool) -> ValueCheck:
+    low = bounds.min if bounds.HasField("min") else -math.inf
+    high = bounds.max if bounds.HasField("max") else math.inf
+
+    def check_number(value: float, path: str) -> None:
+        if real and not math.isfinite(value):
+            raise _fail(path, "is not a finite number")
+        if not low <= value <= high:
+            raise _fail(path, f"is {value:g}; it must be from {low:g} to {high:g}")
+
+    return check_number
+
+
+def _enum_check(field: FieldDescriptor) -> ValueCheck:
+    assert field.enum_type is not None
+    name, known = field.enum_type.name, frozenset(field.enum_type.values_by_number)
+
+    def check_enum(value: int, path: str) -> None:
+        if value not in known:
+            raise _fail(path, f"is {value}, which is no value of {name}")
+
+    return check_enum
+
+
+def _duration_check(bounds: options_pb2.Bounds) -> ValueCheck:
+    low = bounds.min if bounds.HasField("min") else 0.0
+    high = bounds.max
+
+    def check_duration(value: Any, path: str) -> None:
+        seconds = value.seconds + value.nanos / 1e9
+        if not low <= seconds <= high:
+            raise _fail(path, f"is {seconds:g} s; it must be from {low:g} to {high:g} s")
+
+    return check_duration
+
+
+def request_types(services: Iterable[Any]) -> Iterator[Descriptor]:
+    """Yield the request message type of every method of service descriptors."""
+    for service in services:
+        for method in service.methods:
+            yield method.input_type

@@ -1,0 +1,34 @@
+"""Outermost: domain errors become rich statuses, bugs become INTERNAL with an incident id and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from services.core.errors import FairwayError, InternalError
+from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.rpc.status import to_grpc_status
+
+log = structlog.get_logger()
+
+
+class ErrorStatus(AroundInterceptor):
+    def __init__(self, new_incident: Callable[[], str]) -> None:
+        self._new_incident = new_incident
+
+    async def around(self, method: str, call: Call, context: Context) -> Any:
+        try:
+            return await call()
+        except FairwayError as error:
+            log.info("rpc.rejected", method=method, reason=error.reason)
+            await context.abort_with_status(to_grpc_status(error))
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception:
+            incident = self._new_incident()
+            log.exception("rpc.crashed", method=method, incident=incident)
+            bug = InternalError("internal error; quote the incident id to the operator", incident=incident)
+            await context.abort_with_status(to_grpc_status(bug))

@@ -1,0 +1,19 @@
+"""The real clock. Everything else takes it as an argument."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+class SystemClock:
+    """Implements ``ports.clock.Clock`` with the machine's clocks and the running event loop."""
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+    def unix_s(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -1,0 +1,101 @@
+"""Configuration of a role: environment variables with the prefix FAIRWAY_, parsed once at the start.
+
+An unknown FAIRWAY_ variable or a bad value stops the start with a message that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+PREFIX = "FAIRWAY_"
+Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
+
+
+class ConfigError(Exception):
+    """The environment does not configure a role; the message says which variable and what to do."""
+
+
+class Settings(BaseModel):
+    """Everything a role can be told. Sizes in bytes, times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    etcd_endpoints: tuple[Address, ...] = ("127.0.0.1:2379",)
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    listen: Address = "127.0.0.1:0"
+    advertise: Address | None = None
+    http_listen: Address = "127.0.0.1:8080"
+    metrics_listen: Address | None = None
+    state_dir: Path = Path(".fairway/state")
+    internal_token_file: Path = Path(".fairway/secrets/internal_token")
+    ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
+    admin_key_file: Path | None = None
+    registry: Address = "127.0.0.1:9091"
+    worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
+    zone: str = ""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    drain_s: float = Field(default=10.0, ge=0, le=3600)
+    lease_ttl_s: int = Field(default=5, ge=1, le=120)
+
+    device: str = "cpu"
+    memory_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
+    kv_memory_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
+    engine_threads: int = Field(default=0, ge=0, le=1024)
+    token_budget: int = Field(default=512, ge=16, le=65536)
+    max_sequences: int = Field(default=64, ge=1, le=4096)
+    null_step_s: float = Field(default=0.0, ge=0, le=60)
+    model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
+
+    queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
+    queue_limit: int = Field(default=4096, ge=1, le=1_000_000)
+    grant_ttl_s: float = Field(default=5.0, gt=0, le=600)
+    predicted_output_tokens: int = Field(default=256, ge=1, le=1_048_576)
+    max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
+    heartbeat_s: float = Field(default=5.0, gt=0, le=300)
+
+    @field_validator("etcd_endpoints", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @property
+    def advertised(self) -> str:
+        """host:port that other services reach this one at."""
+        return self.advertise or self.listen
+
+
+def load(environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of this process. Raises ConfigError naming the variable that is wrong."""
+    source = os.environ if environ is None else environ
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    unknown = sorted(name for name in source if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]}; known: {', '.join(sorted(known))}")
+    values = {
+        name: source[PREFIX + name.upper()]
+        for name in Settings.model_fields
+        if PREFIX + name.upper() in source
+    }
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        name = PREFIX + "_".join(str(part) for part in first["loc"][:1]).upper()
+        raise ConfigError(f"{name}: {first['msg']}; got {first.get('input')!r}") from exc
+
+
+def read_secret(path: Path) -> str:
+    """Return the text of a secret file, stripped. Raises ConfigError when it cannot be read or is short."""
+    try:
+        text = path.read_text().strip()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the secret {path}: {exc.strerror}; `fairway up` creates it") from exc
+    if len(text) < 32:
+        raise ConfigError(f"the secret in {path} has less than 32 characters")
+    return text

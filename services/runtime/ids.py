@@ -1,0 +1,21 @@
+"""Identifiers and seeds. The real source; tests pass their own."""
+
+from __future__ import annotations
+
+import secrets
+
+
+class Ids:
+    """Draws from the operating system's random source."""
+
+    def request_id(self) -> str:
+        """Return a new id of a request: "req_" and 24 hex digits."""
+        return "req_" + secrets.token_hex(12)
+
+    def incident_id(self) -> str:
+        """Return a new id that ties an error answer to a log line."""
+        return "inc_" + secrets.token_hex(8)
+
+    def seed(self) -> int:
+        """Return a sampling seed of 63 bits."""
+        return secrets.randbits(63)

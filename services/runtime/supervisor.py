@@ -1,0 +1,73 @@
+"""Owner of every background task of a process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+from services.ports.clock import Clock
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Supervisor:
+    """Keeps each spawned task referenced until it ended, and remembers which ones crashed.
+
+    A task that ends with an exception nobody awaited makes the process unhealthy: its health service
+    answers NOT_SERVING, and whoever runs the process restarts it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failures: list[str] = []
+        self._closing = False
+
+    @property
+    def healthy(self) -> bool:
+        return not self._failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Names of the tasks that crashed, oldest first."""
+        return tuple(self._failures)
+
+    @property
+    def running(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, name: str, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task and own it until it ends. Raises RuntimeError once closing."""
+        if self._closing:
+            coro.close()
+            raise RuntimeError(f"cannot start {name}: the process is shutting down")
+        task = asyncio.get_running_loop().create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Cancel every task and wait until each ended, at most ``grace_s``. The caller's own task is left."""
+        self._closing = True
+        current = asyncio.current_task()
+        pending = {task for task in self._tasks if task is not current}
+        for task in pending:
+            task.cancel()
+        if pending:
+            _, stuck = await asyncio.wait(pending, timeout=grace_s)
+            for task in stuck:
+                log.error("supervisor.task_stuck", task=task.get_name())
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self._closing:
+            if len(self._failures) < 100:
+                self._failures.append(task.get_name())
+            log.error("supervisor.task_crashed", task=task.get_name(), exc_info=error)

@@ -1,0 +1,168 @@
+"""The rotary embedding that a config asks for, from ``rope_scaling`` (older) or ``rope_parameters`` (newer)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from services.worker.engine.unsupported import UnsupportedModel, number, positive_int
+
+DEFAULT_THETA: Final = 10000.0
+
+# The keys that each kind reads. A key that is not listed would change the result without being read.
+KEYS: Final[Mapping[str, frozenset[str]]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+        | {"original_max_position_embeddings"}
+    ),
+    "longrope": frozenset(
+        {"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}
+    ),
+}
+COMMON_KEYS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """``original_positions``: the context of pre-training. Fields that a kind does not read keep their default.
+
+    None for ``attention_factor`` means that it is derived as the kind's paper says.
+    """
+
+    kind: str
+    dim: int
+    theta: float
+    max_positions: int
+    original_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def max_context(self) -> int:
+        """How far the scaling is meant to carry."""
+        match self.kind:
+            case "linear" | "dynamic":
+                return int(self.max_positions * self.factor)
+            case "yarn":
+                return int(self.original_positions * self.factor)
+            case _:
+                return self.max_positions
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies of a token depend on how long its sequence is, besides its position."""
+        return self.kind in ("dynamic", "longrope")
+
+
+def parse_rope(fields: Mapping[str, Any], *, head_dim: int, max_positions: int) -> RopeConfig:
+    """Return the rotary embedding. Raises UnsupportedModel for a kind or key that is not computed."""
+    rope = _section(fields)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in KEYS:
+        raise UnsupportedModel("rope_type", kind)
+    for name in rope:
+        if name not in COMMON_KEYS | KEYS[kind] and rope[name] is not None:
+            raise UnsupportedModel(f"rope_parameters.{name}", rope[name])
+    partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModel("partial_rotary_factor", partial)
+    theta = number(rope, "rope_theta", default=_top_level_theta(fields), above=0.0)
+    if kind == "dynamic" and head_dim <= 2:  # its exponent divides by dim - 2
+        raise UnsupportedModel("head_dim", head_dim)
+    original = max_positions
+    if kind in ("llama3", "yarn", "longrope"):
+        original = _original_positions(fields, rope, max_positions)
+    plain = RopeConfig(kind, head_dim, theta, max_positions, original)
+    match kind:
+        case "linear" | "dynamic":
+            return replace(plain, factor=number(rope, "factor", above=0.0))
+        case "llama3":
+            return _llama3(rope, plain)
+        case "yarn":
+            return _yarn(rope, plain)
+        case "longrope":
+            return _longrope(rope, plain)
+    return plain
+
+
+def _llama3(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
+    low = number(rope, "low_freq_factor", above=0.0)
+    return replace(
+        plain,
+        factor=number(rope, "factor", above=0.0),
+        low_freq_factor=low,
+        high_freq_factor=number(rope, "high_freq_factor", above=low),
+    )
+
+
+def _yarn(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
+    truncate = rope.get("truncate")
+    if truncate is not None and not isinstance(truncate, bool):
+        raise UnsupportedModel("truncate", truncate)
+    return replace(
+        plain,
+        factor=number(rope, "factor", default=plain.max_positions / plain.original_positions, above=0.0),
+        attention_factor=_optional(rope, "attention_factor"),
+        beta_fast=_optional(rope, "beta_fast") or 32.0,
+        beta_slow=_optional(rope, "beta_slow") or 1.0,
+        mscale=_optional(rope, "mscale"),
+        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+        truncate=truncate is not False,
+    )
+
+
+def _longrope(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
+    return replace(
+        plain,
+        factor=number(rope, "factor", default=plain.max_positions / plain.original_positions, above=0.0),
+        attention_factor=_optional(rope, "attention_factor"),
+        short_factor=_factors(rope, "short_factor", plain.dim // 2),
+        long_factor=_factors(rope, "long_factor", plain.dim // 2),
+    )
+
+
+def _section(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section that counts: the older key wins where both stand, as in transformers."""
+    for name in ("rope_scaling", "rope_parameters"):
+        section = fields.get(name)
+        if section:
+            if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
+                raise UnsupportedModel(name, section)  # per layer type, or no object at all
+            return section
+    return {}
+
+
+def _top_level_theta(fields: Mapping[str, Any]) -> float:
+    return number(fields, "rope_theta", default=DEFAULT_THETA, above=0.0)
+
+
+def _original_positions(fields: Mapping[str, Any], rope: Mapping[str, Any], max_positions: int) -> int:
+    name = "original_max_position_embeddings"
+    if fields.get(name) is not None:
+        return positive_int(fields, name)
+    return max_positions if rope.get(name) is None else positive_int(rope, name)
+
+
+def _optional(rope: Mapping[str, Any], name: str) -> float | None:
+    return None if rope.get(name) is None else number(rope, name, above=0.0)
+
+
+def _factors(rope: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    values = rope.get(name)
+    if not isinstance(values, list) or len(values) != count:
+        raise UnsupportedModel(name, values)
+    return tuple(number({name: value}, name, above=0.0) for value in values)

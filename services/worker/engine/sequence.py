@@ -1,0 +1,79 @@
+"""The state of one sequence. The planner and the engine of one process own it; executors only read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.worker.engine.keyed import sequence_key
+from services.worker.engine_protocol import Sampling, Submit
+
+
+class Status(Enum):
+    """Where a sequence is. Those that hold KV blocks: PREFILLING, DECODING, STALLED."""
+
+    WAITING = auto()  # new, no KV
+    PREEMPTED = auto()  # lost its KV, goes before new ones
+    PARKED = auto()  # no KV and no credit: nothing to do until a Credit
+    PREFILLING = auto()
+    DECODING = auto()
+    STALLED = auto()  # holds KV, has no credit
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)  # two sequences are never the same one
+class SequenceState:
+    """``tokens`` is prompt and output; KV is written for the first ``computed`` of them.
+
+    ``order`` is (priority, arrival): smaller goes first and is preempted last. ``pause_at`` is the length
+    of ``tokens`` at which the sequence runs out of credit or reaches ``max_tokens``. ``capacity`` is the
+    number of tokens that ``blocks`` hold; ``contiguous`` says that the blocks are consecutive.
+    """
+
+    handle: int
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    key: int
+    order: tuple[int, int]
+    credit_limit: int
+    pause_at: int = 0
+    status: Status = Status.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    capacity: int = 0
+    contiguous: bool = True
+    preemptions: int = 0
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens so far, those of an earlier run included; also the next output position."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def has_credit(self) -> bool:
+        return self.output_tokens < self.credit_limit
+
+    def set_credit(self, limit: int) -> None:
+        """Credit never falls: a limit below the present one changes nothing."""
+        self.credit_limit = max(self.credit_limit, limit)
+        self.pause_at = self.prompt_tokens + min(self.credit_limit, self.sampling.max_tokens)
+
+
+def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
+    """Return the state of a new sequence; tokens produced before a resume count as output."""
+    sampling = submit.sampling
+    stop_ids = frozenset(sampling.stop_token_ids)
+    sequence = SequenceState(
+        handle=submit.handle,
+        tokens=[*submit.prompt_ids, *submit.produced_ids],
+        prompt_tokens=len(submit.prompt_ids),
+        sampling=sampling,
+        stop_ids=stop_ids if sampling.ignore_eos else stop_ids | eos_ids,
+        key=sequence_key(sampling.seed, sampling.choice),
+        order=(submit.priority, arrival),
+        credit_limit=submit.credit_limit,
+    )
+    sequence.set_credit(submit.credit_limit)
+    return sequence

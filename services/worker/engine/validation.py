@@ -1,0 +1,62 @@
+"""What one sequence may ask of one loaded model. A refusal concerns that sequence alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from services.worker.engine_protocol import Sampling, Submit
+
+MAX_LOGPROBS: Final = 128
+MAX_TEMPERATURE: Final = 100.0
+MAX_PENALTY: Final = 100.0
+MAX_BIAS: Final = 1e6  # far above any logit, and still finite in float32
+MAX_WAITING: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """``max_model_len``: tokens of prompt and output together; it never exceeds what the KV pool holds."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+def refusal(submit: Submit, limits: ModelLimits) -> str | None:
+    """Return why the sequence cannot run on this model, or None. Sizes are checked before anything is built."""
+    prompt, produced, sampling = len(submit.prompt_ids), len(submit.produced_ids), submit.sampling
+    if prompt == 0:
+        return "the prompt is empty"
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}"
+    if prompt + sampling.max_tokens > limits.max_model_len:
+        return f"{prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed {limits.max_model_len}"
+    if produced > sampling.max_tokens:
+        return f"{produced} produced tokens exceed max_tokens {sampling.max_tokens}"
+    for name, ids in (
+        ("prompt_ids", submit.prompt_ids),
+        ("produced_ids", submit.produced_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+            return f"{name} holds a token outside the vocabulary of {limits.vocab_size}"
+    return _sampling_refusal(sampling)
+
+
+def _sampling_refusal(sampling: Sampling) -> str | None:
+    # Written so that NaN fails every one of them.
+    checks = (
+        ("temperature", 0.0 <= sampling.temperature <= MAX_TEMPERATURE),
+        ("top_p", 0.0 < sampling.top_p <= 1.0),
+        ("top_k", sampling.top_k >= 0),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0),
+        ("presence_penalty", abs(sampling.presence_penalty) <= MAX_PENALTY),
+        ("frequency_penalty", abs(sampling.frequency_penalty) <= MAX_PENALTY),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty <= MAX_PENALTY),
+        ("logprobs", sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens),
+        ("choice", sampling.choice >= 0),
+        ("logit_bias", all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values())),
+    )
+    return next((f"{name} is out of range" for name, holds in checks if not holds), None)

@@ -1,0 +1,198 @@
+"""The messages between a worker agent and one of its engine processes.
+
+Transport: a Unix stream socket; each message is a 4-byte big-endian length and that many bytes of
+msgpack. The agent listens, the engine connects. Commands flow to the engine and are applied between
+two steps; events flow back, one ``Stepped`` per engine step for all its sequences.
+
+A *handle* is the agent's integer for one sequence; it is never reused within one engine process.
+An *output offset* counts output tokens from 0, tokens produced before a resume included.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, Literal
+
+import msgspec
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+LENGTH_PREFIX: Final = struct.Struct(">I")
+
+FinishReason = Literal["stop", "length", "preempted", "error"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of everything that travels on the socket."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How one sequence is sampled. The draw at an output position is keyed by (seed, choice, position).
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 switch a filter off.
+    ``logprobs`` is None for none, else how many alternatives (0: only the sampled token's own).
+    """
+
+    seed: int
+    choice: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine process is started with, as JSON on its command line.
+
+    ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``.
+    ``executor`` "null" needs no weights: it emits tokens at ``null_step_s`` seconds a step (0: flat out).
+    """
+
+    socket_path: str
+    model_dir: str
+    executor: Literal["torch", "null"] = "torch"
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 0
+    block_size: int = 16
+    kv_blocks: int = 0
+    kv_memory_bytes: int = 256 * 1024 * 1024
+    token_budget: int = 512
+    max_sequences: int = 64
+    max_model_len: int = 0
+    null_step_s: float = 0.0
+
+
+# --- agent to engine -----------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True):
+    """Run one sequence. ``produced_ids`` are output tokens of an earlier run that it resumes.
+
+    The sequence is not scheduled past output offset ``credit_limit`` until a ``Credit`` raises it.
+    """
+
+    handle: int
+    prompt_ids: list[int]
+    sampling: Sampling
+    credit_limit: int
+    produced_ids: list[int] = []
+    priority: int = 0
+
+
+class Credit(Message, frozen=True):
+    """Raise output limits: ``limits[i]`` is the absolute output offset that ``handles[i]`` may reach."""
+
+    handles: list[int]
+    limits: list[int]
+
+
+class Cancel(Message, frozen=True):
+    """Forget these sequences and free their KV blocks before the next step. No event answers it."""
+
+    handles: list[int]
+
+
+class Shutdown(Message, frozen=True):
+    """End the process after the current step."""
+
+
+Command = Submit | Credit | Cancel | Shutdown
+
+# --- engine to agent -----------------------------------------------------------------------------
+
+
+class Progress(Message, frozen=True):
+    """Loading goes on. ``done_ratio`` is 0..1 within ``phase``."""
+
+    phase: str
+    done_ratio: float
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded and warmed; the step loop runs."""
+
+    kv_blocks_total: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    kv_bytes_per_block: int
+    weight_bytes: int
+
+
+class LoadFailed(Message, frozen=True):
+    """Loading ended with an error that a retry would meet again. The process exits after it."""
+
+    reason: str
+    message: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one output position, after penalties and bias, before the filters."""
+
+    sampled: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Stepped(Message, frozen=True):
+    """What one step produced, in columns: entry i of ``handles`` and of ``tokens`` belong together.
+
+    A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
+    ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
+    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why).
+    """
+
+    step: int
+    step_s: float
+    handles: list[int]
+    tokens: list[int]
+    finished: dict[int, FinishReason]
+    prefill_tokens: int
+    kv_blocks_used: int
+    running: int
+    waiting: int
+    logprobs: dict[int, TokenLogprobs] = {}
+    errors: dict[int, str] = {}
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent every second while idle: proves that the loop moves when there is nothing to step."""
+
+    step: int
+    kv_blocks_used: int
+    running: int
+    waiting: int
+
+
+Event = Progress | Ready | LoadFailed | Stepped | Heartbeat
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: Final = msgspec.msgpack.Decoder(Command)
+_events: Final = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Message) -> bytes:
+    """Return the framed bytes. Raises ValueError for a message above ``MAX_MESSAGE_BYTES``."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(body)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return LENGTH_PREFIX.pack(len(body)) + body
+
+
+def decode_command(body: bytes) -> Command:
+    """Parse one unframed command. Raises msgspec.DecodeError for anything else."""
+    return _commands.decode(body)
+
+
+def decode_event(body: bytes) -> Event:
+    """Parse one unframed event. Raises msgspec.DecodeError for anything else."""
+    return _events.decode(body)
