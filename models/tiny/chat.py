@@ -70,13 +70,14 @@ def _source_exchanges(document: Document, rng: random.Random) -> Iterator[Exchan
     if overview := ast.get_docstring(tree):
         form = rng.choice(("What does the module `{}` do?", "What is `{}`?", "Explain the module `{}`."))
         yield Exchange(form.format(module), _first_paragraphs(overview))
+    lines = document.text.split("\n")
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield from _definition_exchanges(document.text, node, rng)
+            yield from _definition_exchanges(lines, node, rng)
 
 
 def _definition_exchanges(
-    text: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, rng: random.Random
+    lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, rng: random.Random
 ) -> Iterator[Exchange]:
     """A request to write `node`, from the first line of its docstring, and a question about what it does."""
     docstring = ast.get_docstring(node)
@@ -84,7 +85,7 @@ def _definition_exchanges(
         return
     wish = docstring.split("\n\n")[0].replace("\n", " ").strip().rstrip(".")
     word = "class" if isinstance(node, ast.ClassDef) else "function"
-    source = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "").strip()
+    source = _segment(lines, node)
     if 8 <= len(wish) <= 160:
         lowered = wish[0].lower() + wish[1:]
         forms = (
@@ -95,6 +96,14 @@ def _definition_exchanges(
         yield Exchange(rng.choice(forms), f"```python\n{source}\n```")
     if len(docstring) >= 120:
         yield Exchange(rng.choice((f"What does `{node.name}` do?", f"Explain `{node.name}`.")), docstring)
+
+
+def _segment(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    """The source of `node` without its indent; `ast.get_source_segment` splits the file anew for each call."""
+    assert node.end_lineno is not None
+    first, last = node.lineno - 1, node.end_lineno - 1
+    end = lines[last].encode()[: node.end_col_offset].decode()
+    return textwrap.dedent("\n".join([*lines[first:last], end])).strip()
 
 
 def _first_paragraphs(text: str) -> str:

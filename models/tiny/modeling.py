@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 QUERY_BLOCK = 128
 
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of the model; the output head is the transposed embedding."""

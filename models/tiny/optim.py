@@ -12,6 +12,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.01
 ADAM_LR, ADAM_BETAS = 4e-3, (0.9, 0.95)
+WARM_UP_UNTIL, WARM_DOWN_FROM = 0.01, 0.4
 
 
 class Muon(torch.optim.Optimizer):
@@ -48,7 +49,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalise(stack: Tensor) -> Tensor:
     """`stack` [n, rows, columns] with the singular values of each matrix brought near to one, in bfloat16."""
     a, b, c = NEWTON_SCHULZ
-    x = stack.bfloat16()
+    x: Tensor = stack.bfloat16()
     if tall := x.shape[1] > x.shape[2]:
         x = x.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -83,6 +84,3 @@ def lr_share(progress: float) -> float:
     if progress < WARM_UP_UNTIL:
         return (progress + 1e-3) / (WARM_UP_UNTIL + 1e-3)
     return min(1.0, max(0.0, 1 - progress) / (1 - WARM_DOWN_FROM))
-
-
-WARM_UP_UNTIL, WARM_DOWN_FROM = 0.01, 0.4

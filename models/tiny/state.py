@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from modeling import TinyLlama
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
@@ -20,14 +20,10 @@ class Progress:
     elapsed_s: float = 0.0
 
     def after_step(self, tokens: int, elapsed_s: float) -> "Progress":
-        return replace(
-            self, step=self.step + 1, tokens=self.tokens + tokens, elapsed_s=self.elapsed_s + elapsed_s
-        )
+        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, elapsed_s=self.elapsed_s + elapsed_s)
 
 
-def save_state(
-    path: Path, model: TinyLlama, optimizers: tuple[torch.optim.Optimizer, ...], progress: Progress
-) -> None:
+def save_state(path: Path, model: TinyLlama, optimizers: tuple[torch.optim.Optimizer, ...], progress: Progress) -> None:
     """`path` holds the state of now; an interrupted write leaves the earlier one in place."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -45,12 +41,12 @@ def load_state(path: Path, model: TinyLlama, optimizers: tuple[torch.optim.Optim
     """`model` and `optimizers` are those that were saved."""
     parameters = dict(model.named_parameters())
     owner = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
-    with safe_open(path, "pt") as file, torch.no_grad():  # type: ignore[no-untyped-call]
-        for entry in file.keys():
-            key, _, name = entry.partition(":")
-            if key == "weight":
-                parameters[name].copy_(file.get_tensor(entry))
-            else:
-                owner[parameters[name]].state[parameters[name]][key] = file.get_tensor(entry)
+    for entry, value in load_file(path).items():
+        key, _, name = entry.partition(":")
+        if key == "weight":
+            parameters[name].data.copy_(value)
+        else:
+            owner[parameters[name]].state[parameters[name]][key] = value
+    with safe_open(path, "pt") as file:
         header = file.metadata()
     return Progress(int(header["step"]), int(header["tokens"]), float(header["elapsed_s"]))

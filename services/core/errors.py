@@ -166,3 +166,12 @@ class Unimplemented(FairwayError):
 
 class InternalError(FairwayError):
     reason = "INTERNAL"
+
+
+def first_of(group: BaseExceptionGroup[FairwayError]) -> FairwayError:
+    """Return the first error of a group that holds nothing else."""
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, FairwayError)
+    return found

@@ -165,10 +165,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What operators say of a worker; outlives it."""
+    """What operators say of a worker; outlives it. Cordoned: nothing new. Draining: what it runs moves away."""
 
     worker_id: str
     cordoned: bool = False
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

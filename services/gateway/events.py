@@ -15,6 +15,15 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 
 
 @dataclass(frozen=True, slots=True)
+class Received:
+    """When and as what a request reached its face. ``request_id`` is ours, never the client's."""
+
+    monotonic_s: float
+    unix_us: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """First event: what was resolved and drawn for the request."""
 

@@ -39,7 +39,7 @@ def _subclasses(base: type[errors.FairwayError]) -> list[type[errors.FairwayErro
     return [base, *(found for child in base.__subclasses__() for found in _subclasses(child))]
 
 
-_BY_REASON: Final = {kind.reason: kind for kind in reversed(_subclasses(errors.FairwayError))}
+_BY_REASON: Final = {kind.reason: kind for kind in _subclasses(errors.FairwayError)[1:]}
 _BY_CODE: Final[dict[grpc.StatusCode, type[errors.FairwayError]]] = {
     code: kind for kind, code, _ in reversed(_TABLE)
 }

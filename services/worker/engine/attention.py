@@ -106,7 +106,9 @@ class TorchAttention:
         return keys[offset : offset + length], values[offset : offset + length]
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     """Return [rows, heads, dim] for q of that shape and keys, values [length, kv_heads, dim].
 
     Query heads of a group share their KV head (GQA): head h reads KV head h // group.
@@ -121,5 +123,7 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: tor
         return F.scaled_dot_product_attention(folded, k[None], v[None]).view(1, heads, dim)
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
     shared = (kv_heads, group, keys.shape[0], dim)
-    result = F.scaled_dot_product_attention(grouped, k[:, None].expand(shared), v[:, None].expand(shared), mask)
+    result = F.scaled_dot_product_attention(
+        grouped, k[:, None].expand(shared), v[:, None].expand(shared), mask
+    )
     return result.permute(2, 0, 1, 3).reshape(rows, heads, dim)

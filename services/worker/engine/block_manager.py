@@ -69,8 +69,12 @@ class BlockManager:
         """Raise AssertionError unless the references are exactly those of the block tables in ``held``."""
         expected = Counter(block for table in held for block in table)
         for block, references in enumerate(self._references):
-            assert references == expected[block], f"block {block}: {references} references, {expected[block]} holders"
-            assert self._used[block] == (references > 0), f"block {block}: the map disagrees with its references"
+            assert references == expected[block], (
+                f"block {block}: {references} references, {expected[block]} holders"
+            )
+            assert self._used[block] == (references > 0), (
+                f"block {block}: the map disagrees with its references"
+            )
         assert self.blocks_free == self.blocks_total - len(expected), "the free count is off"
 
     def _run_after(self, last: int, count: int) -> int:

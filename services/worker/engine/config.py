@@ -170,7 +170,9 @@ def _family(fields: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def _kv_heads(fields: Mapping[str, Any], family: Family, heads: int) -> int:
-    if fields.get("num_key_value_heads") is None and (family.model_type == "llama" or "num_key_value_heads" in fields):
+    if fields.get("num_key_value_heads") is None and (
+        family.model_type == "llama" or "num_key_value_heads" in fields
+    ):
         return heads
     kv_heads = positive_int(fields, "num_key_value_heads")
     if heads % kv_heads:

@@ -21,6 +21,7 @@ from services.worker.engine_protocol import (
     MAX_MESSAGE_BYTES,
     Command,
     Message,
+    Shutdown,
     decode_command,
     encode,
 )
@@ -52,13 +53,16 @@ def connect(path: str, *, sleep: Callable[[float], None]) -> socket.socket:
 
 
 class Connection:
-    """``on_end`` and ``on_malformed`` are called in the reader thread, once, and need not return."""
+    """``on_end`` (with whether a Shutdown came before) and ``on_malformed`` are called in the reader thread.
+
+    One of them is called, once, and need not return.
+    """
 
     def __init__(
         self,
         channel: socket.socket,
         *,
-        on_end: Callable[[], None],
+        on_end: Callable[[bool], None],
         on_malformed: Callable[[MalformedCommand], None],
     ) -> None:
         self._channel = channel
@@ -85,15 +89,18 @@ class Connection:
         return []
 
     def _read(self) -> None:
+        was_told = False
         try:
             with self._channel.makefile("rb") as stream:
                 while (command := _read_command(stream.read)) is not None:
+                    was_told = was_told or isinstance(command, Shutdown)
                     self._inbox.put(command)
         except MalformedCommand as error:
             self._on_malformed(error)
+            return
         except OSError:
             pass  # a reset is an end too
-        self._on_end()
+        self._on_end(was_told)
 
 
 def _read_command(read: Callable[[int], bytes]) -> Command | None:

@@ -56,6 +56,10 @@ class Engine:
         """Whether ``step`` would compute or report anything."""
         return bool(self._finished) or self._planner.has_work
 
+    @property
+    def max_model_len(self) -> int:
+        return self._model.max_model_len
+
     def apply(self, command: Submit | Credit | Cancel) -> None:
         """Carry out a command between two steps. Raises DuplicateHandle."""
         match command:
@@ -128,7 +132,9 @@ class Engine:
                 sequence.tokens.append(token)
                 if len(sequence.tokens) >= sequence.pause_at or token in sequence.stop_ids:
                     self._pause(sequence, token)
-        return {sampled[row].handle: entry for row, entry in samples.logprobs.items() if row not in samples.errors}
+        return {
+            sampled[row].handle: entry for row, entry in samples.logprobs.items() if row not in samples.errors
+        }
 
     def _pause(self, sequence: SequenceState, token: int) -> None:
         """Finish or stall a sequence whose last token may be its last."""

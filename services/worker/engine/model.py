@@ -52,7 +52,11 @@ class Decoder:
         self._attention = attention
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, prompt_tokens: torch.Tensor, logit_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Write the KV of all rows; return float32 logits [logit rows, vocabulary].
 
@@ -66,6 +70,8 @@ class Decoder:
             gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
         # The head is the widest product: only rows that sample go through it.
+        if not len(logit_rows):
+            return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
         last = x.index_select(0, logit_rows.to(device))
         return self._weights.head(self._norm(last, self._weights.norm)).float()
 
@@ -73,7 +79,8 @@ class Decoder:
         self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         heads, kv_heads, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
-        q, k, v = layer.qkv(x).view(len(x), heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
+        qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         return layer.output(self._attention.attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))

@@ -42,7 +42,9 @@ class NullExecutor:
         if not self._eos_ids.isdisjoint(tokens):
             tokens = [self._not_eos(token) for token in tokens]
         logprobs = {
-            row: TokenLogprobs(0.0, [], []) for row, s in enumerate(sampled) if s.sampling.logprobs is not None
+            row: TokenLogprobs(0.0, [], [])
+            for row, s in enumerate(sampled)
+            if s.sampling.logprobs is not None
         }
         if self._step_s > 0:
             self._pace()
@@ -56,7 +58,9 @@ class NullExecutor:
     def _pace(self) -> None:
         now_s = self._clock()
         self._due_s += self._step_s
-        if self._due_s < now_s - self._step_s:  # it was idle, or fell behind for good: do not race to catch up
+        if (
+            self._due_s < now_s - self._step_s
+        ):  # it was idle, or fell behind for good: do not race to catch up
             self._due_s = now_s + self._step_s
         if self._due_s > now_s:
             self._sleep(self._due_s - now_s)

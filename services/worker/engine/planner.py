@@ -167,7 +167,9 @@ class Planner:
         for sequence in needy:
             # An older one of this loop may have taken this one's blocks.
             while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
-                victim = max((*self._decoding, *self._prefilling, *self._stalled), key=lambda other: other.order)
+                victim = max(
+                    (*self._decoding, *self._prefilling, *self._stalled), key=lambda other: other.order
+                )
                 if self._preempt(victim):
                     handed_back.append(victim)
             if sequence.status is Status.DECODING:
@@ -177,7 +179,9 @@ class Planner:
     def _reserve(self, sequence: SequenceState, count: int) -> None:
         held = sequence.blocks
         last = held[-1] if held else None
-        expected = 0 if held else self._blocks.blocks_for(sequence.prompt_tokens + sequence.sampling.max_tokens)
+        expected = (
+            0 if held else self._blocks.blocks_for(sequence.prompt_tokens + sequence.sampling.max_tokens)
+        )
         added = self._blocks.allocate(count, after=last, expected=expected)
         runs = added[-1] - added[0] == count - 1 and (last is None or added[0] == last + 1)
         sequence.contiguous = runs and (last is None or sequence.contiguous)

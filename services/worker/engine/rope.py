@@ -18,7 +18,9 @@ from services.worker.engine.rope_config import RopeConfig
 class Rope:
     """``cos_sin`` gives the rotation of each row; tables are built for ``max_model_len`` positions."""
 
-    def __init__(self, config: RopeConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._dtype = dtype
         self._device = device
@@ -28,7 +30,9 @@ class Rope:
         self._cos, self._sin = self._rotation(positions[:, None] * frequencies)
         self._long = torch.tensor(config.long_factor, dtype=torch.float32)
 
-    def cos_sin(self, positions: torch.Tensor, prompt_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(
+        self, positions: torch.Tensor, prompt_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, each [rows, dim/2], for int64 [rows] positions; both arguments are on the CPU."""
         if self._config.depends_on_length:
             lengths = torch.maximum(positions + 1, prompt_tokens)
@@ -52,7 +56,9 @@ class Rope:
         # Dynamic NTK: the base grows with the length, so that the slowest frequency spans it.
         stretched = config.factor * lengths.clamp(min=config.max_positions) / config.max_positions
         bases = config.theta * (stretched - (config.factor - 1)) ** (config.dim / (config.dim - 2))
-        return torch.where((lengths > config.max_positions)[:, None], 1.0 / bases[:, None] ** exponents, short)
+        return torch.where(
+            (lengths > config.max_positions)[:, None], 1.0 / bases[:, None] ** exponents, short
+        )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

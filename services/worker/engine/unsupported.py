@@ -52,6 +52,11 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
     value = fields.get(name)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= above
+    ):
         raise UnsupportedModel(name, "missing" if value is None else value)
     return float(value)

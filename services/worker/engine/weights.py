@@ -55,13 +55,19 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        shapes |= {
+            "self_attn.q_norm.weight": (config.head_dim,),
+            "self_attn.k_norm.weight": (config.head_dim,),
+        }
     return shapes
 
 
@@ -123,7 +129,9 @@ class Checkpoint:
         for name, shape in [*shapes.items(), *((name, shapes[EMBEDDING]) for name in extra)]:
             header = self._sources[name].get_slice(name)
             if tuple(header.get_shape()) != shape:
-                raise BadCheckpoint(f"{name} has shape {tuple(header.get_shape())}, the configuration says {shape}")
+                raise BadCheckpoint(
+                    f"{name} has shape {tuple(header.get_shape())}, the configuration says {shape}"
+                )
             if header.get_dtype() not in DTYPES:
                 raise BadCheckpoint(f"{name} has dtype {header.get_dtype()}")
 

@@ -1,0 +1,189 @@
+"""What the platform costs: Fairway with the null executor against a bare grpc.aio chain, in one run.
+
+``make bench-overhead``. Both sides get the same traffic from this process, in turn, three rounds:
+
+- time to first token of requests that arrive at 50 per second, open loop; ``added_ttft_*`` is the
+  difference of the quantiles;
+- tokens per second of 64 concurrent ``Generate`` streams, flat out; ``stream_ratio`` is Fairway's over
+  the chain's (both send one message per token to the client unless a reader lags);
+- tokens per second of one ``Session`` with 64 generations, flat out.
+
+The last line is ``RESULT {json}``; medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from bench.stack import NullStack, free_port, wait_for_port
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+
+ROUNDS = 3
+RATE_PER_S = 50.0
+TTFT_REQUESTS = 250
+TTFT_TOKENS = 16
+STREAMS = 64
+STREAM_TOKENS = 400
+SESSION_TOKENS = 2000
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that answers InferenceService."""
+
+    name: str
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub
+    metadata: Metadata
+    model: str
+
+    def request(self, tokens: int) -> inference_pb2.GenerateRequest:
+        return inference_pb2.GenerateRequest(generation=self.generation(tokens))
+
+    def generation(self, tokens: int) -> inference_pb2.Generation:
+        return inference_pb2.Generation(
+            model=self.model,
+            prompt="def add(left, right):\n    return left + right\n",
+            max_output_tokens=tokens,
+            ignore_eos=True,
+        )
+
+
+async def first_token_s(target: Target) -> float:
+    """Return the time to the first token of one request that is read to its end."""
+    started = time.perf_counter()
+    first = 0.0
+    async for event in target.stub.Generate(target.request(TTFT_TOKENS), metadata=target.metadata):
+        if not first and event.HasField("chunk"):
+            first = time.perf_counter() - started
+    return first
+
+
+async def ttft(target: Target) -> list[float]:
+    """Return the times to first token of an open-loop arrival of requests, seconds."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    tasks = []
+    for number in range(TTFT_REQUESTS):
+        await asyncio.sleep(max(0.0, start + number / RATE_PER_S - loop.time()))
+        tasks.append(loop.create_task(first_token_s(target)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def stream_rate(target: Target) -> float:
+    """Return tokens/s over concurrent Generate streams."""
+
+    async def one() -> int:
+        tokens = 0
+        async for event in target.stub.Generate(target.request(STREAM_TOKENS), metadata=target.metadata):
+            tokens += len(event.chunk.ids)
+        return tokens
+
+    started = time.perf_counter()
+    total = sum(await asyncio.gather(*(one() for _ in range(STREAMS))))
+    if total != STREAMS * STREAM_TOKENS:
+        raise SystemExit(f"{target.name}: {total} tokens came, {STREAMS * STREAM_TOKENS} were due")
+    return total / (time.perf_counter() - started)
+
+
+async def session_rate(target: Target) -> float:
+    """Return tokens/s over one Session with many generations."""
+    call = target.stub.Session(metadata=target.metadata)
+    started = time.perf_counter()
+    for stream_id in range(STREAMS):
+        start = inference_pb2.SessionStart(stream_id=stream_id, generation=target.generation(SESSION_TOKENS))
+        await call.write(inference_pb2.SessionRequest(start=start))
+    await call.done_writing()
+    tokens = ended = 0
+    async for message in call:
+        tokens += len(message.tokens.ids)
+        for finished in message.finished:
+            ended += 1
+            if finished.HasField("error"):
+                raise SystemExit(f"a generation failed: {finished.error.reason} {finished.error.message}")
+    if (tokens, ended) != (STREAMS * SESSION_TOKENS, STREAMS):
+        raise SystemExit(f"{tokens} tokens in {ended} generations came, not all that were due")
+    return tokens / (time.perf_counter() - started)
+
+
+def quantile(values: list[float], ratio: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * ratio))]
+
+
+async def measure(chain: Target, fairway: Target) -> dict[str, float]:
+    """Run the rounds, in turn, and return the figures of the RESULT line."""
+    figures: dict[str, list[float]] = {name: [] for name in ("p50", "p99", "session", "stream", "chain")}
+    for _ in range(2):
+        await asyncio.gather(*(first_token_s(target) for target in (chain, fairway) for _ in range(20)))
+    for number in range(ROUNDS):
+        bare, ours = await ttft(chain), await ttft(fairway)
+        figures["p50"].append((quantile(ours, 0.5) - quantile(bare, 0.5)) * 1000)
+        figures["p99"].append((quantile(ours, 0.99) - quantile(bare, 0.99)) * 1000)
+        figures["chain"].append(await stream_rate(chain))
+        figures["stream"].append(await stream_rate(fairway))
+        figures["session"].append(await session_rate(fairway))
+        latest = {name: round(values[-1], 2) for name, values in figures.items()}
+        print(f"round {number + 1} of {ROUNDS}: {latest}", flush=True)
+    ratios = [ours / bare for ours, bare in zip(figures["stream"], figures["chain"], strict=True)]
+    return {
+        "added_ttft_p50_ms": round(statistics.median(figures["p50"]), 2),
+        "added_ttft_p99_ms": round(statistics.median(figures["p99"]), 2),
+        "session_tokens_per_s": round(statistics.median(figures["session"])),
+        "stream_ratio": round(statistics.median(ratios), 3),
+    }
+
+
+@contextlib.contextmanager
+def bare_chain() -> Iterator[int]:
+    """Run the relay and the server as processes; the value is the relay's port."""
+    server_port, relay_port = free_port(), free_port()
+    command = [sys.executable, "-m", "bench.bare_chain"]
+    processes = [
+        subprocess.Popen([*command, "server", str(server_port)]),
+        subprocess.Popen([*command, "relay", str(relay_port), str(server_port)]),
+    ]
+    try:
+        wait_for_port(server_port)
+        wait_for_port(relay_port)
+        yield relay_port
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def run(chain_port: int, stack: NullStack) -> dict[str, float]:
+    make: Callable[[str], grpc.aio.Channel] = grpc.aio.insecure_channel
+    async with make(f"127.0.0.1:{chain_port}") as bare, make(stack.grpc) as ours:
+        chain = Target("chain", inference_pb2_grpc.InferenceServiceStub(bare), (), "none")
+        metadata = (("authorization", f"Bearer {stack.api_key}"),)
+        fairway = Target("fairway", inference_pb2_grpc.InferenceServiceStub(ours), metadata, stack.model)
+        return await measure(chain, fairway)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder:
+        with bare_chain() as port, NullStack.started(Path(folder)) as stack:
+            work: Awaitable[dict[str, float]] = run(port, stack)
+            figures = uvloop.run(work)  # type: ignore[arg-type]
+    print("RESULT", json.dumps(figures))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    main()

@@ -1,0 +1,100 @@
+"""Calls to the services: a channel, the caller's key, and errors in the command line's own words."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from fairway.cli.errors import CliError, ExitCode
+
+T = TypeVar("T")
+CALL_TIMEOUT_S: Final = 15.0
+
+_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+)
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+
+
+@asynccontextmanager
+async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Yield a channel to host:port; it is closed afterwards."""
+    loopback = address.startswith(("127.", "localhost:", "[::1]"))
+    options = (*_OPTIONS, *((("grpc.enable_http_proxy", 0),) if loopback else ()))
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield channel
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    """Return the call metadata that carries a key."""
+    return (("authorization", f"Bearer {key}"),)
+
+
+async def checked(call: Awaitable[T], *, what: str) -> T:
+    """Return the call's answer. Raises CliError, which says that ``what`` failed, and why."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as exc:
+        raise to_cli_error(exc, what=what) from exc
+
+
+def to_cli_error(error: grpc.aio.AioRpcError, *, what: str) -> CliError:
+    """Return the error with the server's reason and text, and what to do about it."""
+    code = error.code()
+    reason, retry_after_s = _details(error)
+    exit_code, next_step = _advice(code)
+    if retry_after_s is not None:
+        next_step = f"try again in {retry_after_s:.1f} s"
+    return CliError(
+        reason or code.name,
+        f"{what}: {error.details() or code.name}",
+        next_step=next_step,
+        exit_code=exit_code,
+    )
+
+
+def _details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
+    """Return the ErrorInfo's reason and RetryInfo's delay of a status, "" and None where they are absent."""
+    reason, delay_s = "", None
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        try:
+            status = status_pb2.Status.FromString(value)
+        except DecodeError:
+            continue
+        for detail in status.details:
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            if detail.Unpack(info):
+                reason = info.reason
+            elif detail.Unpack(retry):
+                delay_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return reason, delay_s
+
+
+def _advice(code: grpc.StatusCode) -> tuple[ExitCode, str]:
+    match code:
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return (
+                ExitCode.UNAUTHENTICATED,
+                "use a key that may do this: --api-key or --admin-key; `fairway up` writes both to endpoints.json",
+            )
+        case grpc.StatusCode.UNAVAILABLE:
+            return ExitCode.UNAVAILABLE, "see `fairway status`; start it with `fairway up`"
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ExitCode.UNAVAILABLE, "try again; `fairway status` tells whether every part answers"
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return ExitCode.UNAVAILABLE, "wait a little and try again"
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return ExitCode.REFUSED, "this server does not offer it"
+        case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
+            return ExitCode.FAILED, "look for the incident in the logs under .fairway/logs"
+        case _:
+            return ExitCode.REFUSED, "change the request and try again"

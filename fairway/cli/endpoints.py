@@ -1,0 +1,41 @@
+"""Where an installation listens and what opens it: ``.fairway/endpoints.json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fairway.cli.state import read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """``http`` is a URL without a path; every other address is host:port. ``model`` is "" without one."""
+
+    http: str
+    grpc: str
+    api_key: str
+    admin_key: str
+    model: str
+    registry: str = ""
+    controlplane: str = ""
+    scheduler: str = ""
+    workers: tuple[str, ...] = ()
+    supervisor_pid: int = 0
+    pids: dict[str, int] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write the file in one step, mode 0600."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Endpoints | None:
+        """Return what ``path`` holds, or None when there is no complete file."""
+        raw = read_json(path)
+        if raw is None:
+            return None
+        known = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
+        if not {"http", "grpc", "api_key", "admin_key", "model"} <= known.keys():
+            return None
+        known["workers"] = tuple(known.get("workers", ()))
+        return cls(**known)

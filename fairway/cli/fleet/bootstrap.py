@@ -1,0 +1,213 @@
+"""From serving roles to a model that answers: publish, tenant, key, deployment, READY."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from fairway.cli.calls import CALL_TIMEOUT_S, bearer, checked, open_channel, to_cli_error
+from fairway.cli.errors import CliError
+from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.publishing import publish_folder
+from fairway.cli.fleet.roles import Addresses
+from fairway.cli.state import StateDir, read_secret, write_private
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import inference_pb2, worker_pb2
+from fairway.v1.controlplane_pb2_grpc import ControlPlaneServiceStub
+from fairway.v1.inference_pb2_grpc import InferenceServiceStub
+
+TENANT: Final = "default"
+KEY_NAME: Final = "local"
+TAG: Final = "latest"
+
+_POLL_S: Final = 0.25
+_SETTLE_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Brings an installation's resources to what ``options`` ask for; every step may be repeated."""
+
+    options: UpOptions
+    state: StateDir
+    addresses: Addresses
+    progress: Progress
+
+    async def run(self) -> str:
+        """Return the API key once the gateway accepts it and serves the model. Raises CliError."""
+        admin = bearer(read_secret(self.state, "admin_key"))
+        digest = await self._publish(admin) if self.options.deploy else ""
+        async with open_channel(self.addresses.of("controlplane")) as channel:
+            stub = ControlPlaneServiceStub(channel)
+            await self._ensure_tenant(stub, admin)
+            api_key = await self._ensure_key(stub, admin)
+            if digest:
+                await self._ensure_deployment(stub, admin, digest)
+                await self._until_deployed(stub, admin)
+        return await self._until_served(api_key, admin)
+
+    async def _publish(self, admin: tuple[tuple[str, str], ...]) -> str:
+        name, folder = self.options.model_name, self.options.model_folder
+        self.progress.event("model", "starting", f"publishing {folder}")
+
+        def report(detail: str) -> None:
+            self.progress.event("model", "starting", detail)
+
+        async with open_channel(self.addresses.of("registry")) as channel:
+            try:
+                digest = await publish_folder(channel, folder, name, TAG, admin=admin, report=report)
+            except grpc.aio.AioRpcError as exc:
+                raise to_cli_error(exc, what=f"cannot publish {folder}") from exc
+        self.progress.event("model", "ready", f"{name} is {digest[:19]}…")
+        return digest
+
+    async def _ensure_tenant(
+        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...]
+    ) -> None:
+        tenant = cp.Tenant(
+            metadata=cp.Metadata(name=TENANT), display_name="Default", max_priority="PRIORITY_INTERACTIVE"
+        )
+        request = cp.CreateTenantRequest(tenant=tenant)
+        try:
+            await stub.CreateTenant(request, timeout=CALL_TIMEOUT_S, metadata=admin)
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() != grpc.StatusCode.ALREADY_EXISTS:
+                raise to_cli_error(exc, what=f"cannot create the tenant {TENANT}") from exc
+
+    async def _ensure_key(self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...]) -> str:
+        """Return the remembered key while the control plane knows its name, else a new one."""
+        remembered = read_secret(self.state, "api_key")
+        known = True
+        try:
+            await stub.GetKey(cp.GetKeyRequest(name=KEY_NAME), timeout=CALL_TIMEOUT_S, metadata=admin)
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() != grpc.StatusCode.NOT_FOUND:
+                raise to_cli_error(exc, what=f"cannot look up the key {KEY_NAME}") from exc
+            known = False
+        if known and remembered:
+            return remembered
+        return await self._new_key(stub, admin, replace=known)
+
+    async def _new_key(
+        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...], *, replace: bool
+    ) -> str:
+        if replace:
+            gone = stub.DeleteKey(cp.DeleteKeyRequest(name=KEY_NAME), timeout=CALL_TIMEOUT_S, metadata=admin)
+            await checked(gone, what=f"cannot replace the key {KEY_NAME}")
+        key = cp.Key(metadata=cp.Metadata(name=KEY_NAME), role=cp.KEY_ROLE_TENANT, tenant=TENANT)
+        created = await checked(
+            stub.CreateKey(cp.CreateKeyRequest(key=key), timeout=CALL_TIMEOUT_S, metadata=admin),
+            what=f"cannot create the key {KEY_NAME}",
+        )
+        write_private(self.state.secret("api_key"), created.secret + "\n")
+        return created.secret
+
+    async def _ensure_deployment(
+        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...], digest: str
+    ) -> None:
+        name = self.options.model_name
+        wanted = cp.Deployment(
+            metadata=cp.Metadata(name=name), model=name, version=digest, replicas=self.options.replicas
+        )
+        request = cp.CreateDeploymentRequest(deployment=wanted)
+        try:
+            await stub.CreateDeployment(request, timeout=CALL_TIMEOUT_S, metadata=admin)
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() != grpc.StatusCode.ALREADY_EXISTS:
+                raise to_cli_error(exc, what=f"cannot create the deployment {name}") from exc
+            update = cp.UpdateDeploymentRequest(deployment=wanted)
+            call = stub.UpdateDeployment(update, timeout=CALL_TIMEOUT_S, metadata=admin)
+            await checked(call, what=f"cannot update the deployment {name}")
+
+    async def _until_deployed(
+        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...]
+    ) -> None:
+        name = self.options.model_name
+        row = f"{name} on a worker"
+        began = time.monotonic()
+        request = cp.GetDeploymentRequest(name=name)
+        while True:
+            call = stub.GetDeployment(request, timeout=CALL_TIMEOUT_S, metadata=admin)
+            deployment = (await checked(call, what=f"cannot read the deployment {name}")).deployment
+            status = deployment.status
+            if status.ready_replicas >= self.options.replicas:
+                elapsed = time.monotonic() - began
+                self.progress.event(row, "ready", f"{status.ready_replicas} READY after {elapsed:.1f} s")
+                return
+            for replica in status.replicas:
+                if replica.state == worker_pb2.VERSION_STATE_FAILED:
+                    raise self._replica_failed(replica)
+            self.progress.event(row, "starting", _describe(status))
+            if time.monotonic() - began > self.options.ready_s:
+                raise CliError(
+                    "NOT_READY_IN_TIME",
+                    f"{name} is not READY after {self.options.ready_s:g} s: {_describe(status)}",
+                    next_step=f"look into the logs of the workers under {self.state.logs}",
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _replica_failed(self, replica: cp.ReplicaStatus) -> CliError:
+        return CliError(
+            "MODEL_FAILED",
+            f"{replica.worker_id} cannot serve {self.options.model_name}: {replica.message or 'no reason given'}",
+            next_step=f"see {self.state.log(replica.worker_id)}; try another folder with --model-dir",
+        )
+
+    async def _until_served(self, api_key: str, admin: tuple[tuple[str, str], ...]) -> str:
+        """Return the key that the gateway accepts: a stale one, left by lost state, is replaced once."""
+        async with open_channel(self.addresses.of("gateway_grpc")) as channel:
+            stub = InferenceServiceStub(channel)
+            reason = await self._served(stub, api_key, patience_s=_SETTLE_S / 3)
+            if isinstance(reason, grpc.aio.AioRpcError) and reason.code() == grpc.StatusCode.UNAUTHENTICATED:
+                async with open_channel(self.addresses.of("controlplane")) as control:
+                    api_key = await self._new_key(ControlPlaneServiceStub(control), admin, replace=True)
+            if reason is not None:
+                reason = await self._served(stub, api_key, patience_s=_SETTLE_S)
+        if isinstance(reason, grpc.aio.AioRpcError):
+            raise to_cli_error(reason, what="the gateway does not serve yet") from reason
+        if reason is not None:
+            raise CliError(
+                "NOT_SERVED",
+                f"the gateway does not offer {self.options.model_name}: {reason}",
+                next_step=f"see {self.state.log('gateway')}",
+            )
+        return api_key
+
+    async def _served(
+        self, stub: InferenceServiceStub, api_key: str, *, patience_s: float
+    ) -> str | grpc.aio.AioRpcError | None:
+        """Return None once the gateway lists the model as ready for this key, else what it last said."""
+        deadline = time.monotonic() + patience_s
+        wanted = self.options.model_name if self.options.deploy else None
+        last: str | grpc.aio.AioRpcError = "never asked"
+        while time.monotonic() < deadline:
+            try:
+                answer = await stub.ListModels(
+                    inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S, metadata=bearer(api_key)
+                )
+                ready = {model.name: model.ready_replicas for model in answer.models}
+                if wanted is None or ready.get(wanted, 0) >= 1:
+                    return None
+                last = f"it lists {ready}"
+            except grpc.aio.AioRpcError as exc:
+                last = exc
+            await asyncio.sleep(_POLL_S)
+        return last
+
+
+def _describe(status: cp.DeploymentStatus) -> str:
+    """Return where a deployment stands, in words."""
+    names: Callable[[worker_pb2.VersionState], str] = worker_pb2.VersionState.Name
+    parts = [
+        f"{replica.worker_id}: {names(replica.state).removeprefix('VERSION_STATE_').lower()}"
+        + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
+        + (f", {replica.message}" if replica.message else "")
+        for replica in status.replicas
+    ]
+    return "; ".join(parts) or status.message or "waiting for a worker"

@@ -1,0 +1,155 @@
+"""One run of an installation, from free ports to the last process ended. Runs in the supervisor's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fleet import preflight
+from fairway.cli.fleet.bootstrap import Bootstrap
+from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports
+from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.record import FleetRecord, lock_installation, sweep, wait_for_end
+from fairway.cli.fleet.roles import PREFERRED_PORTS, Addresses, port_names, role_specs, store_specs
+from fairway.cli.fleet.supervisor import ProcessSupervisor
+from fairway.cli.state import StateDir, ensure_secrets, read_secret
+
+OnReady = Callable[[Endpoints], None]
+
+
+class AlreadyRunning(CliError):
+    """Another supervisor holds the installation. ``endpoints`` is None while that one is still starting."""
+
+    def __init__(self, state: StateDir, endpoints: Endpoints | None) -> None:
+        super().__init__(
+            "ALREADY_STARTING",
+            f"another `fairway up` is starting or stopping the installation in {state.root}",
+            next_step="wait for it, or end it with `fairway down`",
+        )
+        self.endpoints = endpoints
+
+
+def run_installation(options: UpOptions, progress: Progress, on_ready: OnReady) -> None:
+    """Start everything, tell ``on_ready``, and keep it running until SIGINT or SIGTERM.
+
+    Raises CliError when it cannot start, AlreadyRunning when it runs; nothing is left running then.
+    """
+    state = StateDir.at(Path(options.state_dir))
+    preflight.check(options)
+    state.create()
+    lock = lock_installation(state.lock)
+    if lock is None:
+        raise AlreadyRunning(state, running_endpoints(state))
+    with lock:
+        leftovers = FleetRecord.load(state.fleet)
+        if leftovers is not None and (names := sweep(leftovers, patience_s=10.0)):
+            progress.event("leftovers", "stopped", f"of an earlier run: {', '.join(names)}")
+        state.endpoints.unlink(missing_ok=True)
+        ensure_secrets(state)
+        ports = choose_ports(
+            port_names(options),
+            fixed={
+                name: port
+                for name, port in (("gateway_http", options.http_port), ("gateway_grpc", options.grpc_port))
+                if port
+            },
+            remembered=load_ports(state.ports),
+            preferred=PREFERRED_PORTS,
+        )
+        save_ports(state.ports, ports)
+        asyncio.run(_run(options, state, Addresses(ports, options.workers), progress, on_ready))
+
+
+def running_endpoints(state: StateDir) -> Endpoints | None:
+    """Return the endpoints of the installation that runs and is ready, else None."""
+    record = FleetRecord.load(state.fleet)
+    if record is None or record.phase != "ready" or not record.supervisor.alive:
+        return None
+    return Endpoints.load(state.endpoints)
+
+
+async def _run(
+    options: UpOptions, state: StateDir, addresses: Addresses, progress: Progress, on_ready: OnReady
+) -> None:
+    supervisor = ProcessSupervisor(progress, state.fleet)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.create_task(_start(options, state, addresses, supervisor, progress))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            raise CliError(
+                "INTERRUPTED", "the start was interrupted", exit_code=ExitCode.INTERRUPTED,
+                next_step="start again with `fairway up`",
+            )  # fmt: skip
+        endpoints = starting.result()
+        endpoints.save(state.endpoints)
+        supervisor.mark_ready()
+        on_ready(endpoints)
+        await stopped
+    finally:
+        starting.cancel()
+        stopped.cancel()
+        await asyncio.gather(starting, stopped, return_exceptions=True)
+        state.endpoints.unlink(missing_ok=True)
+        await supervisor.stop(now=hurry)
+
+
+async def _start(
+    options: UpOptions,
+    state: StateDir,
+    addresses: Addresses,
+    supervisor: ProcessSupervisor,
+    progress: Progress,
+) -> Endpoints:
+    await supervisor.start(store_specs(state, addresses, os.environ))
+    await supervisor.start(role_specs(state, addresses, os.environ))
+    api_key = await Bootstrap(options, state, addresses, progress).run()
+    return Endpoints(
+        http=addresses.http_url,
+        grpc=addresses.of("gateway_grpc"),
+        api_key=api_key,
+        admin_key=read_secret(state, "admin_key"),
+        model=options.model_name if options.deploy else "",
+        registry=addresses.of("registry"),
+        controlplane=addresses.of("controlplane"),
+        scheduler=addresses.of("scheduler"),
+        workers=tuple(addresses.of(name) for name in addresses.worker_names),
+        supervisor_pid=os.getpid(),
+        pids=supervisor.pids,
+    )
+
+
+def stop_installation(state: StateDir, progress: Progress, *, patience_s: float = 120.0) -> bool:
+    """End the installation's supervisor and everything it left behind. False when nothing ran."""
+    record = FleetRecord.load(state.fleet)
+    if record is None:
+        return False
+    found = record.supervisor.alive
+    if found:
+        progress.event("supervisor", "stopping", f"process {record.supervisor.pid}; drains, then ends")
+        record.supervisor.signal(signal.SIGTERM)
+        if not wait_for_end([record.supervisor], timeout_s=patience_s):
+            progress.event("supervisor", "failed", f"did not end within {patience_s:g} s; killed")
+            record.supervisor.signal(signal.SIGKILL)
+            wait_for_end([record.supervisor], timeout_s=5.0)
+    latest = FleetRecord.load(state.fleet) or record
+    swept = sweep(latest, patience_s=10.0)
+    if swept:
+        progress.event("leftovers", "stopped", ", ".join(swept))
+    state.fleet.unlink(missing_ok=True)
+    state.endpoints.unlink(missing_ok=True)
+    return found or bool(swept)

@@ -1,0 +1,56 @@
+"""What `fairway up` was asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import fairway
+
+BUNDLED_MODEL: Final = "fairway-tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """``http_port`` and ``grpc_port`` 0: a free one. ``model_dir`` "": the bundled model; paths are absolute."""
+
+    state_dir: str
+    http_port: int = 0
+    grpc_port: int = 0
+    workers: int = 1
+    replicas: int = 1
+    model_dir: str = ""
+    deploy: bool = True
+    ready_s: float = 600.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> UpOptions:
+        return cls(**json.loads(text))
+
+    @property
+    def model_folder(self) -> Path:
+        return Path(self.model_dir) if self.model_dir else bundled_checkpoint()
+
+    @property
+    def model_name(self) -> str:
+        """Name of model and deployment: a folder of one's own gives it its name."""
+        if not self.model_dir:
+            return BUNDLED_MODEL
+        folder = self.model_folder
+        stem = folder.parent.name if folder.name == "checkpoint" else folder.name
+        kept = "".join(char if char.isalnum() and char.isascii() else "-" for char in stem.lower())
+        return kept[:64].strip("-") or "model"
+
+
+def source_root() -> Path:
+    """Return the folder that holds the packages `fairway` and `services`."""
+    return Path(fairway.__file__).absolute().parent.parent
+
+
+def bundled_checkpoint() -> Path:
+    return source_root() / "models" / "tiny" / "checkpoint"

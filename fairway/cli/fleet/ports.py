@@ -1,0 +1,80 @@
+"""Choice of loopback ports: the remembered one while it is free, else a preferred one, else any."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from fairway.cli.errors import CliError
+from fairway.cli.state import read_json, write_json
+
+HOST = "127.0.0.1"
+
+
+def try_bind(port: int) -> socket.socket | None:
+    """Return a socket that holds ``port`` (0: any free one) on the loopback address, or None when taken."""
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((HOST, port))
+        holder.listen(1)
+    except (OSError, OverflowError):
+        holder.close()
+        return None
+    return holder
+
+
+def choose_ports(
+    names: Sequence[str],
+    *,
+    fixed: Mapping[str, int],
+    remembered: Mapping[str, int],
+    preferred: Mapping[str, int],
+) -> dict[str, int]:
+    """Return a distinct port for each name, all free at the time of the call.
+
+    A fixed port that is taken raises CliError; the others fall back to any free port.
+    """
+    chosen: dict[str, int] = {}
+    with ExitStack() as held:
+        for name in sorted(names, key=lambda name: name not in fixed):
+            holder: socket.socket | None = None
+            if name in fixed:
+                holder = try_bind(fixed[name])
+                if holder is None:
+                    raise _taken(name, fixed[name])
+            for candidate in (remembered.get(name), preferred.get(name), 0):
+                if holder is None and candidate is not None:
+                    holder = try_bind(candidate)
+            if holder is None:
+                raise CliError(
+                    "NO_FREE_PORT",
+                    f"no free loopback port for {name}",
+                    next_step="stop programs that hold many ports, then try again",
+                )
+            held.callback(holder.close)
+            chosen[name] = int(holder.getsockname()[1])
+    return chosen
+
+
+def load_ports(path: Path) -> dict[str, int]:
+    """Return the remembered ports; what is not a port is left out."""
+    raw = read_json(path) or {}
+    return {name: port for name, port in raw.items() if isinstance(port, int) and 0 < port < 65536}
+
+
+def save_ports(path: Path, ports: Mapping[str, int]) -> None:
+    """Remember ``ports``, and those of earlier runs that are not among them."""
+    write_json(path, {**load_ports(path), **ports})
+
+
+def _taken(name: str, port: int) -> CliError:
+    flag = {"gateway_http": "--http-port", "gateway_grpc": "--grpc-port"}.get(name, "")
+    hint = f"choose another with {flag}, or leave {flag} out for a free one" if flag else "free the port"
+    return CliError(
+        "PORT_TAKEN",
+        f"port {port} on {HOST} is taken by another program",
+        next_step=f"{hint}; `ss -ltnp 'sport = :{port}'` shows who holds it",
+    )

@@ -1,0 +1,64 @@
+"""What must hold before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fleet.options import UpOptions
+
+MIN_FREE_BYTES: Final = 1024**3
+_OLDEST_PYTHON: Final = (3, 11)
+
+
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> None:
+    """Raise CliError when the interpreter is older than what Fairway needs."""
+    if version < _OLDEST_PYTHON:
+        found = ".".join(str(part) for part in version)
+        raise CliError(
+            "WRONG_PYTHON",
+            f"Python {found} runs this; Fairway needs 3.11 or later",
+            next_step="run `make clean up PYTHON=python3.11` with a newer interpreter's name",
+        )
+
+
+def check_disk(folder: Path, *, needed: int = MIN_FREE_BYTES) -> None:
+    """Raise CliError when less than ``needed`` bytes are free where ``folder`` is, or will be."""
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise CliError(
+            "NO_DISK_SPACE",
+            f"{free / 1024**2:.0f} MiB are free at {existing}; {needed / 1024**2:.0f} MiB are needed",
+            next_step="free some space, or choose another place with --state-dir",
+        )
+
+
+def check_model(options: UpOptions) -> None:
+    """Raise CliError when the model folder to be deployed is no checkpoint."""
+    folder = options.model_folder
+    if not options.deploy or (folder / "config.json").is_file():
+        return
+    raise CliError(
+        "MODEL_MISSING",
+        f"{folder} holds no model: there is no config.json",
+        next_step="name a checkpoint folder with --model-dir, or start without one with --no-model",
+        exit_code=ExitCode.USAGE if options.model_dir else ExitCode.FAILED,
+    )
+
+
+def check(options: UpOptions) -> None:
+    """Raise CliError with the first thing that keeps the installation from starting."""
+    check_python()
+    check_disk(Path(options.state_dir))
+    check_model(options)
+    if options.replicas > options.workers:
+        raise CliError(
+            "TOO_MANY_REPLICAS",
+            f"{options.replicas} replicas need as many workers; there are {options.workers}",
+            next_step=f"add --workers {options.replicas}",
+            exit_code=ExitCode.USAGE,
+        )

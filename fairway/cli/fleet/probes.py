@@ -1,0 +1,105 @@
+"""Questions to a process: does it serve? An answer is "" for yes, else why not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+Probe = Callable[[], Awaitable[str]]
+
+NO_ANSWER: Final = "no answer"  # how the reason begins when nothing came back at all
+_TIMEOUT_S: Final = 2.0
+_MAX_ANSWER_BYTES: Final = 4096
+
+
+def etcd_healthy(host: str, port: int) -> Probe:
+    """Return a probe for etcd's health endpoint, which proves that it commits."""
+
+    async def probe() -> str:
+        request = f"GET /health HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()
+        answer = await _exchange(host, port, request, until=b'"health"')
+        if isinstance(answer, str):
+            return answer
+        return "" if b'"health":"true"' in answer.replace(b" ", b"") else "etcd is not healthy yet"
+
+    return probe
+
+
+def redis_answers(host: str, port: int) -> Probe:
+    """Return a probe for Redis: it answers PING once its data are loaded."""
+
+    async def probe() -> str:
+        answer = await _exchange(host, port, b"PING\r\n", until=b"\r\n")
+        if isinstance(answer, str):
+            return answer
+        return "" if answer.startswith(b"+PONG") else answer.decode("utf-8", "replace").strip()
+
+    return probe
+
+
+def grpc_serving(address: str) -> Probe:
+    """Return a probe for a role: its health service answers SERVING."""
+
+    async def probe() -> str:
+        async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+            except grpc.aio.AioRpcError as exc:
+                return f"{NO_ANSWER} on {address} ({exc.code().name})"
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        return "" if status == "SERVING" else f"answers {status}"
+
+    return probe
+
+
+def tcp_open(host: str, port: int) -> Probe:
+    """Return a probe for a listening port."""
+
+    async def probe() -> str:
+        answer = await _exchange(host, port, b"", until=b"")
+        return answer if isinstance(answer, str) else ""
+
+    return probe
+
+
+def all_of(*probes: Probe) -> Probe:
+    """Return a probe that is content when each of ``probes`` is."""
+
+    async def probe() -> str:
+        for each in probes:
+            if reason := await each():
+                return reason
+        return ""
+
+    return probe
+
+
+async def _exchange(host: str, port: int, request: bytes, *, until: bytes) -> bytes | str:
+    """Send ``request`` and return what came back up to and a little after ``until``, or why nothing did."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(request)
+                await writer.drain()
+                received = b""
+                while until not in received and len(received) < _MAX_ANSWER_BYTES:
+                    piece = await reader.read(1024)
+                    if not piece:
+                        break
+                    received += piece
+                return received
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except TimeoutError:
+        return f"{NO_ANSWER} on {host}:{port} within {_TIMEOUT_S:g} s"
+    except OSError as exc:
+        return f"{NO_ANSWER} on {host}:{port} ({exc.strerror or exc})"

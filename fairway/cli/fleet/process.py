@@ -1,0 +1,144 @@
+"""One child process: started in a group of its own, logged to a file, ended with the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fairway.cli.fleet import launch
+from fairway.cli.fleet.probes import Probe
+from fairway.cli.fleet.record import ProcessId
+
+_KEPT_LOGS: Final = 3
+_TAIL_BYTES: Final = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to run and how to know that it serves. ``env`` is the whole environment.
+
+    ``death_signal`` is what the process gets when the supervisor is killed; ``stop_s`` is how long it
+    may take to end after SIGTERM; ``silence_s`` is how long it may answer nothing before it is replaced.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+    probe: Probe
+    address: str
+    death_signal: int = signal.SIGKILL
+    start_s: float = 120.0
+    stop_s: float = 15.0
+    silence_s: float = 60.0
+
+
+class Child:
+    """A process that runs from ``start`` until it ends by itself or by ``stop``."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+        self._id: ProcessId | None = None
+
+    @property
+    def id(self) -> ProcessId | None:
+        """Identity of the life that was started last."""
+        return self._id
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for the signal that ended it."""
+        return None if self._process is None else self._process.returncode
+
+    async def start(self) -> None:
+        """Start it. Call it from the main thread only: the kernel watches the thread that started it."""
+        with self.spec.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                str(Path(launch.__file__)),
+                str(os.getpid()),
+                str(int(self.spec.death_signal)),
+                *self.spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self.spec.env),
+                start_new_session=True,
+            )
+        self._id = ProcessId.of(self._process.pid)
+
+    async def wait(self) -> int:
+        """Return its exit code once it ended; what is left of its group is killed."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self._signal_group(signal.SIGKILL)
+        return code
+
+    async def stop(self) -> bool:
+        """Ask it to end, kill its group after ``stop_s``. True when it ended by itself."""
+        if self._process is None:
+            return True
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self.spec.stop_s):
+                await self.wait()
+        except TimeoutError:
+            await self.kill()
+            return False
+        return True
+
+    async def kill(self) -> None:
+        """End its whole group now."""
+        if self._process is not None:
+            self._signal_group(signal.SIGKILL)
+            await self._process.wait()
+
+    def _signal_group(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+def rotate_log(path: Path) -> None:
+    """Move an existing log aside: NAME.log becomes NAME.log.1, and so on; the oldest is dropped."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    for number in range(_KEPT_LOGS - 1, 0, -1):
+        older = path.with_name(f"{path.name}.{number}")
+        if older.exists():
+            older.replace(path.with_name(f"{path.name}.{number + 1}"))
+    path.replace(path.with_name(f"{path.name}.1"))
+
+
+def tail(path: Path, *, lines: int = 15) -> str:
+    """Return the last lines of a log, "" when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,141 @@
+"""How the start is told: a live table on a terminal, lines elsewhere, JSON lines through a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import IO, Final, Literal, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from fairway.cli.output import plain
+
+Phase = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
+
+_STYLE: Final[dict[Phase, str]] = {
+    "starting": "cyan",
+    "ready": "green",
+    "restarting": "yellow",
+    "failed": "bold red",
+    "stopping": "yellow",
+    "stopped": "dim",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``name`` entered ``phase``; ``detail`` says what a person would ask next."""
+
+    name: str
+    phase: Phase
+    detail: str = ""
+
+
+class Progress(Protocol):
+    def event(self, name: str, phase: Phase, detail: str = "") -> None: ...
+
+    def close(self) -> None:
+        """Show nothing live any more; later events are lines."""
+
+
+@dataclass(slots=True)
+class LineProgress:
+    """One line per event, with the seconds since the start; the same event twice is one line."""
+
+    console: Console
+    began: float = field(default_factory=time.monotonic)
+    _last: dict[str, tuple[Phase, str]] = field(default_factory=dict)
+
+    def event(self, name: str, phase: Phase, detail: str = "") -> None:
+        before = self._last.get(name)
+        self._last[name] = (phase, detail)
+        if before == (phase, detail) or (phase == "starting" and before and before[0] == "starting"):
+            return
+        elapsed = time.monotonic() - self.began
+        plain(self.console, f"[{elapsed:6.1f} s] {name:<13} {phase:<11} {detail}".rstrip())
+
+    def close(self) -> None:
+        """Nothing is live here."""
+
+
+class LiveProgress:
+    """A table with one row per name that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rows: dict[str, Event] = {}
+        self._spinner = Spinner("dots")
+        self._lines = LineProgress(console)
+        self._live: Live | None = Live(get_renderable=self._render, console=console, refresh_per_second=8)
+        self._live.start()
+
+    def event(self, name: str, phase: Phase, detail: str = "") -> None:
+        if self._live is None:
+            self._lines.event(name, phase, detail)
+        else:
+            self._rows[name] = Event(name, phase, detail)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _render(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for row in self._rows.values():
+            mark = self._spinner if row.phase in ("starting", "restarting") else Text("•", _STYLE[row.phase])
+            table.add_row(mark, row.name, Text(row.phase, _STYLE[row.phase]), Text(row.detail, "dim"))
+        return table
+
+
+class PipeProgress:
+    """Writes events as JSON lines to a pipe until that is closed, and as text to a console always."""
+
+    def __init__(self, descriptor: int, console: Console) -> None:
+        self._pipe: IO[str] | None = os.fdopen(descriptor, "w", buffering=1)
+        self._lines = LineProgress(console)
+
+    def event(self, name: str, phase: Phase, detail: str = "") -> None:
+        self._lines.event(name, phase, detail)
+        self.send({"event": asdict(Event(name, phase, detail))})
+
+    def send(self, message: dict[str, object]) -> None:
+        """Write one message. A reader that went away is no error."""
+        if self._pipe is None:
+            return
+        try:
+            self._pipe.write(json.dumps(message) + "\n")
+        except (BrokenPipeError, ValueError):
+            self._drop()
+
+    def close(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                return
+
+
+def read_messages(descriptor: int) -> Iterator[dict[str, object]]:
+    """Yield the messages of a ``PipeProgress`` until its end is closed."""
+    with os.fdopen(descriptor) as pipe:
+        for line in pipe:
+            message = json.loads(line)
+            if isinstance(message, dict):
+                yield message
+
+
+def for_console(console: Console) -> Progress:
+    """Return the progress that suits a console."""
+    return LiveProgress(console) if console.is_terminal else LineProgress(console)

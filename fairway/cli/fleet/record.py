@@ -1,0 +1,141 @@
+"""Which processes belong to an installation: ids with start times, so that a reused id is never mistaken."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from fairway.cli.errors import CliError
+from fairway.cli.state import read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One life of a process: its id and when it started, in the clock ticks of the kernel."""
+
+    pid: int
+    start: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """Return the identity of a live process, or None. A zombie is not alive."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return None if fields[0] in "ZX" else cls(pid, float(fields[19]))
+        except (OSError, IndexError, ValueError):
+            pass
+        try:
+            process = psutil.Process(pid)
+            dead = process.status() == psutil.STATUS_ZOMBIE
+            return None if dead else cls(pid, float(process.create_time()))
+        except psutil.Error:
+            return None
+
+    @property
+    def alive(self) -> bool:
+        return self.pid > 1 and ProcessId.of(self.pid) == self
+
+    def signal(self, number: int) -> None:
+        """Send a signal if this very process is still there."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process group that this process leads, if it is still there."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRecord:
+    """The supervisor, its children by name, and the phase: starting, ready or stopping."""
+
+    supervisor: ProcessId
+    children: Mapping[str, ProcessId]
+    addresses: Mapping[str, str]
+    phase: str
+
+    def save(self, path: Path) -> None:
+        write_json(
+            path,
+            {
+                "supervisor": [self.supervisor.pid, self.supervisor.start],
+                "children": {name: [child.pid, child.start] for name, child in self.children.items()},
+                "addresses": dict(self.addresses),
+                "phase": self.phase,
+            },
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> FleetRecord | None:
+        """Return what ``path`` holds, or None when it is missing or no record."""
+        raw = read_json(path)
+        try:
+            return (
+                None
+                if raw is None
+                else cls(
+                    supervisor=ProcessId(int(raw["supervisor"][0]), float(raw["supervisor"][1])),
+                    children={
+                        name: ProcessId(int(pid), float(start))
+                        for name, (pid, start) in raw["children"].items()
+                    },
+                    addresses={str(name): str(value) for name, value in raw["addresses"].items()},
+                    phase=str(raw["phase"]),
+                )
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            return None
+
+
+def lock_installation(path: Path) -> IO[str] | None:
+    """Return a file that holds the installation's lock until it is closed, or None when another holds it."""
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def sweep(record: FleetRecord, *, patience_s: float) -> list[str]:
+    """End the children that outlived their supervisor; return their names.
+
+    Each process group gets SIGTERM, and SIGKILL after ``patience_s``.
+    """
+    left = {name: child for name, child in record.children.items() if child.alive}
+    for child in left.values():
+        child.signal_group(signal.SIGTERM)
+    wait_for_end(list(left.values()), timeout_s=patience_s)
+    for child in left.values():
+        child.signal_group(signal.SIGKILL)
+    if not wait_for_end(list(left.values()), timeout_s=5.0):
+        stuck = ", ".join(f"{name} ({child.pid})" for name, child in left.items() if child.alive)
+        raise CliError(
+            "PROCESS_STUCK",
+            f"these processes do not end: {stuck}",
+            next_step="end them by hand with `kill -9`, then try again",
+        )
+    return list(left)
+
+
+def wait_for_end(processes: list[ProcessId], *, timeout_s: float) -> bool:
+    """Return True once none of ``processes`` is alive, False after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.alive for process in processes):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,183 @@
+"""Owner of the processes of one installation: starts them in stages, restarts what dies, stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from fairway.cli.errors import CliError
+from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit, rotate_log, tail
+from fairway.cli.fleet.probes import NO_ANSWER
+from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.record import FleetRecord, ProcessId
+
+_POLL_S: Final = 0.15
+_FIRST_BACKOFF_S: Final = 0.5
+_LAST_BACKOFF_S: Final = 30.0
+_STABLE_S: Final = 60.0
+_HEALTH_POLL_S: Final = 5.0
+
+
+class ProcessSupervisor:
+    """Runs children by name. ``record_path`` always tells which processes are alive."""
+
+    def __init__(self, progress: Progress, record_path: Path) -> None:
+        self._progress = progress
+        self._record_path = record_path
+        self._children: dict[str, Child] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._phase = "starting"
+        myself = ProcessId.of(os.getpid())
+        assert myself is not None
+        self._myself = myself
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children that run."""
+        return {
+            name: child.id.pid
+            for name, child in self._children.items()
+            if child.id is not None and child.exit_code is None
+        }
+
+    async def start(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start ``specs`` together and return once all serve. Raises CliError when one does not."""
+        for spec in specs:
+            rotate_log(spec.log)
+            child = self._children[spec.name] = Child(spec)
+            self._progress.event(spec.name, "starting", f"on {spec.address}")
+            await child.start()
+        self._save()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for spec in specs:
+                    group.create_task(self._first_ready(self._children[spec.name]))
+        except* CliError as errors:
+            raise _first(errors) from None
+        for spec in specs:
+            child = self._children[spec.name]
+            self._watchers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
+
+    def mark_ready(self) -> None:
+        """Record that the installation serves."""
+        self._phase = "ready"
+        self._save()
+
+    async def stop(self, *, now: asyncio.Event | None = None) -> None:
+        """End every child, the one started last first, each within its own time; kill all when ``now`` is set."""
+        self._phase = "stopping"
+        self._save()
+        watchers = tuple(self._watchers.values())
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        stopping = asyncio.create_task(self._stop_in_order())
+        hurry = asyncio.create_task((now or asyncio.Event()).wait())
+        try:
+            await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurry.cancel()
+            if not stopping.done():
+                stopping.cancel()
+            await asyncio.gather(stopping, hurry, return_exceptions=True)
+            await asyncio.gather(*(child.kill() for child in self._children.values()))
+            self._record_path.unlink(missing_ok=True)
+
+    async def _stop_in_order(self) -> None:
+        for name, child in reversed(self._children.items()):
+            if child.exit_code is not None:
+                continue
+            self._progress.event(name, "stopping", f"at most {child.spec.stop_s:g} s")
+            clean = await child.stop()
+            self._progress.event(name, "stopped", "" if clean else "killed: it did not end in time")
+
+    async def _first_ready(self, child: Child) -> None:
+        began = time.monotonic()
+        reason = await self._until_ready(child)
+        spec = child.spec
+        if reason:
+            self._progress.event(spec.name, "failed", reason)
+            last = tail(spec.log)
+            raise CliError(
+                "START_FAILED",
+                f"{spec.name} did not start: {reason}" + (f"\n--- last lines of {spec.log}\n{last}" if last else ""),
+                next_step=f"mend what the log names and start again; the whole log is {spec.log}",
+            )
+        self._progress.event(spec.name, "ready", f"on {spec.address}, {time.monotonic() - began:.1f} s")
+
+    async def _until_ready(self, child: Child) -> str:
+        """Return "" once the child serves, else why it will not: it ended, or its time is up."""
+        reason = "never asked"
+        try:
+            async with asyncio.timeout(child.spec.start_s):
+                while child.exit_code is None:
+                    reason = await child.spec.probe()
+                    if not reason:
+                        return ""
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            return f"not ready within {child.spec.start_s:g} s: {reason}"
+        assert child.exit_code is not None
+        return f"it {describe_exit(child.exit_code)}"
+
+    async def _keep(self, child: Child) -> None:
+        """Start the child again whenever it ends, with a backoff that resets after a stable minute."""
+        name, backoff_s = child.spec.name, _FIRST_BACKOFF_S
+        while True:
+            began = time.monotonic()
+            what = await self._ended(child)
+            if time.monotonic() - began > _STABLE_S:
+                backoff_s = _FIRST_BACKOFF_S
+            self._progress.event(
+                name, "restarting", f"it {what}; again in {backoff_s:g} s; log: {child.spec.log}"
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+            await child.start()
+            self._save()
+            if reason := await self._until_ready(child):
+                self._progress.event(name, "failed", reason)
+                await child.kill()
+            else:
+                self._progress.event(name, "ready", f"on {child.spec.address}, restarted")
+
+    async def _ended(self, child: Child) -> str:
+        """Return, in words, how the child ended; one that answers nothing for too long is killed.
+
+        NOT_SERVING is an answer: a drained worker gives it, and must not be restarted for it.
+        """
+        silent_since: float | None = None
+        while True:
+            try:
+                async with asyncio.timeout(_HEALTH_POLL_S):
+                    return describe_exit(await child.wait())
+            except TimeoutError:
+                reason = await child.spec.probe()
+            now_s = time.monotonic()
+            if not reason.startswith(NO_ANSWER):
+                silent_since = None
+            elif silent_since is None:
+                silent_since = now_s
+            elif now_s - silent_since >= child.spec.silence_s:
+                await child.kill()
+                return f"answered nothing for {child.spec.silence_s:g} s and was killed"
+
+    def _save(self) -> None:
+        FleetRecord(
+            supervisor=self._myself,
+            children={name: child.id for name, child in self._children.items() if child.id is not None},
+            addresses={name: child.spec.address for name, child in self._children.items()},
+            phase=self._phase,
+        ).save(self._record_path)
+
+
+def _first(errors: BaseExceptionGroup[CliError]) -> CliError:
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, CliError)
+    return found

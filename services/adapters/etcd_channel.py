@@ -1,0 +1,136 @@
+"""A connection to an etcd cluster: its addresses, its stubs, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from aetcd import rpc
+
+from services.core.errors import InvalidInput, StoreUnavailable
+from services.ports.store import Compacted, LeaseLost
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+NEEDS_LEADER: Final = (("hasleader", "true"),)  # a member cut off from its cluster ends the stream
+_OPTIONS: Final = (
+    ("grpc.lb_policy_name", "round_robin"),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),  # etcd refuses pings more often than every 5 s
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # also how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def targets(endpoints: Sequence[str]) -> tuple[str, ...]:
+    """Return the gRPC targets for ``host:port`` endpoints: one for literal addresses, else one per name.
+
+    Raises InvalidInput for an endpoint that is not one.
+    """
+    if not endpoints:
+        raise InvalidInput("no etcd endpoint is configured", field="endpoints")
+    addresses = [endpoint.removeprefix("http://").rstrip("/") for endpoint in endpoints]
+    kinds = {_kind(address) for address in addresses}
+    if kinds == {"ipv4"} or kinds == {"ipv6"}:
+        return (f"{kinds.pop()}:{','.join(addresses)}",)
+    return tuple(f"dns:///{address}" for address in addresses)
+
+
+def _kind(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
+        raise InvalidInput(f"not an etcd endpoint of the form host:port: {address}", field="endpoints")
+    try:
+        return f"ipv{ipaddress.ip_address(host.strip('[]')).version}"
+    except ValueError:
+        return "name"
+
+
+@dataclass(frozen=True, slots=True)
+class Stubs:
+    """The stubs of one channel. Untyped: they are generated without type stubs."""
+
+    kv: Any
+    lease: Any
+    watch: Any
+    maintenance: Any
+
+
+class EtcdChannel:
+    """One gRPC channel over literal addresses, or one per host name with a switch to the next at a failure."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._channels = [grpc.aio.insecure_channel(t, options=_OPTIONS) for t in targets(endpoints)]
+        self._stubs = [_stubs(channel) for channel in self._channels]
+        self._current = 0
+        self.members = len(endpoints)
+
+    @contextmanager
+    def stubs(self) -> Iterator[Stubs]:
+        """Yield the stubs to use; what gRPC raises inside leaves as StoreUnavailable, LeaseLost or Compacted."""
+        used = self._current
+        try:
+            yield self._stubs[used]
+        except grpc.aio.AioRpcError as error:
+            mapped = domain_error(error)
+            if isinstance(mapped, StoreUnavailable):
+                self._leave(used)
+            raise mapped from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC says so when the channel was closed under a call: nobody cancelled the caller.
+            raise StoreUnavailable("the connection to etcd was closed") from None
+        except grpc.aio.UsageError as error:
+            raise StoreUnavailable("the connection to etcd was closed") from error
+        except StoreUnavailable:
+            self._leave(used)
+            raise
+
+    async def unary(self, method: Callable[[Stubs], Any], request: Any, timeout_s: float) -> Any:
+        """Return the answer to one call. Raises within ``timeout_s``."""
+        with self.stubs() as stubs:
+            answer: Awaitable[Any] = method(stubs)(request, timeout=max(timeout_s, 0.001))
+            return await answer
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    def _leave(self, used: int) -> None:
+        """Go to the next name, once for all calls that failed on the same one."""
+        if self._current == used:
+            self._current = (used + 1) % len(self._channels)
+
+
+def domain_error(error: grpc.aio.AioRpcError) -> Exception:
+    """Return the domain error for an etcd status; codes only, texts differ between versions."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.NOT_FOUND:
+        return LeaseLost(details)
+    if code is grpc.StatusCode.OUT_OF_RANGE:
+        return Compacted(details)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidInput(f"etcd refused the request: {details}", field="operations")
+    return StoreUnavailable(f"etcd did not answer: {code.name}", retry_after_s=1.0, code=code.name)
+
+
+def _stubs(channel: grpc.aio.Channel) -> Stubs:
+    return Stubs(
+        kv=rpc.KVStub(channel),
+        lease=rpc.LeaseStub(channel),
+        watch=rpc.WatchStub(channel),
+        maintenance=rpc.MaintenanceStub(channel),
+    )

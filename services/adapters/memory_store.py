@@ -1,0 +1,205 @@
+"""The fleet state in this process, for tests and the simulator: etcd's semantics without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
+
+from services.core.errors import InvalidInput
+from services.ports.clock import Clock
+from services.ports.store import (
+    Changed,
+    Committed,
+    Compacted,
+    Condition,
+    ConditionFailed,
+    Delete,
+    Entry,
+    LeaseLost,
+    Listing,
+    ModRevisionIs,
+    Operation,
+    Put,
+    Removed,
+    WatchBatch,
+)
+
+_SMALLEST_LEASE_S: Final = 1
+
+
+@dataclass(slots=True)
+class _Lease:
+    ttl_s: int
+    deadline_s: float
+    keys: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    revision: int
+    events: tuple[Changed | Removed, ...]
+
+
+class MemoryStore:
+    """``Store`` in one event loop; no threads, no tasks, nothing to close.
+
+    Leases end by ``clock``: at the next call, or when a watch wakes for it. A watch waits on the event loop's
+    time, so a clock that a test turns by hand needs a call after the turn.
+    """
+
+    def __init__(self, clock: Clock, *, history: int = 10_000, bookmark_s: float = 2.0) -> None:
+        """``history`` is how many commits watches can look back; older ones are compacted."""
+        self._clock = clock
+        self._history = history
+        self._bookmark_s = bookmark_s
+        self._revision = 1
+        self._compacted = 0
+        self._entries: dict[str, Entry] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._next_lease_id = 1
+        self._log: deque[_Commit] = deque()
+        self._changed = asyncio.Event()
+
+    async def get(self, key: str) -> Entry | None:
+        self._end_leases()
+        return self._entries.get(key)
+
+    async def list(self, prefix: str) -> Listing:
+        self._end_leases()
+        keys = sorted(key for key in self._entries if key.startswith(prefix))
+        return Listing(self._revision, tuple(self._entries[key] for key in keys))
+
+    async def commit(
+        self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
+    ) -> Committed | ConditionFailed:
+        self._end_leases()
+        if len({operation.key for operation in operations}) < len(operations):
+            raise InvalidInput("a key is written twice in one commit", field="operations")
+        if not all(self._holds(condition) for condition in conditions):
+            return ConditionFailed(self._revision)
+        for operation in operations:
+            if isinstance(operation, Put) and operation.lease_id and operation.lease_id not in self._leases:
+                raise LeaseLost(f"lease {operation.lease_id:x} is gone")
+        self._apply(operations)
+        return Committed(self._revision)
+
+    async def grant_lease(self, ttl_s: int) -> int:
+        self._end_leases()
+        lease_id, self._next_lease_id = self._next_lease_id, self._next_lease_id + 1
+        ttl_s = max(ttl_s, _SMALLEST_LEASE_S)
+        self._leases[lease_id] = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
+        self._wake()
+        return lease_id
+
+    async def keep_alive(self, lease_id: int) -> None:
+        self._end_leases()
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseLost(f"lease {lease_id:x} is gone")
+        lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        self._end_leases()
+        self._end_lease(lease_id)
+
+    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+        seen = after_revision
+        bookmark_due_s = self._clock.monotonic_s() + self._bookmark_s
+        while True:
+            self._end_leases()
+            if seen < self._compacted:
+                raise Compacted(f"the history before revision {self._compacted} is gone")
+            now_s = self._clock.monotonic_s()
+            events = self._events(prefix, seen)
+            seen = max(seen, self._revision)
+            if events or now_s >= bookmark_due_s:
+                bookmark_due_s = now_s + self._bookmark_s
+                yield WatchBatch(seen, events)
+            else:
+                await self._wait_changed(bookmark_due_s - now_s)
+
+    def compact(self, revision: int) -> None:
+        """Forget the history up to a revision: watches that resume from before it raise Compacted."""
+        self._compacted = max(self._compacted, min(revision, self._revision))
+        while self._log and self._log[0].revision <= self._compacted:
+            self._log.popleft()
+
+    def check_integrity(self) -> None:
+        for lease_id, lease in self._leases.items():
+            for key in lease.keys:
+                assert self._entries[key].lease_id == lease_id, "a lease names a key that is not under it"
+        for entry in self._entries.values():
+            assert entry.create_revision <= entry.mod_revision <= self._revision
+            assert not entry.lease_id or entry.key in self._leases[entry.lease_id].keys
+        assert len(self._log) <= self._history, "the history is over its bound"
+
+    def _holds(self, condition: Condition) -> bool:
+        entry = self._entries.get(condition.key)
+        if entry is None:
+            return condition.revision == 0
+        found = entry.mod_revision if isinstance(condition, ModRevisionIs) else entry.create_revision
+        return found == condition.revision
+
+    def _apply(self, operations: Sequence[Operation]) -> None:
+        """One revision for all operations; none when nothing changes, as in etcd."""
+        revision = self._revision + 1
+        events: list[Changed | Removed] = []
+        for operation in operations:
+            old = self._entries.get(operation.key)
+            if old is not None and old.lease_id in self._leases:
+                self._leases[old.lease_id].keys.discard(old.key)
+            if isinstance(operation, Put):
+                created = old.create_revision if old is not None else revision
+                entry = Entry(operation.key, operation.value, created, revision, operation.lease_id)
+                self._entries[entry.key] = entry
+                if entry.lease_id:
+                    self._leases[entry.lease_id].keys.add(entry.key)
+                events.append(Changed(entry))
+            elif old is not None:
+                del self._entries[operation.key]
+                events.append(Removed(operation.key, revision))
+        if not events:
+            return
+        self._revision = revision
+        self._log.append(_Commit(revision, tuple(events)))
+        if len(self._log) > self._history:
+            self._compacted = self._log.popleft().revision
+        self._wake()
+
+    def _end_leases(self) -> None:
+        now_s = self._clock.monotonic_s()
+        ended = [lease_id for lease_id, lease in self._leases.items() if lease.deadline_s <= now_s]
+        for lease_id in sorted(ended, key=lambda i: (self._leases[i].deadline_s, i)):
+            self._end_lease(lease_id)
+
+    def _end_lease(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None and lease.keys:
+            self._apply([Delete(key) for key in sorted(lease.keys)])
+
+    def _events(self, prefix: str, after_revision: int) -> tuple[Changed | Removed, ...]:
+        newer = list(takewhile(lambda commit: commit.revision > after_revision, reversed(self._log)))
+        return tuple(
+            event for commit in reversed(newer) for event in commit.events if _key(event).startswith(prefix)
+        )
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _wait_changed(self, at_most_s: float) -> None:
+        """Wait for a commit or a new lease, until the next lease ends, or for ``at_most_s``."""
+        now_s = self._clock.monotonic_s()
+        lease_s = min((lease.deadline_s - now_s for lease in self._leases.values()), default=at_most_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(at_most_s, lease_s))):
+                await self._changed.wait()
+
+
+def _key(event: Changed | Removed) -> str:
+    return event.entry.key if isinstance(event, Changed) else event.key

@@ -1,0 +1,78 @@
+"""One verified chunk from the registry: resumed where a connection broke, asked for again when damaged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Final, TypeVar
+
+import structlog
+
+from services.core.errors import IntegrityError, Unavailable
+from services.core.manifest import ManifestFile, sha256_of
+from services.ports.clock import Clock
+from services.ports.registry import VersionSource
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+_CHUNK_TRIES: Final = 2
+_CONNECTION_TRIES: Final = 6
+_BACKOFF_FIRST_S: Final = 0.2
+_BACKOFF_MOST_S: Final = 5.0
+
+
+class ChunkFetcher:
+    def __init__(self, registry: VersionSource, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+
+    async def fetch(self, file: ManifestFile, index: int) -> bytes:
+        """Return one verified chunk; damaged bytes are asked for once more, then raise IntegrityError."""
+        for attempt in range(_CHUNK_TRIES):
+            data = await self._receive(file, index)
+            if await in_thread(sha256_of, data) == file.chunks[index]:
+                return data
+            log.warning("model_chunk.received_damaged", path=file.path, chunk=index, attempt=attempt + 1)
+        raise IntegrityError(
+            f"chunk {index} of {file.path} is not {file.chunks[index]}, twice",
+            path=file.path,
+            chunk=index,
+            digest=file.chunks[index],
+        )
+
+    async def _receive(self, file: ManifestFile, index: int) -> bytes:
+        """Return what the registry sends, at most one byte over the chunk's size.
+
+        A broken connection is resumed at the byte where it broke, with capped backoff.
+        """
+        size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
+        for attempt in range(1, _CONNECTION_TRIES + 1):
+            try:
+                async with aclosing(self._registry.download(file.chunks[index], len(received))) as pieces:
+                    async for piece in pieces:
+                        received += piece[: size + 1 - len(received)]
+                        if len(received) > size:
+                            break
+                return bytes(received)
+            except Unavailable as exc:
+                if attempt == _CONNECTION_TRIES:
+                    raise
+                log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)
+                await self._clock.sleep(delay_s)
+                delay_s = min(_BACKOFF_MOST_S, delay_s * 2)
+        raise AssertionError("unreachable")
+
+
+async def in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """Return what the call returns. A cancelled caller still waits until the thread let go of the files."""
+    future = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        raise

@@ -1,0 +1,179 @@
+"""Blocking file work of ``model_files.py``: folders of verified versions below one root.
+
+    root/.lock                     held by the one process that owns the root
+    root/manifests/<hex>.json      canonical manifests, verified by their name
+    root/partial/<folder>/<path>   files being fetched; only verified chunks are ever appended
+    root/ready/<folder>/<path>     complete: a folder is renamed here at the end, never written again
+
+A folder is named by the version's hex digest, plus a hash of the chosen paths where not all are.
+Every function may raise OSError; the caller turns it into a domain error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from services.core.manifest import CHUNK_BYTES, ManifestFile, sha256_of
+
+
+class Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+class ModelFolders:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = -1
+
+    def open(self) -> dict[str, float]:
+        """Own the root and return the complete folders with the time each was last used (mtime).
+
+        Raises BlockingIOError when another process owns it.
+        """
+        for part in ("manifests", "partial", "ready"):
+            (self._root / part).mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise
+        self._lock = lock
+        for entry in (self._root / "partial").iterdir():
+            if entry.name.endswith(".gone"):
+                shutil.rmtree(entry)
+        return {entry.name: entry.stat().st_mtime for entry in (self._root / "ready").iterdir()}
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def ready(self, folder: str) -> Path:
+        return self._root / "ready" / folder
+
+    def partial(self, folder: str) -> Path:
+        return self._root / "partial" / folder
+
+    def partials(self) -> list[str]:
+        """Return the names of the folders that are not complete, the one changed longest ago first."""
+        entries = sorted((entry.stat().st_mtime, entry.name) for entry in (self._root / "partial").iterdir())
+        return [name for _, name in entries]
+
+    def size_bytes(self, folder: str) -> int:
+        return sum(path.stat().st_size for path in self.ready(folder).rglob("*") if path.is_file())
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self._root).free
+
+    def read_manifest(self, digest: str) -> bytes | None:
+        path = self._manifest_path(digest)
+        return path.read_bytes() if path.exists() else None
+
+    def write_manifest(self, digest: str, body: bytes) -> None:
+        path = self._manifest_path(digest)
+        staged = path.with_suffix(".part")
+        _write(staged, body, 0)
+        staged.replace(path)
+
+    def forget_manifest(self, digest: str) -> None:
+        self._manifest_path(digest).unlink(missing_ok=True)
+
+    def present(self, folder: str, files: Sequence[ManifestFile]) -> bool:
+        """Return whether the complete folder has these files, each with its size."""
+        root = self.ready(folder)
+        try:
+            return all((root / file.path).stat().st_size == file.size_bytes for file in files)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def demote(self, folder: str) -> None:
+        """Make a complete folder a partial one again, so that its leading good chunks are kept."""
+        self.drop_partial(folder)
+        self.ready(folder).rename(self.partial(folder))
+
+    def promote(self, folder: str, files: Sequence[ManifestFile]) -> Path:
+        """Make the partial folder complete in one rename, after its bytes are on the disk."""
+        source, target = self.partial(folder), self.ready(folder)
+        wanted = {source / file.path for file in files}
+        for path in sorted(source.rglob("*"), reverse=True):
+            if path.is_dir():
+                _sync(path)
+            elif path not in wanted:
+                path.unlink()
+        _sync(source)
+        source.rename(target)
+        _sync(target.parent)
+        return target
+
+    def touch(self, folder: str) -> None:
+        os.utime(self.ready(folder))
+
+    def drop(self, folder: str) -> None:
+        """Remove a complete folder; a kill in between leaves no half folder that looks complete."""
+        gone = self.partial(folder + ".gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        self.ready(folder).rename(gone)
+        shutil.rmtree(gone)
+
+    def drop_partial(self, folder: str) -> None:
+        shutil.rmtree(self.partial(folder), ignore_errors=True)
+
+    def begin_file(self, folder: str, file: ManifestFile) -> Path:
+        """Return the path of a partial file, there and not longer than it should be."""
+        path = self.partial(folder) / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return path
+
+    def _manifest_path(self, digest: str) -> Path:
+        return self._root / "manifests" / (digest.removeprefix("sha256:") + ".json")
+
+
+def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None = None) -> bool:
+    """Return whether the chunk on disk has its digest; a good one is added to ``whole``."""
+    size = file.chunk_bytes(index)
+    with path.open("rb") as stream:
+        stream.seek(index * CHUNK_BYTES)
+        data = stream.read(size)
+    if len(data) != size or sha256_of(data) != file.chunks[index]:
+        return False
+    if whole is not None:
+        whole.update(data)
+    return True
+
+
+def append_chunk(path: Path, index: int, data: bytes, whole: Hash) -> None:
+    """Write a verified chunk at its place; what lay behind that place is cut off."""
+    _write(path, data, index * CHUNK_BYTES)
+    whole.update(data)
+
+
+def cut(path: Path, size_bytes: int) -> None:
+    os.truncate(path, size_bytes)
+
+
+def _write(path: Path, data: bytes, offset: int) -> None:
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        os.ftruncate(target, offset)
+        os.lseek(target, offset, os.SEEK_SET)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(target, view) :]
+        os.fsync(target)
+    finally:
+        os.close(target)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

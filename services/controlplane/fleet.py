@@ -1,0 +1,85 @@
+"""What the planner and the status of deployments look at: one consistent state of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.core.records import (
+    ASSIGNMENTS,
+    DEPLOYMENTS,
+    NODES,
+    WORKERS,
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    LoadedVersion,
+    Node,
+    Worker,
+    load,
+)
+from services.ports.store import Entry
+
+FleetRecord = Deployment | Worker | Node | Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Records by key order of the store."""
+
+    deployments: tuple[Deployment, ...] = ()
+    workers: tuple[Worker, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One assigned replica; ``loaded`` is None until its worker speaks of it."""
+
+    worker_id: str
+    assigned: AssignedVersion
+    loaded: LoadedVersion | None
+
+
+def decode(entry: Entry) -> FleetRecord | None:
+    """Return the record of a fleet key, None for every other key."""
+    if entry.key.startswith(DEPLOYMENTS):
+        return load(entry.value, Deployment)
+    if entry.key.startswith(WORKERS):
+        return load(entry.value, Worker)
+    if entry.key.startswith(NODES):
+        return load(entry.value, Node)
+    if entry.key.startswith(ASSIGNMENTS):
+        return load(entry.value, Assignment)
+    return None
+
+
+def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
+    """Sort records into a fleet; None is left out."""
+    found = list(records)
+    return Fleet(
+        tuple(record for record in found if isinstance(record, Deployment)),
+        tuple(record for record in found if isinstance(record, Worker)),
+        tuple(record for record in found if isinstance(record, Node)),
+        tuple(record for record in found if isinstance(record, Assignment)),
+    )
+
+
+def replicas_of(fleet: Fleet, deployment: str) -> tuple[Replica, ...]:
+    """Return the assigned replicas of a deployment on live workers, by worker id."""
+    workers = {worker.worker_id: worker for worker in fleet.workers}
+    found: list[Replica] = []
+    for assignment in sorted(fleet.assignments, key=lambda a: a.worker_id):
+        worker = workers.get(assignment.worker_id)
+        for version in assignment.versions:
+            if version.deployment == deployment and worker is not None:
+                found.append(Replica(worker.worker_id, version, _loaded(worker, version)))
+    return tuple(found)
+
+
+def _loaded(worker: Worker, assigned: AssignedVersion) -> LoadedVersion | None:
+    for loaded in worker.versions:
+        if loaded.deployment == assigned.deployment and loaded.version_digest == assigned.version_digest:
+            return loaded
+    return None

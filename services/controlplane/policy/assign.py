@@ -1,0 +1,220 @@
+"""Which worker runs which deployment: desired replicas to assignments.
+
+Level-triggered: the answer depends on the states given, never on what changed. What is placed stays
+placed unless its worker is gone, drains, or lacks a label that the deployment asks for. A replica that
+has to move stays until the deployment has its replicas READY elsewhere, so moving costs no capacity;
+where nothing else can take it, it stays and the reason is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.core.records import AssignedVersion, Assignment, Deployment, Node, VersionState, Worker
+
+MAX_VERSIONS_PER_WORKER: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PutAssignment:
+    """Make this what the worker is to run. ``reasons`` says, per change, why."""
+
+    assignment: Assignment
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropAssignment:
+    """Forget the assignment of a worker whose lease is gone."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """A deployment that cannot have all its replicas now; ``rejected`` is (worker id, why not)."""
+
+    deployment: str
+    missing: int
+    rejected: tuple[tuple[str, str], ...]
+
+
+Action = PutAssignment | DropAssignment | Unplaced
+
+
+@dataclass(slots=True)
+class _Host:
+    """One live worker while a plan is made. ``held`` maps deployment name to what is assigned."""
+
+    worker: Worker
+    node: Node
+    before: tuple[AssignedVersion, ...] | None
+    held: dict[str, AssignedVersion] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def leaving(self) -> bool:
+        return self.node.draining or self.worker.draining
+
+    def ready(self, wanted: AssignedVersion) -> bool:
+        return any(
+            loaded.deployment == wanted.deployment
+            and loaded.version_digest == wanted.version_digest
+            and loaded.state is VersionState.READY
+            for loaded in self.worker.versions
+        )
+
+
+def plan(
+    deployments: Sequence[Deployment],
+    workers: Sequence[Worker],
+    nodes: Sequence[Node],
+    assignments: Sequence[Assignment],
+) -> tuple[Action, ...]:
+    """Return what moves ``assignments`` towards the deployments' replicas. Same values, same answer.
+
+    ``workers`` are the live ones. Applying the actions and planning again gives no write until a state
+    changes. Higher priority is placed first, then by name; no worker gets two replicas of one deployment.
+    """
+    hosts = _hosts(workers, nodes, assignments)
+    wanted = {deployment.meta.name: deployment for deployment in deployments}
+    gone = sorted({a.worker_id for a in assignments} - {host.worker.worker_id for host in hosts})
+    _drop_unwanted(hosts, wanted)
+    unplaced: list[Unplaced] = []
+    for deployment in sorted(deployments, key=lambda d: (-d.priority.rank, d.meta.name)):
+        missing = _settle(deployment, hosts)
+        if missing is not None:
+            unplaced.append(missing)
+    writes = (_write(host) for host in hosts)
+    return (
+        *(DropAssignment(worker_id) for worker_id in gone),
+        *(write for write in writes if write is not None),
+        *unplaced,
+    )
+
+
+def rejection(deployment: Deployment, worker: Worker, node: Node, held: Iterable[str]) -> str:
+    """Return why the worker may not get a replica it does not have, empty when it may."""
+    names = frozenset(held)
+    if deployment.meta.name in names:
+        return "has_a_replica"
+    if node.draining or worker.draining:
+        return "draining"
+    if node.cordoned:
+        return "cordoned"
+    if not _matches(deployment.node_selector, worker):
+        return "lacks_a_label"
+    if len(names) >= MAX_VERSIONS_PER_WORKER:
+        return "full"
+    return ""
+
+
+def _matches(selector: Mapping[str, str], worker: Worker) -> bool:
+    return all(worker.labels.get(key) == value for key, value in selector.items())
+
+
+def _hosts(
+    workers: Sequence[Worker], nodes: Sequence[Node], assignments: Sequence[Assignment]
+) -> tuple[_Host, ...]:
+    by_node = {node.worker_id: node for node in nodes}
+    by_worker = {assignment.worker_id: assignment for assignment in assignments}
+    hosts: list[_Host] = []
+    for worker in sorted(workers, key=lambda w: w.worker_id):
+        assigned = by_worker.get(worker.worker_id)
+        node = by_node.get(worker.worker_id, Node(worker.worker_id))
+        before = None if assigned is None else assigned.versions
+        held = {version.deployment: version for version in before or ()}
+        hosts.append(_Host(worker, node, before, held))
+    return tuple(hosts)
+
+
+def _drop_unwanted(hosts: Sequence[_Host], wanted: Mapping[str, Deployment]) -> None:
+    for host in hosts:
+        for name in [name for name in host.held if name not in wanted]:
+            del host.held[name]
+            host.reasons.append(f"{name}: deployment deleted")
+
+
+def _settle(deployment: Deployment, hosts: Sequence[_Host]) -> Unplaced | None:
+    """Give one deployment its replicas. Returns what is missing when no worker can take it."""
+    name = deployment.meta.name
+    version = AssignedVersion(name, deployment.model, deployment.version_digest, deployment.executor)
+    for host in hosts:
+        if name in host.held and host.held[name] != version:
+            host.held[name] = version
+            host.reasons.append(f"{name}: other version")
+    placed = [host for host in hosts if name in host.held]
+    moving = [host for host in placed if host.leaving or not _matches(deployment.node_selector, host.worker)]
+    staying = [host for host in placed if host not in moving]
+    while len(staying) > deployment.replicas:
+        surplus = max(staying, key=lambda host: _surplus_rank(host, version, staying))
+        staying.remove(surplus)
+        _remove(surplus, name, "surplus")
+    rejected: tuple[tuple[str, str], ...] = ()
+    while len(staying) < deployment.replicas:
+        choice = _choose(deployment, hosts, staying)
+        if not isinstance(choice, _Host):
+            rejected = choice
+            break
+        choice.held[name] = version
+        choice.reasons.append(f"{name}: placed")
+        staying.append(choice)
+    missing = deployment.replicas - len(staying)
+    _let_go(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
+    return Unplaced(name, missing, rejected) if missing else None
+
+
+def _let_go(moving: Sequence[_Host], name: str, *, keep: int) -> None:
+    """Remove the replicas that move, all but as many as are not READY elsewhere yet."""
+    for host in moving[keep:]:
+        _remove(host, name, "moved")
+
+
+def _remove(host: _Host, name: str, why: str) -> None:
+    del host.held[name]
+    host.reasons.append(f"{name}: {why}")
+
+
+def _choose(
+    deployment: Deployment, hosts: Sequence[_Host], staying: Sequence[_Host]
+) -> _Host | tuple[tuple[str, str], ...]:
+    """Return the eligible worker in the zone with the fewest replicas, then the least loaded."""
+    rejected: list[tuple[str, str]] = []
+    ranking: list[tuple[int, int, str]] = []
+    by_id: dict[str, _Host] = {}
+    for host in hosts:
+        worker_id = host.worker.worker_id
+        why = rejection(deployment, host.worker, host.node, host.held)
+        if why:
+            rejected.append((worker_id, why))
+            continue
+        by_id[worker_id] = host
+        ranking.append((_in_zone(staying, host.worker.zone), len(host.held), worker_id))
+    return by_id[min(ranking)[2]] if ranking else tuple(rejected)
+
+
+def _in_zone(hosts: Sequence[_Host], zone: str) -> int:
+    return sum(host.worker.zone == zone for host in hosts)
+
+
+def _surplus_rank(
+    host: _Host, version: AssignedVersion, staying: Sequence[_Host]
+) -> tuple[bool, bool, int, int, str]:
+    """Order in which replicas are given up, largest first: not READY, cordoned, crowded zone, loaded."""
+    worker = host.worker
+    return (
+        not host.ready(version),
+        host.node.cordoned,
+        _in_zone(staying, worker.zone),
+        len(host.held),
+        worker.worker_id,
+    )
+
+
+def _write(host: _Host) -> PutAssignment | None:
+    after = tuple(host.held[name] for name in sorted(host.held))
+    if after == (host.before or ()):
+        return None
+    return PutAssignment(Assignment(host.worker.worker_id, after), tuple(host.reasons))

@@ -1,0 +1,204 @@
+"""What a model version is: a list of files, each a list of chunks, all addressed by sha256.
+
+The canonical JSON of a manifest has the digest that names the version, so a version cannot change. A
+file is cut into chunks of exactly ``CHUNK_BYTES``, the last one shorter: the same folder always gives
+the same manifest. Only data travels in a version: names that carry pickled objects or program code
+are refused, and so is whatever the allow-list does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from services.core.errors import IntegrityError, InvalidInput
+
+SCHEMA: Final = 1
+CHUNK_BYTES: Final = 4 * 1024 * 1024
+MAX_FILES: Final = 4096
+MAX_CHUNKS: Final = 262_144
+MAX_PATH_BYTES: Final = 512
+MAX_PATH_PARTS: Final = 8
+MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024
+
+Kind = Literal["causal-lm", "fixed-cost"]
+KINDS: Final = ("causal-lm", "fixed-cost")
+
+_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+# ASCII only: no two spellings of one name, on any file system. No leading or trailing dot.
+_PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
+_PICKLE_SUFFIXES: Final = frozenset(
+    (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".msgpack", ".h5")
+    + (".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip", ".tar", ".gz")
+)
+_CODE_SUFFIXES: Final = frozenset((".py", ".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".ipynb"))
+_DATA_SUFFIXES: Final = frozenset((".json", ".safetensors", ".jinja", ".txt", ".md"))
+_DATA_NAMES: Final = frozenset(("tokenizer.model", "license", "notice", "readme", "copying", "use_policy"))
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """One file. Its chunks, joined, have its size and its digest."""
+
+    path: str
+    size_bytes: int
+    digest: str
+    chunks: tuple[str, ...] = ()
+
+    def chunk_bytes(self, index: int) -> int:
+        """Return the size of the chunk at ``index``."""
+        return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A version. Digests of behaviour are empty or equal one of the files' digests."""
+
+    files: tuple[ManifestFile, ...]
+    kind: str = "causal-lm"
+    tokenizer_digest: str = ""
+    chat_template_digest: str = ""
+    sampling_defaults_digest: str = ""
+    safety_policy_digest: str = ""
+    max_context_tokens: int = 0
+    schema: int = SCHEMA
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+_encoder: Final = msgspec.json.Encoder(order="sorted")
+_decoder: Final = msgspec.json.Decoder(Manifest)
+
+
+def sha256_of(data: bytes) -> str:
+    """Return ``sha256:`` and 64 hex digits."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def is_digest(text: str) -> bool:
+    return _DIGEST.fullmatch(text) is not None
+
+
+def canonical_json(manifest: Manifest) -> bytes:
+    """Return the one JSON text of a manifest: sorted keys, no blanks, every field present."""
+    return _encoder.encode(manifest)
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Return the digest that names the version: that of the canonical JSON."""
+    return sha256_of(canonical_json(manifest))
+
+
+def parse(data: bytes, digest: str) -> Manifest:
+    """Return the manifest that these bytes are. Raises IntegrityError unless they have that digest.
+
+    What passes has passed ``check_manifest`` too: a stored manifest is no safer than a received one.
+    """
+    if sha256_of(data) != digest:
+        raise IntegrityError(f"the manifest is not the one that {digest} names", digest=digest)
+    try:
+        manifest = _decoder.decode(data)
+        check_manifest(manifest)
+    except (msgspec.DecodeError, RecursionError, InvalidInput) as exc:
+        raise IntegrityError(f"the manifest {digest} is malformed: {exc}", digest=digest) from exc
+    if canonical_json(manifest) != data:
+        raise IntegrityError(f"the manifest {digest} is not in canonical form", digest=digest)
+    return manifest
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Return if a version may be made of it. Raises InvalidInput that names what to change."""
+    if manifest.schema != SCHEMA:
+        raise InvalidInput(f"manifest schema {manifest.schema} is not known", field="manifest.schema")
+    if manifest.kind not in KINDS:
+        raise InvalidInput(f"kind must be one of {', '.join(KINDS)}", field="manifest.kind")
+    if not 1 <= len(manifest.files) <= MAX_FILES:
+        raise InvalidInput(f"a version has 1 to {MAX_FILES} files", field="manifest.files")
+    if sum(len(file.chunks) for file in manifest.files) > MAX_CHUNKS:
+        raise InvalidInput(f"a version has at most {MAX_CHUNKS} chunks", field="manifest.files")
+    if manifest.max_context_tokens < 0:
+        raise InvalidInput("max_context_tokens is negative", field="manifest.max_context_tokens")
+    _check_paths([file.path for file in manifest.files])
+    for file in manifest.files:
+        _check_file(file)
+    _check_behaviour(manifest)
+    if manifest.kind == "causal-lm" and all(file.path != "config.json" for file in manifest.files):
+        raise InvalidInput("a causal-lm version needs a config.json", field="manifest.files")
+
+
+def check_path(path: str) -> None:
+    """Return if a version may hold a file of this name. Raises InvalidInput with the reason.
+
+    A path is relative, of at most eight parts of ASCII letters, digits and ``._+-``, joined by ``/``.
+    """
+    shown = path[:80]
+    if not path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
+        raise InvalidInput(f"a path has 1 to {MAX_PATH_BYTES} bytes", field="path")
+    parts = path.split("/")
+    if len(parts) > MAX_PATH_PARTS or not all(_PART.fullmatch(part) for part in parts):
+        raise InvalidInput(
+            f"{shown!r} is no path of a version: relative, forward slashes, letters, digits and ._+- only",
+            field="path",
+            path=shown,
+        )
+    _check_name(parts[-1].lower(), shown)
+
+
+def _check_name(name: str, shown: str) -> None:
+    suffixes = {"." + part for part in name.split(".")[1:]}
+    if suffixes & _PICKLE_SUFFIXES:
+        raise InvalidInput(f"{shown} may carry pickled objects: weights come as safetensors", field="path", path=shown)
+    if suffixes & _CODE_SUFFIXES:
+        raise InvalidInput(f"{shown} is program code: a version holds data only", field="path", path=shown)
+    last = "." + name.rpartition(".")[2]
+    if name not in _DATA_NAMES and last not in _DATA_SUFFIXES:
+        allowed = ", ".join(sorted("*" + suffix for suffix in _DATA_SUFFIXES))
+        raise InvalidInput(f"{shown} is no kind of file that a version holds ({allowed})", field="path", path=shown)
+
+
+def _check_paths(paths: list[str]) -> None:
+    if paths != sorted(paths):
+        raise InvalidInput("files are not sorted by path", field="manifest.files")
+    files: dict[str, str] = {}
+    for path in paths:
+        check_path(path)
+        if (other := files.get(path.lower())) is not None:
+            raise InvalidInput(f"{path} and {other} are one name on some file systems", field="path", path=path)
+        files[path.lower()] = path
+    for path in paths:
+        parts = path.lower().split("/")
+        for length in range(1, len(parts)):
+            if (other := files.get("/".join(parts[:length]))) is not None:
+                raise InvalidInput(f"{other} is a file and the folder of {path}", field="path", path=path)
+    folders: dict[str, str] = {}
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        if folders.setdefault(folder.lower(), folder) != folder:
+            raise InvalidInput(f"the folder of {path} is there in another case", field="path", path=path)
+
+
+def _check_file(file: ManifestFile) -> None:
+    if not is_digest(file.digest) or not all(is_digest(chunk) for chunk in file.chunks):
+        raise InvalidInput(f"{file.path} has a malformed digest", field="digest", path=file.path)
+    expected = -(-file.size_bytes // CHUNK_BYTES)
+    if file.size_bytes < 0 or len(file.chunks) != expected:
+        raise InvalidInput(
+            f"{file.path} has {file.size_bytes} bytes and so {expected} chunks of {CHUNK_BYTES} bytes, "
+            f"not {len(file.chunks)}",
+            field="chunks",
+            path=file.path,
+        )
+
+
+def _check_behaviour(manifest: Manifest) -> None:
+    known = {file.digest for file in manifest.files}
+    for name in ("tokenizer_digest", "chat_template_digest", "sampling_defaults_digest", "safety_policy_digest"):
+        digest: str = getattr(manifest, name)
+        if digest and digest not in known:
+            raise InvalidInput(f"{name} is the digest of none of the files", field=f"manifest.{name}", digest=digest)

@@ -1,0 +1,177 @@
+"""Which model names are served, by which version, and what the gateway must know of a version.
+
+A request is resolved once, to a route; everything after uses the route's digest, so a request never
+mixes two versions. Tokenizer and template of a version are loaded once, on first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import structlog
+
+from services.core.errors import Unavailable
+from services.core.records import DEPLOYMENTS, Deployment, LoadedVersion, VersionState, Worker
+from services.gateway.text_model import TextModel, is_text_file, load_text_model
+from services.ports.clock import Clock
+from services.runtime.identity import model_not_found
+from services.runtime.views import RecordView
+
+log = structlog.get_logger()
+
+MAX_LOADED: Final = 32
+MAX_REMEMBERED: Final = 512
+LOAD_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``model`` is the name that clients ask for; ``route_revision`` counts the deployment's changes."""
+
+    model: str
+    deployment: Deployment
+    version_digest: str
+    route_revision: int
+    ready_replicas: int
+
+
+class ModelFilesPort(Protocol):
+    async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
+        """Return a folder with the verified files of a version that ``only`` chooses."""
+
+    def pin(self, folder: Path) -> None: ...
+
+    def unpin(self, folder: Path) -> None: ...
+
+
+class ModelCatalog:
+    """Reads the fleet state; owns the loaded text models, the least recently used of which goes first."""
+
+    def __init__(
+        self,
+        deployments: RecordView[Deployment],
+        workers: RecordView[Worker],
+        files: ModelFilesPort,
+        clock: Clock,
+        *,
+        executor: Executor,
+    ) -> None:
+        self._deployments = deployments
+        self._workers = workers
+        self._files = files
+        self._clock = clock
+        self._executor = executor
+        self._loaded: OrderedDict[str, TextModel] = OrderedDict()
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._models: OrderedDict[str, str] = OrderedDict()
+
+    def resolve(self, model: str) -> Route:
+        """Return the route of a model name. Raises ModelNotFound, the same for every name."""
+        held = self._deployments.view.get(DEPLOYMENTS + model)
+        if held is None or not held.record.version_digest:
+            raise model_not_found(model)
+        self._remember(held.record)
+        return self._route(held.record, held.mod_revision)
+
+    def routes(self) -> list[Route]:
+        """Return every route, by name."""
+        held = self._deployments.view
+        found = [
+            self._route(held[key].record, held[key].mod_revision)
+            for key in sorted(held)
+            if held[key].record.version_digest
+        ]
+        for route in found:
+            self._remember(route.deployment)
+        return found
+
+    def max_context_tokens(self, version_digest: str) -> int:
+        """Return how many tokens prompt and output may have together; 0 while nobody knows.
+
+        The model's own bound, and what the roomiest ready worker can hold.
+        """
+        on_workers = max(
+            (version.max_model_len for _, version in self._ready(version_digest)),
+            default=0,
+        )
+        loaded = self._loaded.get(version_digest)
+        known = [size for size in (on_workers, loaded.max_context_tokens if loaded else 0) if size]
+        return min(known, default=0)
+
+    async def text_model(self, version_digest: str) -> TextModel:
+        """Return the tokenizer, template and defaults of a version.
+
+        Raises NotFound, IntegrityError or FailedPrecondition for a version that cannot be used, and
+        Unavailable when its files cannot be had now.
+        """
+        loaded = self._loaded.get(version_digest)
+        if loaded is not None:
+            self._loaded.move_to_end(version_digest)
+            return loaded
+        lock = self._loading.setdefault(version_digest, asyncio.Lock())
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S), lock:
+                if version_digest not in self._loaded:
+                    self._keep(version_digest, await self._load(version_digest))
+                return self._loaded[version_digest]
+        except TimeoutError:
+            raise Unavailable("the model's tokenizer is still being fetched", retry_after_s=5.0) from None
+        finally:
+            if not lock.locked():
+                self._loading.pop(version_digest, None)
+
+    def check_integrity(self) -> None:
+        assert len(self._loaded) <= MAX_LOADED, "more text models are kept than the bound allows"
+        assert len(self._models) <= MAX_REMEMBERED, "more versions are remembered than the bound allows"
+
+    async def _load(self, version_digest: str) -> TextModel:
+        model = self._models.get(version_digest)
+        if model is None:
+            raise model_not_found(version_digest)
+        folder = await self._files.fetch(model, version_digest, only=is_text_file)
+        self._files.pin(folder)
+        try:
+            loop = asyncio.get_running_loop()
+            loaded = await loop.run_in_executor(
+                self._executor, load_text_model, folder, version_digest, self._clock
+            )
+        finally:
+            self._files.unpin(folder)
+        log.info("text_model.loaded", version_digest=version_digest, vocab_size=loaded.vocab_size)
+        return loaded
+
+    def _keep(self, version_digest: str, loaded: TextModel) -> None:
+        self._loaded[version_digest] = loaded
+        while len(self._loaded) > MAX_LOADED:
+            self._loaded.popitem(last=False)
+
+    def _remember(self, deployment: Deployment) -> None:
+        """Keep which model a digest belongs to: a request outlives a change of its deployment."""
+        self._models[deployment.version_digest] = deployment.model
+        self._models.move_to_end(deployment.version_digest)
+        while len(self._models) > MAX_REMEMBERED:
+            self._models.popitem(last=False)
+
+    def _route(self, deployment: Deployment, mod_revision: int) -> Route:
+        return Route(
+            model=deployment.meta.name,
+            deployment=deployment,
+            version_digest=deployment.version_digest,
+            route_revision=mod_revision,
+            ready_replicas=len({worker for worker, _ in self._ready(deployment.version_digest)}),
+        )
+
+    def _ready(self, version_digest: str) -> list[tuple[str, LoadedVersion]]:
+        return [
+            (held.record.worker_id, version)
+            for held in self._workers.view.values()
+            if not held.record.draining
+            for version in held.record.versions
+            if version.version_digest == version_digest and version.state is VersionState.READY
+        ]

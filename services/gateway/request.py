@@ -1,0 +1,162 @@
+"""One accepted request: its choices, its slot and its terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.core.errors import DeadlineExceeded, FairwayError, InternalError, RequestCancelled, first_of
+from services.core.generation import GenerationSpec, Usage
+from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
+from services.gateway.sequence_run import RunContext, SequenceRun
+from services.gateway.stage_timer import StageTimer
+from services.ports.clock import Clock
+from services.ports.limiter import Limiter, Reservation
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that passed the validator and the quotas, with what its run needs."""
+
+    spec: GenerationSpec
+    reservation: Reservation
+    context: RunContext
+
+
+Admit = Callable[[StageTimer], Awaitable[Admitted]]
+
+
+class Request:
+    """Drives one request to exactly one terminal event on its sink.
+
+    ``run`` is the body of the request's own task; ``cancel`` and ``credit`` are called by its face.
+    """
+
+    def __init__(
+        self,
+        received: Received,
+        sink: RequestSink,
+        *,
+        limiter: Limiter,
+        clock: Clock,
+        supervisor: Supervisor,
+        new_incident: Callable[[], str],
+    ) -> None:
+        self.request_id = received.request_id
+        self.reservation: Reservation | None = None
+        self._sink = sink
+        self._limiter = limiter
+        self._clock = clock
+        self._supervisor = supervisor
+        self._new_incident = new_incident
+        self._timer = StageTimer(received.unix_us, received.monotonic_s)
+        self._runs: tuple[SequenceRun, ...] = ()
+        self._task: asyncio.Task[None] | None = None
+        self._cancel_error: FairwayError | None = None
+
+    def bind(self, task: asyncio.Task[None]) -> None:
+        """Name the task that runs ``run``."""
+        self._task = task
+
+    def credit(self, choice: int, tokens: int) -> None:
+        """The client took tokens of a choice; unknown choices are ignored."""
+        if choice < len(self._runs):
+            self._runs[choice].credit(tokens)
+
+    def cancel(self, error: FairwayError | None = None) -> None:
+        """End the request now; its sink hears ``error``, by default that it was cancelled."""
+        if self._task is not None and not self._task.done():
+            self._cancel_error = error
+            self._task.cancel()
+
+    async def run(self, admit: Admit, timeout_s: float | None) -> None:
+        """Return after the terminal event; every resource of the request is free by then."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                finished = await self._run_admitted(admit)
+        except FairwayError as error:
+            self._fail(error)
+        except TimeoutError:
+            self._fail(DeadlineExceeded("the deadline passed before the output was complete"))
+        except asyncio.CancelledError:
+            self._fail(self._cancel_error or RequestCancelled("the request was cancelled"))
+        except Exception:
+            incident = self._new_incident()
+            log.exception("request.crashed", request_id=self.request_id, incident=incident)
+            self._fail(InternalError("internal error; quote the incident id to the operator", incident=incident))
+        else:
+            self._sink.on_finished(finished)
+
+    async def _run_admitted(self, admit: Admit) -> Finished:
+        admitted = await admit(self._timer)
+        self.reservation = admitted.reservation
+        try:
+            return await self._run_choices(admitted)
+        finally:
+            await self._settle(admitted)
+
+    async def _run_choices(self, admitted: Admitted) -> Finished:
+        spec = admitted.spec
+        self._runs = tuple(
+            SequenceRun(spec, choice, admitted.context, self._sink, self._timer.fork())
+            for choice in range(spec.choices)
+        )
+        self._sink.on_accepted(
+            Accepted(
+                request_id=spec.request_id,
+                model=spec.model,
+                version_digest=spec.version_digest,
+                route_revision=spec.route_revision,
+                seed=spec.sampling.seed,
+                prompt_tokens=len(spec.prompt_ids),
+            )
+        )
+        results = await self._all_choices()
+        last = max(self._runs, key=lambda run: run.timer.entered_s)
+        return Finished(
+            choices=results,
+            usage=self._usage(spec),
+            clock=last.timer.finish(self._clock.monotonic_s()),
+            resumes=sum(run.losses for run in self._runs),
+        )
+
+    async def _all_choices(self) -> tuple[ChoiceResult, ...]:
+        """Run the choices side by side; the first failure ends the others and is raised itself."""
+        if len(self._runs) == 1:
+            return (await self._runs[0].run(),)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run.run()) for run in self._runs]
+        except* FairwayError as failures:
+            raise first_of(failures) from None
+        return tuple(task.result() for task in tasks)
+
+    def _usage(self, spec: GenerationSpec) -> Usage:
+        return Usage(
+            prompt_tokens=len(spec.prompt_ids),
+            output_tokens=sum(run.output_tokens for run in self._runs),
+            cached_tokens=max((run.cached_tokens for run in self._runs), default=0),
+        )
+
+    async def _settle(self, admitted: Admitted) -> None:
+        """Give the slot back before the terminal event, so that the client's next request finds it free.
+
+        A store that does not answer must not keep the client waiting for an output that it has: the
+        reservation lapses by itself.
+        """
+        self.reservation = None
+        settle = self._limiter.settle(admitted.reservation, self._usage(admitted.spec))
+        try:
+            await asyncio.shield(self._supervisor.spawn(f"settle {self.request_id}", settle))
+        except FairwayError as error:
+            log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
+
+    def _fail(self, error: FairwayError) -> None:
+        error.metadata.setdefault("request_id", self.request_id)
+        self._sink.on_failed(error)

@@ -1,0 +1,238 @@
+"""One choice of a request: placed, run, and placed again until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import structlog
+
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    NoWorkerAvailable,
+    SlowReader,
+    StreamBroken,
+)
+from services.core.generation import (
+    FinishReason,
+    GenerationSpec,
+    Grant,
+    NotAdmittedReason,
+    PlaceSpec,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
+from services.gateway.events import ChoiceResult, RequestSink
+from services.gateway.policy.retry import GiveUp, PlaceAgain, after_loss, after_refusal
+from services.gateway.stage_timer import Stage, StageTimer
+from services.ports.clock import Clock
+from services.ports.placement import PlacementClient
+from services.ports.worker import RunningSequence, WorkerClient
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: NotAdmittedReason
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    message: str
+
+
+Outcome = SequenceEnd | Refused | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What every choice of a request shares."""
+
+    placement: PlacementClient
+    workers: WorkerClient
+    clock: Clock
+    rng: Random
+    error_of: Callable[[str, str], FairwayError]
+    tenant_id: str
+    ticket: bytes
+    arrival_unix_us: int
+    queue_ttl_s: float
+    window_tokens: int
+    deadline_s: float | None
+
+
+class SequenceRun:
+    """The sink of its sequence on whichever worker runs it; keeps what a resume needs.
+
+    ``run`` is the only task that writes the control state; the token path only appends.
+    """
+
+    def __init__(
+        self, spec: GenerationSpec, choice: int, context: RunContext, sink: RequestSink, timer: StageTimer
+    ) -> None:
+        self.spec = spec
+        self.choice = choice
+        self.timer = timer
+        self.losses = 0
+        self.cached_tokens = 0
+        self._context = context
+        self._sink = sink
+        self._refusals = 0
+        self._produced: list[int] = []
+        self._chars = 0
+        self._running: RunningSequence | None = None
+        self._outcome: asyncio.Future[Outcome] | None = None
+        self._owed_credit = 0
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self._produced)
+
+    async def run(self) -> ChoiceResult:
+        """Return once the choice ended for good. Raises the error that ended it otherwise."""
+        excluded: tuple[str, ...] = ()
+        while True:
+            grant = await self._place(excluded)
+            outcome = await self._execute(grant)
+            if isinstance(outcome, SequenceEnd) and outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                return self._result(outcome)
+            again = self._decide(outcome, grant)
+            excluded = (again.exclude_worker,) if again.exclude_worker else ()
+            if again.delay_s > 0:
+                await self._context.clock.sleep(again.delay_s)
+
+    def credit(self, tokens: int) -> None:
+        """The client took ``tokens``: let the worker send as many more."""
+        self._owed_credit += tokens
+        if self._running is not None and self._owed_credit * 4 >= self._context.window_tokens:
+            self._running.credit(self._owed_credit)
+            self._owed_credit = 0
+
+    async def _place(self, excluded: tuple[str, ...]) -> Grant:
+        context, spec = self._context, self.spec
+        self.timer.enter(Stage.QUEUE, context.clock.monotonic_s())
+        grant = await context.placement.place(
+            PlaceSpec(
+                request_id=spec.request_id,
+                choice=self.choice,
+                tenant_id=context.tenant_id,
+                priority=spec.priority,
+                model=spec.model,
+                version_digest=spec.version_digest,
+                route_revision=spec.route_revision,
+                prompt_tokens=len(spec.prompt_ids) + len(self._produced),
+                max_output_tokens=spec.max_output_tokens - len(self._produced),
+                arrival_unix_us=context.arrival_unix_us,
+                queue_ttl_s=context.queue_ttl_s,
+                ticket=context.ticket,
+                excluded_workers=excluded,
+            )
+        )
+        self.timer.enter(Stage.DISPATCH, context.clock.monotonic_s())
+        return grant
+
+    async def _execute(self, grant: Grant) -> Outcome:
+        """Start under a grant and wait for what becomes of it. Leaving early frees the worker's KV."""
+        context = self._context
+        time_left_s = None
+        if context.deadline_s is not None:
+            time_left_s = max(context.deadline_s - context.clock.monotonic_s(), 0.001)
+        start = StartSpec(
+            generation=self.spec,
+            choice=self.choice,
+            tenant_id=context.tenant_id,
+            grant=grant,
+            initial_credit_tokens=context.window_tokens,
+            produced_ids=tuple(self._produced),
+            delivered_chars=self._chars,
+            time_left_s=time_left_s,
+        )
+        self._owed_credit = 0
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._running = context.workers.start(start, self)
+        try:
+            return await self._outcome
+        finally:
+            if not self._outcome.done() or self._outcome.cancelled() or isinstance(self._outcome.result(), Lost):
+                self._running.cancel()
+            self._running = self._outcome = None
+
+    def _decide(self, outcome: Outcome, grant: Grant) -> PlaceAgain:
+        """Return how to place it again. Raises the error that ends it."""
+        jitter = self._context.rng.random()
+        if isinstance(outcome, Refused):
+            self._refusals += 1
+            decision = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
+            if isinstance(decision, GiveUp):
+                raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
+        else:
+            if isinstance(outcome, SequenceEnd):
+                if outcome.reason is FinishReason.PREEMPTED:
+                    return PlaceAgain()
+                if outcome.reason is not FinishReason.ENGINE_LOST:
+                    raise self._error(outcome)
+            self.losses += 1
+            decision = after_loss(grant.worker_id, self.losses, jitter)
+            if isinstance(decision, GiveUp):
+                raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
+        log.info(
+            "sequence.placed_again",
+            request_id=self.spec.request_id,
+            choice=self.choice,
+            worker_id=grant.worker_id,
+            after=outcome.reason.value if not isinstance(outcome, Lost) else outcome.message,
+            produced=len(self._produced),
+        )
+        return decision
+
+    def _error(self, end: SequenceEnd) -> FairwayError:
+        if end.reason is FinishReason.DEADLINE:
+            return DeadlineExceeded("the deadline passed while the output was being produced")
+        if end.reason is FinishReason.SLOW_READER:
+            return SlowReader("the output was not read for too long; read faster or ask for less")
+        if end.reason is FinishReason.ERROR:
+            return self._context.error_of(end.error_reason, end.error_message)
+        return InternalError(f"the worker ended the sequence with {end.reason.value}")
+
+    def _result(self, end: SequenceEnd) -> ChoiceResult:
+        self.cached_tokens = end.cached_tokens
+        self.timer.enter(Stage.SEND, self._context.clock.monotonic_s())
+        self.timer.split_wait(end.engine_wait_us / 1e6)
+        return ChoiceResult(self.choice, end.reason, end.stop, end.output_tokens)
+
+    # --- SequenceSink: called by the worker client's reader -------------------------------------
+
+    def on_accepted(self) -> None:
+        self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self._resolve(Refused(reason))
+
+    def on_tokens(
+        self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        if self.timer.current is not Stage.DECODE:
+            self.timer.enter(Stage.DECODE, self._context.clock.monotonic_s())
+        if offset != len(self._produced):
+            self._resolve(Lost(f"token {offset} came where {len(self._produced)} was due"))
+            return
+        self._produced.extend(ids)
+        self._chars += len(text)
+        self._sink.on_tokens(self.choice, offset, ids, text, logprobs)
+
+    def on_finished(self, end: SequenceEnd) -> None:
+        self._resolve(end)
+
+    def on_lost(self, message: str) -> None:
+        self._resolve(Lost(message))
+
+    def _resolve(self, outcome: Outcome) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+

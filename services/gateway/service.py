@@ -1,0 +1,298 @@
+"""The gateway's main path: validate, admit, place, stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from random import Random
+
+import structlog
+
+from fairway.v1 import inference_pb2
+from services.core.errors import Draining, FairwayError, QueueFull, StoreUnavailable
+from services.core.generation import Principal, TokenLogprobs, Usage
+from services.core.records import Tenant
+from services.gateway.buffered_stream import BufferedStream
+from services.gateway.catalog import ModelCatalog, Route
+from services.gateway.events import Accepted, Event, Finished, Received, RequestSink, Tokens
+from services.gateway.request import Admitted, Request
+from services.gateway.sequence_run import RunContext
+from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.validate import Validator
+from services.ports.clock import Clock
+from services.ports.limiter import Limiter, Limits, Reservation
+from services.ports.placement import PlacementClient
+from services.ports.worker import WorkerClient
+from services.runtime.identity import KeyDirectory
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """Bounds of one gateway process. Times in seconds, windows in tokens."""
+
+    max_requests: int = 4096
+    queue_ttl_s: float = 30.0
+    heartbeat_s: float = 5.0
+    window_tokens: int = 256
+    max_timeout_s: float = 3600.0
+    renew_s: float = 20.0
+    renew_batch: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What the service acts through."""
+
+    limiter: Limiter
+    placement: PlacementClient
+    workers: WorkerClient
+    clock: Clock
+    supervisor: Supervisor
+    rng: Random
+    sign_ticket: Callable[[str, str, float], bytes]
+    new_incident: Callable[[], str]
+    error_of: Callable[[str, str], FairwayError]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer: per choice its text, token ids and log probabilities."""
+
+    accepted: Accepted
+    texts: list[str]
+    ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    version_digest: str
+    max_context_tokens: int
+    ready_replicas: int
+    created_unix_s: int
+
+
+class GatewayService:
+    """Every face calls this and nothing below it; quotas and validation cannot be walked around."""
+
+    def __init__(
+        self,
+        *,
+        validator: Validator,
+        identity: KeyDirectory,
+        catalog: ModelCatalog,
+        ports: Ports,
+        limits: GatewayLimits,
+    ) -> None:
+        self._validator = validator
+        self._identity = identity
+        self._catalog = catalog
+        self._ports = ports
+        self._limits = limits
+        self._requests: set[Request] = set()
+        self._draining = False
+
+    @property
+    def running(self) -> int:
+        return len(self._requests)
+
+    def submit(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        sink: RequestSink,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+        window_tokens: int = 0,
+    ) -> Request:
+        """Start a request; its sink hears accepted, tokens and one terminal event.
+
+        ``window_tokens`` 0 takes the server's window. Raises Draining and QueueFull at once.
+        """
+        if self._draining:
+            raise Draining("this gateway is shutting down; send it to another", retry_after_s=1.0)
+        if len(self._requests) >= self._limits.max_requests:
+            raise QueueFull(
+                f"this gateway runs {len(self._requests)} requests, its most; send it later or elsewhere",
+                retry_after_s=1.0,
+            )
+        ports = self._ports
+        request = Request(
+            received,
+            sink,
+            limiter=ports.limiter,
+            clock=ports.clock,
+            supervisor=ports.supervisor,
+            new_incident=ports.new_incident,
+        )
+        timeout_s = self._timeout_s(generation, timeout_s)
+
+        async def admit(timer: StageTimer) -> Admitted:
+            return await self._admit(principal, generation, received, timer, (timeout_s, window_tokens))
+
+        task = ports.supervisor.spawn(f"request {received.request_id}", request.run(admit, timeout_s))
+        request.bind(task)
+        self._requests.add(request)
+        task.add_done_callback(lambda _: self._requests.discard(request))
+        return request
+
+    def stream(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, ending with Finished; raise the error that ended it.
+
+        Closing the generator cancels the request and frees everything that it holds.
+        """
+        buffer = BufferedStream(self._limits.heartbeat_s)
+        return buffer.events(
+            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
+        )
+
+    async def complete(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Return the whole answer. Cancelling the call cancels the request."""
+        choices = max(1, generation.choices)
+        texts: list[list[str]] = [[] for _ in range(choices)]
+        ids: list[list[int]] = [[] for _ in range(choices)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(choices)]
+        accepted: Accepted | None = None
+        events = self.stream(principal, generation, received=received, timeout_s=timeout_s)
+        try:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    texts[event.choice].append(event.text)
+                    ids[event.choice].extend(event.ids)
+                    logprobs[event.choice].extend(event.logprobs)
+                elif isinstance(event, Accepted):
+                    accepted = event
+                elif isinstance(event, Finished):
+                    assert accepted is not None
+                    joined = ["".join(parts) for parts in texts]
+                    return Completion(accepted, joined, ids, logprobs, event)
+        finally:
+            await events.aclose()
+        raise AssertionError("a stream ended without a terminal event")
+
+    async def count_tokens(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, int]:
+        """Return the route and the number of prompt tokens that its model would be given."""
+        return await self._validator.count_tokens(principal, request)
+
+    async def list_models(self, principal: Principal) -> list[ServedModel]:
+        """Return the models that the caller may use, by name."""
+        found = []
+        for route in self._catalog.routes():
+            if principal.models and route.model not in principal.models:
+                continue
+            found.append(
+                ServedModel(
+                    name=route.model,
+                    version_digest=route.version_digest,
+                    max_context_tokens=self._catalog.max_context_tokens(route.version_digest),
+                    ready_replicas=route.ready_replicas,
+                    created_unix_s=int(route.deployment.meta.create_unix_s),
+                )
+            )
+        return found
+
+    async def renew_forever(self) -> None:
+        """Keep the reservations of running requests alive; a task of the process."""
+        while True:
+            await self._ports.clock.sleep(self._limits.renew_s)
+            held = [request.reservation for request in self._requests if request.reservation is not None]
+            for start in range(0, len(held), self._limits.renew_batch):
+                try:
+                    await self._ports.limiter.renew(held[start : start + self._limits.renew_batch])
+                except StoreUnavailable as error:
+                    log.warning("reservations.renew_failed", count=len(held), reason=error.reason)
+                    break
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new requests, wait for the running ones, cancel what is left. Returns how many were cut."""
+        self._draining = True
+        deadline_s = self._ports.clock.monotonic_s() + timeout_s
+        while self._requests and self._ports.clock.monotonic_s() < deadline_s:
+            await self._ports.clock.sleep(0.05)
+        left = list(self._requests)
+        for request in left:
+            request.cancel(Draining("this gateway is shutting down; send it again", retry_after_s=1.0))
+        while self._requests and self._ports.clock.monotonic_s() < deadline_s + 5.0:
+            await self._ports.clock.sleep(0.01)
+        return len(left)
+
+    async def _admit(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        received: Received,
+        timer: StageTimer,
+        budget: tuple[float, int],
+    ) -> Admitted:
+        timeout_s, window_tokens = budget
+        ports, limits = self._ports, self._limits
+        spec = await self._validator.resolve(principal, generation, received.request_id)
+        timer.enter(Stage.ADMIT, ports.clock.monotonic_s())
+        tenant = self._identity.tenant(principal.tenant_id)
+        reservation = await self._reserve(tenant, spec.request_id)
+        context = RunContext(
+            placement=ports.placement,
+            workers=ports.workers,
+            clock=ports.clock,
+            rng=ports.rng,
+            error_of=ports.error_of,
+            tenant_id=tenant.meta.name,
+            ticket=ports.sign_ticket(tenant.meta.name, spec.request_id, ports.clock.unix_s() + timeout_s),
+            arrival_unix_us=received.unix_us,
+            queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
+            window_tokens=window_tokens or limits.window_tokens,
+            deadline_s=received.monotonic_s + timeout_s,
+        )
+        return Admitted(spec, reservation, context)
+
+    async def _reserve(self, tenant: Tenant, request_id: str) -> Reservation:
+        """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
+        ports = self._ports
+        limits = Limits(tenant.requests_per_minute, tenant.max_concurrency)
+        admission = ports.supervisor.spawn(
+            f"admit {request_id}", ports.limiter.admit(tenant.meta.name, request_id, limits)
+        )
+        try:
+            return await asyncio.shield(admission)
+        except asyncio.CancelledError:
+            ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
+            raise
+
+    async def _undo(self, admission: asyncio.Task[Reservation]) -> None:
+        try:
+            await self._ports.limiter.settle(await admission, Usage(prompt_tokens=0, output_tokens=0))
+        except FairwayError as error:
+            log.info("reservation.undo_failed", reason=error.reason)
+
+    def _timeout_s(self, generation: inference_pb2.Generation, timeout_s: float | None) -> float:
+        """The least of the server's bound, the RPC's deadline and the request's own timeout."""
+        found = self._limits.max_timeout_s if timeout_s is None else min(timeout_s, self._limits.max_timeout_s)
+        if generation.HasField("timeout"):
+            asked_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
+            if asked_s > 0:
+                found = min(found, asked_s)
+        return found
+

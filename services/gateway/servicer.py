@@ -1,0 +1,116 @@
+"""InferenceService over gRPC: thin handlers over GatewayService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+from services.core.errors import FairwayError, Unimplemented, first_of
+from services.gateway.events import Received
+from services.gateway.messages import complete_response, generate_response
+from services.gateway.service import GatewayService
+from services.gateway.session import Session
+from services.rpc.interceptors.access import principal
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(
+        self, service: GatewayService, received: Callable[[], Received], *, heartbeat_s: float
+    ) -> None:
+        self._service = service
+        self._received = received
+        self._heartbeat_s = heartbeat_s
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        # A coroutine that writes: when the client goes away it is cancelled at an await, and aclosing
+        # frees the request at once.
+        events = self._service.stream(
+            principal(),
+            request.generation,
+            received=self._received(),
+            timeout_s=context.time_remaining(),
+        )
+        async with aclosing(events):
+            async for event in events:
+                await context.write(generate_response(event))
+
+    async def Complete(
+        self, request: inference_pb2.CompleteRequest, context: Context
+    ) -> inference_pb2.CompleteResponse:
+        completion = await self._service.complete(
+            principal(),
+            request.generation,
+            received=self._received(),
+            timeout_s=context.time_remaining(),
+        )
+        return complete_response(completion)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context
+    ) -> None:
+        session = Session(self._service, principal(), self._received)
+        try:
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(self._read(session, request_iterator, context))
+                await self._write(session, reading, context)
+        except* FairwayError as failures:
+            raise first_of(failures) from None
+        finally:
+            session.close()
+
+    async def CountTokens(
+        self, request: inference_pb2.CountTokensRequest, context: Context
+    ) -> inference_pb2.CountTokensResponse:
+        route, tokens = await self._service.count_tokens(principal(), request)
+        return inference_pb2.CountTokensResponse(
+            model=route.model, version_digest=route.version_digest, prompt_tokens=tokens
+        )
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        models = await self._service.list_models(principal())
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.ServedModel(
+                    name=model.name,
+                    version_digest=model.version_digest,
+                    max_context_tokens=model.max_context_tokens,
+                    ready_replicas=model.ready_replicas,
+                    created_unix_s=model.created_unix_s,
+                )
+                for model in models
+            ]
+        )
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        raise Unimplemented("this server has no embedding models yet; Generate and Complete work")
+
+    async def Infer(
+        self, request: inference_pb2.InferRequest, context: Context
+    ) -> inference_pb2.InferResponse:
+        raise Unimplemented("this server has no tensor models yet; Generate and Complete work")
+
+    async def _read(
+        self, session: Session, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context
+    ) -> None:
+        async for message in requests:
+            session.handle(message, context.time_remaining())
+        session.wake()
+
+    async def _write(self, session: Session, reading: asyncio.Task[None], context: Context) -> None:
+        """Write until the client closed its side and every generation ended."""
+        while not (reading.done() and session.idle):
+            message = await session.next_message(self._heartbeat_s)
+            if message.ByteSize():
+                await context.write(message)
+                session.sent(message)

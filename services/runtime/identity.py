@@ -1,0 +1,97 @@
+"""Who calls, and what they may use.
+
+A key is found by its public name and verified by the sha256 of its secret: one hash and two look-ups
+in the local copy of the fleet state, so there is no cache that an unauthenticated caller could fill.
+Until the secret is verified every refusal reads the same and costs the same, whether the key exists or
+not; after that the caller holds the key and may know why it does not open anything.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from services.core.errors import FairwayError, ModelNotFound, PermissionDenied, Unauthenticated
+from services.core.generation import Principal
+from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Tenant
+from services.ports.clock import Clock
+from services.runtime import secrets
+from services.runtime.views import RecordView
+
+MAX_HEADER_CHARS: Final = 512
+# What an unknown name is compared with: the hash of no secret.
+_NO_HASH: Final = "0" * 64
+
+
+class KeyDirectory:
+    """API keys and tenants of the fleet."""
+
+    def __init__(self, keys: RecordView[ApiKey], tenants: RecordView[Tenant], clock: Clock) -> None:
+        self._keys = keys
+        self._tenants = tenants
+        self._clock = clock
+
+    def authenticate(self, credentials: str | None) -> Principal:
+        """Return who holds the key in an ``authorization`` header, or the bare key.
+
+        Raises Unauthenticated; its text says what to send, and nothing of what was sent or is stored.
+        """
+        name, secret = _split(credentials)
+        held = self._keys.view.get(KEYS + name)
+        key = held.record if held is not None else None
+        now_s = self._clock.unix_s()
+        # Both comparisons are always made, so that the answer's time tells nothing of the name.
+        current = secrets.verify(secret, key.secret_hash if key is not None else _NO_HASH)
+        has_previous = key is not None and bool(key.previous_secret_hash)
+        previous = secrets.verify(secret, key.previous_secret_hash if key and has_previous else _NO_HASH)
+        if key is None or not (current or (previous and has_previous)):
+            raise Unauthenticated("the API key is not valid")
+        if not current and key.previous_expire_unix_s <= now_s:
+            raise Unauthenticated("the API key was rotated: use its new secret")
+        if key.expire_unix_s and key.expire_unix_s <= now_s:
+            raise Unauthenticated("the API key has expired")
+        if key.role is KeyRole.TENANT:
+            self.tenant(key.tenant)
+        return Principal(key_id=name, role=key.role, tenant_id=key.tenant, models=key.models)
+
+    def tenant(self, tenant_id: str) -> Tenant:
+        """Return a tenant that may use the platform. Raises Unauthenticated for any other."""
+        held = self._tenants.view.get(TENANTS + tenant_id) if tenant_id else None
+        if held is None or held.record.disabled:
+            raise Unauthenticated("the tenant of this API key is not active")
+        return held.record
+
+    def may_use(self, principal: Principal, model: str) -> bool:
+        """Return whether the key is for this model; it may not exist."""
+        return not principal.models or model in principal.models
+
+    def authorise_model(self, principal: Principal, model: str) -> None:
+        """Return if the caller may run this model.
+
+        Raises PermissionDenied for a key that belongs to no tenant. A model that the key is not for
+        gets the same ModelNotFound as one that does not exist.
+        """
+        if principal.role is not KeyRole.TENANT:
+            raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
+        if not self.may_use(principal, model):
+            raise model_not_found(model)
+
+
+def model_not_found(model: str) -> ModelNotFound:
+    """Return the one answer for a model that the caller cannot use, whatever the cause."""
+    shown = model[:128]
+    return ModelNotFound(f"the model {shown!r} does not exist or this API key is not for it", model=shown, field="model")
+
+
+def _split(credentials: str | None) -> tuple[str, str]:
+    """Return name and secret of a key. Raises Unauthenticated."""
+    if not credentials:
+        raise Unauthenticated("no API key was given: send `authorization: Bearer <key>`")
+    if len(credentials) > MAX_HEADER_CHARS:
+        raise Unauthenticated("the API key is not valid")
+    scheme, separator, rest = credentials.strip().partition(" ")
+    if separator and scheme.lower() != "bearer":
+        raise Unauthenticated("the authorization scheme must be Bearer")
+    try:
+        return secrets.parse_key(rest.strip() if separator else scheme)
+    except FairwayError:
+        raise Unauthenticated("the API key is not valid") from None

@@ -1,0 +1,81 @@
+"""A lease on the store, kept alive, whose loss is known here before the store gives it away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import structlog
+
+from services.core.errors import StoreUnavailable
+from services.ports.clock import Clock
+from services.ports.store import LeaseLost, Store
+
+log = structlog.get_logger()
+_RETRIES_PER_TTL: Final = 10
+
+
+class LeaseHolder:
+    """At most one lease at a time, owned by the task that calls ``acquire``, ``hold`` and ``release``.
+
+    The store counts the time to live from when it handles a keep-alive, this side from before it is sent, so
+    ``lease_id`` turns None no later than the store lets anyone else have it.
+    """
+
+    def __init__(self, store: Store, clock: Clock, *, ttl_s: int) -> None:
+        self._store = store
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._lease_id: int | None = None
+        self._deadline_s = 0.0
+
+    @property
+    def lease_id(self) -> int | None:
+        """The lease while it is surely ours, else None. Reads the clock: ask right before acting on it."""
+        return self._lease_id if self.remaining_s() > 0 else None
+
+    def remaining_s(self) -> float:
+        """Return for how long the lease is surely ours without another keep-alive; 0 when it is not."""
+        return max(0.0, self._deadline_s - self._clock.monotonic_s()) if self._lease_id is not None else 0.0
+
+    async def acquire(self) -> int:
+        """Return the id of a new lease. Raises StoreUnavailable. One held before is to be released first."""
+        start_s = self._clock.monotonic_s()
+        lease_id = await self._store.grant_lease(self._ttl_s)
+        self._lease_id, self._deadline_s = lease_id, start_s + self._ttl_s
+        return lease_id
+
+    async def hold(self) -> None:
+        """Keep the lease alive; return when it is lost, at the latest at its deadline by our clock."""
+        pause_s = self._ttl_s / 3
+        while (remaining_s := self.remaining_s()) > 0:
+            await self._clock.sleep(min(pause_s, remaining_s))
+            try:
+                pause_s = self._ttl_s / 3 if await self._keep_alive() else self._ttl_s / _RETRIES_PER_TTL
+            except LeaseLost:
+                break
+        if self._lease_id is not None:
+            log.warning("lease.lost", lease_id=f"{self._lease_id:x}")
+            self._deadline_s = 0.0
+
+    async def release(self) -> None:
+        """Give the lease and the keys under it back, if one is there; when the store is away it lapses."""
+        lease_id, self._lease_id, self._deadline_s = self._lease_id, None, 0.0
+        if lease_id is not None:
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.revoke_lease(lease_id)
+
+    async def _keep_alive(self) -> bool:
+        """Whether the store extended the lease. Raises LeaseLost."""
+        if self._lease_id is None:
+            raise LeaseLost("released")
+        start_s = self._clock.monotonic_s()
+        try:
+            async with asyncio.timeout(self.remaining_s()):
+                await self._store.keep_alive(self._lease_id)
+        except (StoreUnavailable, TimeoutError) as error:
+            log.info("lease.keep_alive_failed", lease_id=f"{self._lease_id:x}", error=repr(error))
+            return False
+        self._deadline_s = max(self._deadline_s, start_s + self._ttl_s)
+        return True

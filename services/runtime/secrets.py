@@ -1,0 +1,112 @@
+"""API keys and placement tickets. The two purposes never share key material or a hash.
+
+An API key reads ``fw_<name>_<secret>``: the name finds the record, the secret is compared by its
+sha256. The secret has 256 random bits, so a plain hash is enough: there is nothing to guess.
+
+A ticket is the gateways' proof to the scheduler that a request was admitted: a version byte, an
+HMAC-SHA256 under a key derived for tickets alone, and the payload.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+from typing import Final
+
+import msgspec
+
+from services.core.errors import PermissionDenied, Unauthenticated
+
+SECRET_BYTES: Final = 32
+MAX_KEY_CHARS: Final = 256
+MAX_TICKET_BYTES: Final = 512
+_KEY: Final = re.compile(r"fw_([a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?)_([A-Za-z0-9_-]{16,128})")
+_TICKET_VERSION: Final = b"\x01"
+_TICKET_PURPOSE: Final = b"fairway ticket v1"
+_MAC_BYTES: Final = 32
+
+
+def new_secret() -> bytes:
+    """Return 32 bytes of the operating system's randomness."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def new_key(name: str, rng_bytes: bytes) -> tuple[str, str]:
+    """Return the text of a key, to be shown once, and the hash to be stored.
+
+    ``rng_bytes`` are 32 random bytes (``new_secret()``); the text is ``fw_<name>_<52 characters>``.
+    """
+    if len(rng_bytes) != SECRET_BYTES:
+        raise ValueError(f"a secret has {SECRET_BYTES} bytes, not {len(rng_bytes)}")
+    secret = base64.b32encode(rng_bytes).decode().rstrip("=").lower()
+    return f"fw_{name}_{secret}", secret_hash(secret)
+
+
+def secret_hash(secret: str) -> str:
+    """Return the hex sha256 of the secret part of a key."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def parse_key(text: str) -> tuple[str, str]:
+    """Return (name, secret). Raises Unauthenticated, which repeats nothing of the text."""
+    found = _KEY.fullmatch(text) if len(text) <= MAX_KEY_CHARS else None
+    if found is None:
+        raise Unauthenticated("the API key is malformed")
+    return found[1], found[2]
+
+
+def verify(secret: str, stored_hash: str) -> bool:
+    """Return whether the secret has the stored hash, in a time that does not depend on either."""
+    return bool(stored_hash) and hmac.compare_digest(secret_hash(secret).encode(), stored_hash.encode())
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request that passed admission. ``expire_unix_s`` by the gateway's clock."""
+
+    tenant_id: str
+    request_id: str
+    expire_unix_s: int
+
+
+_tickets: Final = msgspec.msgpack.Decoder(Ticket)
+
+
+def issue_ticket(key: bytes, ticket: Ticket) -> bytes:
+    """Return the ticket signed, at most ``MAX_TICKET_BYTES`` for ids within their bounds."""
+    return sign_ticket(key, msgspec.msgpack.encode(ticket))
+
+
+def check_ticket(key: bytes, signed: bytes, now_unix_s: float) -> Ticket:
+    """Return what was signed. Raises PermissionDenied for another key, a changed byte or an expired one."""
+    try:
+        ticket = _tickets.decode(verify_ticket(key, signed))
+    except msgspec.DecodeError as exc:
+        raise PermissionDenied("the placement ticket is malformed") from exc
+    if ticket.expire_unix_s <= now_unix_s:
+        raise PermissionDenied("the placement ticket expired")
+    return ticket
+
+
+def sign_ticket(key: bytes, payload: bytes) -> bytes:
+    """Return version, HMAC and payload. ``key`` is the installation's secret, 16 bytes or more."""
+    return _TICKET_VERSION + _ticket_mac(key, payload) + payload
+
+
+def verify_ticket(key: bytes, signed: bytes) -> bytes:
+    """Return the payload. Raises PermissionDenied when this key did not sign exactly these bytes."""
+    version, mac, payload = signed[:1], signed[1 : 1 + _MAC_BYTES], signed[1 + _MAC_BYTES :]
+    if len(signed) > MAX_TICKET_BYTES or version != _TICKET_VERSION:
+        raise PermissionDenied("the placement ticket is malformed")
+    if not hmac.compare_digest(mac, _ticket_mac(key, payload)):
+        raise PermissionDenied("the placement ticket is not signed by this installation")
+    return payload
+
+
+def _ticket_mac(key: bytes, payload: bytes) -> bytes:
+    if len(key) < 16:
+        raise ValueError("a ticket key has at least 16 bytes")
+    derived = hmac.digest(key, _TICKET_PURPOSE, "sha256")
+    return hmac.digest(derived, payload, "sha256")

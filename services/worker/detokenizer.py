@@ -1,0 +1,190 @@
+"""From token ids to text, one token at a time, as a decode of all of them at once would have it.
+
+A byte-level vocabulary is a table from token to bytes, so a token costs one look-up; any other decoder
+goes through windows of the tokenizer's own ``decode``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from services.core.errors import FailedPrecondition
+
+REPLACEMENT = "\ufffd"
+MAX_PENDING_TOKENS = 8  # more than any UTF-8 character has bytes: what is pending then is invalid
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence. ``clean``: nothing is pending, so the vocabulary's table may be used."""
+
+    clean: bool
+
+    def feed(self, token: int) -> str:
+        """Return the text that became final; bytes of an incomplete character are held back."""
+
+    def flush(self) -> str:
+        """Return what is pending, invalid bytes as U+FFFD; nothing may be fed after it."""
+
+
+class Vocabulary(Protocol):
+    """How one model version's tokens read. Shared by all its sequences, never changed.
+
+    ``texts[token]`` is the token's text wherever it stands, None when that depends on its neighbours.
+    ``texts`` is empty where no token has a text of its own.
+    """
+
+    texts: Sequence[str | None]
+
+    def open(self) -> Detokenizer:
+        """Return the detokeniser of a new sequence."""
+
+    def alone(self, token: int) -> str:
+        """Return a token's text out of context, special tokens by their name."""
+
+
+def load_vocabulary(model_dir: Path, vocab_size: int) -> Vocabulary:
+    """Return the vocabulary of a model folder. Blocks for file I/O. Raises FailedPrecondition."""
+    path = model_dir / "tokenizer.json"
+    try:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise FailedPrecondition(f"tokenizer.json exceeds {MAX_TOKENIZER_BYTES} bytes")
+        text = path.read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(text)
+        decoder = json.loads(text).get("decoder")
+    except FailedPrecondition:
+        raise
+    except Exception as exc:  # the tokenizers library raises bare Exception for malformed files
+        raise FailedPrecondition("the model's tokenizer.json cannot be read") from exc
+    if is_byte_level(decoder):
+        return ByteLevelVocabulary(tokenizer, vocab_size)
+    return WindowedVocabulary(tokenizer)
+
+
+def is_byte_level(decoder: object) -> bool:
+    """Whether a ``decoder`` of tokenizer.json maps characters to bytes and does nothing else."""
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders")
+        return isinstance(parts, list) and len(parts) == 1 and is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def byte_of_char() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+class ByteLevelVocabulary:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        table = byte_of_char()
+        added = tokenizer.get_added_tokens_decoder()
+        self._bytes = [b""] * max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        self._names: dict[int, str] = {}
+        for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+            if token >= len(self._bytes):
+                self._bytes.extend([b""] * (token + 1 - len(self._bytes)))
+            if token in added and added[token].special:
+                self._names[token] = text
+            elif all(char in table for char in text):
+                self._bytes[token] = bytes(table[char] for char in text)
+            else:  # a name with other characters is taken as it is, as the tokenizers library does
+                self._bytes[token] = text.encode()
+        self.texts: Sequence[str | None] = [_complete(data) for data in self._bytes]
+
+    def open(self) -> Detokenizer:
+        return _ByteLevelDetokenizer(self._bytes)
+
+    def alone(self, token: int) -> str:
+        if (name := self._names.get(token)) is not None:
+            return name
+        return self._bytes[token].decode("utf-8", "replace") if 0 <= token < len(self._bytes) else ""
+
+
+def _complete(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+class _ByteLevelDetokenizer:
+    __slots__ = ("_bytes", "_decoder", "clean")
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._bytes = table
+        self._decoder = _utf8("replace")
+        self.clean = True
+
+    def feed(self, token: int) -> str:
+        data = self._bytes[token] if 0 <= token < len(self._bytes) else b""
+        text = self._decoder.decode(data)
+        self.clean = not self._decoder.getstate()[0]
+        return text
+
+    def flush(self) -> str:
+        self.clean = True
+        return self._decoder.decode(b"", True)
+
+
+class WindowedVocabulary:
+    """For decoders in which a token's text depends on the one before it (Metaspace, byte fallback)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.texts: Sequence[str | None] = ()
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special
+        )
+
+    def open(self) -> Detokenizer:
+        return _WindowedDetokenizer(self._tokenizer, self._special)
+
+    def alone(self, token: int) -> str:
+        if token in self._special:
+            return self._tokenizer.id_to_token(token) or ""
+        return str(self._tokenizer.decode([token])) if token >= 0 else ""
+
+
+class _WindowedDetokenizer:
+    """Decodes a window that begins with tokens already final: their text anchors that of the new ones."""
+
+    __slots__ = ("_anchor", "_pending", "_special", "_tokenizer", "clean")
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._anchor: list[int] = []
+        self._pending: list[int] = []
+        self.clean = False
+
+    def feed(self, token: int) -> str:
+        if token < 0 or token in self._special or self._tokenizer.id_to_token(token) is None:
+            return ""  # it has no text, and a window must not begin with nothing
+        self._pending.append(token)
+        text = self._pending_text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING_TOKENS:
+            return ""
+        self._anchor, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        text = self._pending_text() if self._pending else ""
+        self._pending = []
+        return text
+
+    def _pending_text(self) -> str:
+        before = len(self._tokenizer.decode(self._anchor)) if self._anchor else 0
+        return str(self._tokenizer.decode(self._anchor + self._pending)[before:])

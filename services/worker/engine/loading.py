@@ -1,0 +1,129 @@
+"""From the process's configuration to a warmed engine. Torch is imported only where it is used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from services.worker.engine.block_manager import BlockManager
+from services.worker.engine.config import ModelConfig, eos_ids, parse_config, read_json, vocab_size_of
+from services.worker.engine.core import Engine
+from services.worker.engine.executor import Executor
+from services.worker.engine.null_executor import NullExecutor
+from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.unsupported import BadEngineConfig, positive_int
+from services.worker.engine.validation import ModelLimits
+from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
+
+NULL_KV_BYTES_PER_TOKEN: Final = 4096
+NULL_MAX_MODEL_LEN: Final = 32768
+WARM_UP_TOKENS: Final = 32
+MAX_KV_BLOCKS: Final = 1 << 24
+
+Report = Callable[[str, float], None]  # phase, done 0..1
+
+
+def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
+    """Return an engine that has run a prefill and a decode. Raises LoadError for what a retry would meet again."""
+    try:
+        limits = PlannerLimits(config.token_budget, config.max_sequences)
+    except ValueError as error:
+        raise BadEngineConfig(str(error)) from error
+    if config.block_size < 1 or config.kv_blocks < 0 or config.max_model_len < 0 or config.threads < 0:
+        raise BadEngineConfig("block_size, kv_blocks, max_model_len and threads are counts")
+    executor, ready, stop_ids = (
+        _load_null(config) if config.executor == "null" else _load_torch(config, report)
+    )
+    report("warm_up", 0.0)
+    _warm_up(_engine(executor, ready, limits, stop_ids))
+    report("warm_up", 1.0)
+    return _engine(executor, ready, limits, stop_ids), ready
+
+
+def _engine(executor: Executor, ready: Ready, limits: PlannerLimits, stop_ids: frozenset[int]) -> Engine:
+    return Engine(
+        executor,
+        blocks=BlockManager(ready.kv_blocks_total, ready.block_size),
+        limits=limits,
+        model=ModelLimits(ready.vocab_size, ready.max_model_len),
+        eos_ids=stop_ids,
+        clock=time.monotonic,
+    )
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run a prefill and a decode, so that the first request does not pay for what is set up lazily."""
+    longest = engine.max_model_len
+    prompt = [0] * max(1, min(WARM_UP_TOKENS, longest - 2))
+    tokens = min(2, longest - len(prompt))
+    if tokens < 1:
+        raise BadEngineConfig(f"a context of {longest} tokens has no room for a prompt and an answer")
+    sampling = Sampling(seed=0, max_tokens=tokens, ignore_eos=True)
+    engine.apply(Submit(0, prompt, sampling, credit_limit=tokens))
+    while engine.has_work:
+        engine.step()
+
+
+def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:
+    model_dir = Path(config.model_dir)
+    fields = read_json(model_dir / "config.json") if (model_dir / "config.json").exists() else {}
+    vocab_size = vocab_size_of(fields)
+    stop_ids = eos_ids(model_dir, fields, vocab_size)
+    longest = config.max_model_len or (
+        positive_int(fields, "max_position_embeddings")
+        if "max_position_embeddings" in fields
+        else NULL_MAX_MODEL_LEN
+    )
+    ready = _ready(config, vocab_size, longest, config.block_size * NULL_KV_BYTES_PER_TOKEN, weight_bytes=0)
+    executor = NullExecutor(
+        vocab_size=vocab_size,
+        eos_ids=stop_ids,
+        step_s=config.null_step_s,
+        clock=time.monotonic,
+        sleep=time.sleep,
+    )
+    return executor, ready, stop_ids
+
+
+def _load_torch(config: EngineConfig, report: Report) -> tuple[Executor, Ready, frozenset[int]]:
+    model_dir = Path(config.model_dir)
+    fields = read_json(model_dir / "config.json")
+    model = parse_config(fields)
+    stop_ids = eos_ids(model_dir, fields, model.vocab_size)
+    longest = _longest(config, model)
+    report("import", 0.0)
+    from services.worker.engine import torch_loading  # seconds; a null engine and a refusal need none of it
+
+    report("import", 1.0)
+    block_bytes = torch_loading.block_bytes(model, config)
+    weights = torch_loading.load_weights_of(model, model_dir, config, lambda ratio: report("weights", ratio))
+    ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
+    executor = torch_loading.executor_of(model, weights, config, ready)
+    return executor, ready, stop_ids
+
+
+def _longest(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len > model.max_context:
+        raise BadEngineConfig(f"max_model_len {config.max_model_len} exceeds the model's {model.max_context}")
+    return config.max_model_len or model.max_position_embeddings
+
+
+def _ready(
+    config: EngineConfig, vocab_size: int, longest: int, block_bytes: int, *, weight_bytes: int
+) -> Ready:
+    """Return what the agent is told; a context that the KV pool cannot hold is not promised."""
+    blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
+    if not 0 < blocks <= MAX_KV_BLOCKS:
+        raise BadEngineConfig(
+            f"{config.kv_memory_bytes} bytes make {blocks} KV blocks of {block_bytes} bytes"
+        )
+    return Ready(
+        kv_blocks_total=blocks,
+        block_size=config.block_size,
+        max_model_len=min(longest, blocks * config.block_size),
+        vocab_size=vocab_size,
+        kv_bytes_per_block=block_bytes,
+        weight_bytes=weight_bytes,
+    )

@@ -1,0 +1,166 @@
+"""The engine process: ``python -m services.worker.engine.process --config JSON``.
+
+It connects to its agent, loads, and steps until it is told to stop or the agent is gone. Two threads: the
+reader feeds commands, the main thread does everything else. Prompts and outputs are never logged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Final, NoReturn
+
+import msgspec
+import structlog
+
+from services.worker.engine.connection import Connection, MalformedCommand, connect
+from services.worker.engine.core import DuplicateHandle, Engine
+from services.worker.engine.loading import load
+from services.worker.engine.unsupported import LoadError
+from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown
+
+HEARTBEAT_S: Final = 1.0
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+log = structlog.get_logger()
+
+
+class ExitCode(IntEnum):
+    DONE = 0
+    BAD_INPUT = 2  # the configuration or a command cannot be parsed
+    LOAD_FAILED = 3
+    STEP_FAILED = 4
+    ORPHANED = 5  # the agent is gone
+
+
+class AgentGone(Exception):
+    """Nobody reads the socket any more."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run until the end; return the exit code."""
+    _configure_logging()
+    _die_with_parent()
+    parser = argparse.ArgumentParser(prog="services.worker.engine.process")
+    parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
+    try:
+        config = msgspec.json.decode(parser.parse_args(arguments).config, type=EngineConfig)
+        channel = connect(config.socket_path, sleep=time.sleep)
+    except msgspec.DecodeError as error:
+        log.error("config.refused", message=str(error))
+        return ExitCode.BAD_INPUT
+    except OSError as error:
+        log.error("agent.not_reached", error=type(error).__name__)
+        return ExitCode.ORPHANED
+    connection = Connection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
+    try:
+        return _run(config, connection)
+    except AgentGone:
+        log.warning("agent.lost")
+        return ExitCode.ORPHANED
+
+
+def _run(config: EngineConfig, connection: Connection) -> ExitCode:
+    try:
+        engine, ready = load(config, lambda phase, ratio: _send(connection, Progress(phase, ratio)))
+    except AgentGone:
+        raise
+    except Exception as error:  # the process's top: whatever it is, the agent has to hear of it
+        reason = error.reason if isinstance(error, LoadError) else _reason(error)
+        log.error("model.load_failed", reason=reason, exc_info=not isinstance(error, LoadError))
+        _send(
+            connection,
+            LoadFailed(reason, str(error) if isinstance(error, LoadError) else type(error).__name__),
+        )
+        return ExitCode.LOAD_FAILED
+    gc.freeze()  # what was loaded stays: collections need not walk it
+    _send(connection, ready)
+    log.info("model.loaded", kv_blocks_total=ready.kv_blocks_total, weight_bytes=ready.weight_bytes)
+    try:
+        serve(engine, connection, clock=time.monotonic)
+    except AgentGone:
+        raise
+    except DuplicateHandle as error:
+        log.error("command.refused", message=str(error))
+        return ExitCode.BAD_INPUT
+    except Exception:
+        log.exception("step.failed")
+        return ExitCode.STEP_FAILED
+    log.info("engine.stopped")
+    return ExitCode.DONE
+
+
+def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float]) -> None:
+    """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle, and what a step raises."""
+    spoken_s = clock()
+    while True:
+        if engine.has_work:
+            commands = connection.receive_ready()
+        else:
+            commands = connection.receive(max(0.0, spoken_s + HEARTBEAT_S - clock()))
+        for command in commands:
+            if isinstance(command, Shutdown):
+                return
+            engine.apply(command)
+        if engine.has_work:
+            _send(connection, engine.step())
+            spoken_s = clock()
+        elif clock() >= spoken_s + HEARTBEAT_S:
+            engine.check_integrity()
+            _send(connection, engine.heartbeat())
+            spoken_s = clock()
+
+
+def _send(connection: Connection, message: Message) -> None:
+    try:
+        connection.send(message)
+    except OSError as error:
+        raise AgentGone from error
+
+
+def _reason(error: Exception) -> str:
+    """Return a stable word for a failure that is not ours to explain."""
+    is_memory = isinstance(error, MemoryError) or "memory" in str(error)
+    return "out_of_memory" if is_memory else "internal"
+
+
+def _exit_at_end(was_told: bool) -> NoReturn:
+    """End the process from the reader thread: the main thread may be in a long load or a full socket."""
+    if not was_told:
+        log.warning("agent.lost")
+    os._exit(ExitCode.DONE if was_told else ExitCode.ORPHANED)
+
+
+def _exit_malformed(error: MalformedCommand) -> NoReturn:
+    log.error("command.refused", message=str(error))
+    os._exit(ExitCode.BAD_INPUT)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process with the thread that started it, and leave Ctrl-C to the agent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _configure_logging() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

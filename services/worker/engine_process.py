@@ -1,0 +1,343 @@
+"""One engine process: started, spoken to, watched, and gone when it should be.
+
+The agent listens on a socket in a directory that only it can enter; the engine connects. The engine is
+its own process group and ends when the socket does, so nothing outlives the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from services.core.errors import FailedPrecondition
+from services.ports.clock import Clock
+from services.runtime.supervisor import Supervisor
+from services.worker.engine_protocol import (
+    LENGTH_PREFIX,
+    MAX_MESSAGE_BYTES,
+    Command,
+    EngineConfig,
+    Event,
+    Heartbeat,
+    LoadFailed,
+    Progress,
+    Ready,
+    Shutdown,
+    Stepped,
+    decode_event,
+    encode,
+)
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 with its end
+MAX_SEND_BUFFER_BYTES: Final = 2 * MAX_MESSAGE_BYTES
+MAX_LOG_LINE_BYTES: Final = 65536
+CHECK_S: Final = 0.25
+EXIT_GRACE_S: Final = 2.0
+ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimeouts:
+    """Seconds. ``silence_s`` is how long a running engine may say nothing; it speaks once a second."""
+
+    load_s: float = 1800.0
+    load_silence_s: float = 300.0
+    silence_s: float = 20.0
+    shutdown_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """It ended because it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRefused:
+    """The model cannot be loaded here, and a retry would meet the same."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """It ended by itself or was killed because it hung. ``exit_code`` is negative for a signal."""
+
+    exit_code: int
+    message: str
+
+
+EngineExit = Stopped | LoadRefused | Crashed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """Called in the event loop, in order; ``on_exit`` once, last. They must not block."""
+
+    on_progress: Callable[[Progress], None]
+    on_ready: Callable[[Ready], None]
+    on_stepped: Callable[[Stepped], None]
+    on_heartbeat: Callable[[Heartbeat], None]
+    on_exit: Callable[[EngineExit], None]
+
+
+class _Link(asyncio.Protocol):
+    """The agent's end of the socket: cuts the bytes into messages. Any fault ends the connection."""
+
+    def __init__(self, on_event: Callable[[Event], None], on_fault: Callable[[str], None]) -> None:
+        self._on_event = on_event
+        self._on_fault = on_fault
+        self._buffer = bytearray()
+        self._faulty = False
+        self.transport: asyncio.Transport | None = None
+        self.closed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self.transport is not None or not isinstance(transport, asyncio.Transport):
+            transport.close()  # one engine, one connection
+            return
+        self.transport = transport
+        transport.set_write_buffer_limits(high=MAX_SEND_BUFFER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        if self._faulty:
+            return
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        try:
+            while len(buffer) - at >= LENGTH_PREFIX.size:
+                (length,) = LENGTH_PREFIX.unpack_from(buffer, at)
+                if length > MAX_MESSAGE_BYTES:
+                    raise ValueError(f"a message of {length} bytes")
+                end = at + LENGTH_PREFIX.size + length
+                if end > len(buffer):
+                    break
+                with memoryview(buffer) as view:
+                    event = decode_event(bytes(view[at + LENGTH_PREFIX.size : end]))
+                self._on_event(event)
+                at = end
+        except Exception as exc:  # a fault of this engine or of its handler ends this engine, not the agent
+            log.exception("engine.event_refused")
+            self._faulty = True
+            self._on_fault(f"the engine's message could not be handled: {type(exc).__name__}")
+            return
+        del buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+
+class EngineProcess:
+    """Runs from ``start`` until ``on_exit``. One instance is one process; a restart is a new instance."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        events: EngineEvents,
+        clock: Clock,
+        supervisor: Supervisor,
+        timeouts: EngineTimeouts | None = None,
+        env: Mapping[str, str] | None = None,
+        command: tuple[str, ...] = ENGINE_MODULE,
+    ) -> None:
+        """``config.socket_path`` is filled in here. ``env`` None is the agent's own environment."""
+        self._config = config
+        self._events = events
+        self._clock = clock
+        self._supervisor = supervisor
+        self._timeouts = timeouts or EngineTimeouts()
+        self._env = env
+        self._command = command
+        self._link = _Link(self._on_event, self._kill)
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready = False
+        self._stopping = False
+        self._refused: LoadRefused | None = None
+        self._fault = ""
+        self._started_s = self._heard_s = clock.monotonic_s()
+        self._exited = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before it was started."""
+        return 0 if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and watch it. Raises FailedPrecondition when it cannot be started."""
+        directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="fw-"))
+        try:
+            path = directory / "e"
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+                raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
+            server = await asyncio.get_running_loop().create_unix_server(lambda: self._link, str(path))
+            config = msgspec.structs.replace(self._config, socket_path=str(path))
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *self._command,
+                    "--config",
+                    msgspec.json.encode(config).decode(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    env=None if self._env is None else dict(self._env),
+                    limit=MAX_LOG_LINE_BYTES,
+                )
+            except BaseException:
+                server.close()
+                raise
+        except OSError as exc:
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+            raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._started_s = self._heard_s = self._clock.monotonic_s()
+        log.info("engine.started", pid=self.pid, executor=config.executor, device=config.device)
+        self._supervisor.spawn(f"engine-{self.pid}", self._run(self._process, server, directory))
+
+    def send(self, command: Command) -> bool:
+        """Queue a command. False when there is no connection; an engine that does not read is killed."""
+        transport = self._link.transport
+        if transport is None or transport.is_closing() or self._fault:
+            return False
+        if transport.get_write_buffer_size() > MAX_SEND_BUFFER_BYTES:
+            self._kill("the engine does not read its commands")
+            return False
+        transport.write(encode(command))
+        return True
+
+    async def stop(self) -> None:
+        """Return once the process is gone: told to end, and killed after ``shutdown_s``. Idempotent."""
+        if self._process is None:
+            return
+        self._stopping = True
+        if not self.send(Shutdown()):
+            self._signal_group(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await self._exited.wait()
+        except TimeoutError:
+            self._signal_group(signal.SIGKILL)
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await self._exited.wait()
+
+    # --- watching -------------------------------------------------------------------------------
+
+    async def _run(self, process: asyncio.subprocess.Process, server: asyncio.Server, directory: Path) -> None:
+        """Own the process until it is gone, whatever happens to this task."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(self._copy_stderr(process))
+                watcher = group.create_task(self._watch(server))
+                code = await process.wait()
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it may have started
+                watcher.cancel()
+                await self._drain(reader)
+        finally:
+            self._signal_group(signal.SIGKILL)
+            server.close()
+            if self._link.transport is not None:
+                self._link.transport.abort()
+            shutil.rmtree(directory, ignore_errors=True)
+            self._exited.set()
+        exit_ = self._exit_of(code)
+        log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__)
+        self._events.on_exit(exit_)
+
+    async def _drain(self, reader: asyncio.Task[None]) -> None:
+        """What the process said before it ended is still in the sockets: hear it first."""
+        if self._link.transport is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_GRACE_S):
+                    await self._link.closed.wait()
+        await asyncio.wait({reader}, timeout=EXIT_GRACE_S)
+        reader.cancel()
+
+    async def _watch(self, server: asyncio.Server) -> None:
+        """Kill a process that hung, or that lives on without its connection."""
+        checked_s = self._clock.monotonic_s()
+        while True:
+            await self._clock.sleep(CHECK_S)
+            now_s = self._clock.monotonic_s()
+            if now_s - checked_s > 4 * CHECK_S:  # this process was stopped: what was said waits in the socket
+                self._heard_s = now_s
+            checked_s = now_s
+            if self._link.transport is not None and server.is_serving():
+                server.close()  # nobody else is to connect
+            if self._link.closed.is_set():
+                await self._clock.sleep(EXIT_GRACE_S)
+                self._kill("the engine closed its connection")
+            elif not self._ready and now_s - self._started_s > self._timeouts.load_s:
+                self._kill(f"loading took longer than {self._timeouts.load_s:g} s")
+            elif now_s - self._heard_s > (
+                self._timeouts.silence_s if self._ready else self._timeouts.load_silence_s
+            ):
+                self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
+
+    async def _copy_stderr(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None, "stderr is a pipe"
+        while True:
+            try:
+                line = await process.stderr.readline()
+            except ValueError:  # longer than the limit: that much of it was dropped
+                continue
+            if not line:
+                return
+            log.info("engine.stderr_written", pid=process.pid, line=line.decode("utf-8", "replace").rstrip())
+
+    def _on_event(self, event: Event) -> None:
+        self._heard_s = self._clock.monotonic_s()
+        match event:
+            case Stepped():
+                self._events.on_stepped(event)
+            case Heartbeat():
+                self._events.on_heartbeat(event)
+            case Progress():
+                self._events.on_progress(event)
+            case Ready():
+                self._ready = True
+                self._events.on_ready(event)
+            case LoadFailed():
+                self._refused = LoadRefused(event.reason, event.message)
+
+    def _exit_of(self, code: int) -> EngineExit:
+        if self._stopping:
+            return Stopped()
+        if self._refused is not None:
+            return self._refused
+        if self._fault:
+            return Crashed(code, self._fault)
+        if code < 0:
+            return Crashed(code, f"the engine was killed by signal {-code}")
+        return Crashed(code, f"the engine ended with exit code {code}")
+
+    def _kill(self, fault: str) -> None:
+        if not self._fault:
+            self._fault = fault
+            log.warning("engine.killed", pid=self.pid, reason=fault)
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, signal_number: signal.Signals) -> None:
+        """Signal a process that was not reaped yet, and what it may have started."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal_number)

@@ -1,0 +1,61 @@
+"""Which grants this worker still honours: its own incarnation, the newest leader, each number once."""
+
+from __future__ import annotations
+
+from services.core.generation import Grant, NotAdmittedReason
+
+WINDOW = 4096  # grant numbers that may arrive out of order
+MAX_UNREPORTED = 65536
+
+
+class GrantBook:
+    """Fences grants. Memory is bounded: of a leader's grants only the newest ``WINDOW`` may come late."""
+
+    def __init__(self) -> None:
+        self.incarnation = 0  # 0: not registered, no grant counts
+        self.epoch = 0
+        self._settled = 0  # numbers up to this one are refused without looking
+        self._seen: set[int] = set()
+        self._unreported: list[int] = []
+
+    def registered(self, incarnation: int) -> None:
+        """A new life began: grants of the one before are refused, and numbers may start again."""
+        self.incarnation = incarnation
+        self._reset()
+
+    def hear_leader(self, epoch: int) -> None:
+        """From now on grants of older leaders are refused."""
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self._reset()
+
+    def check(self, grant: Grant) -> NotAdmittedReason | None:
+        """Count the grant as seen and say why it does not count as a right to start, if it does not."""
+        if grant.incarnation != self.incarnation or self.incarnation == 0:
+            return NotAdmittedReason.STALE_INCARNATION
+        if grant.epoch < self.epoch:
+            return NotAdmittedReason.STALE_EPOCH
+        self.hear_leader(grant.epoch)
+        if grant.sequence <= self._settled or grant.sequence in self._seen:
+            return NotAdmittedReason.GRANT_REPLAYED
+        self._seen.add(grant.sequence)
+        if len(self._unreported) < MAX_UNREPORTED:
+            self._unreported.append(grant.sequence)
+        if len(self._seen) >= 2 * WINDOW:
+            self._compact()
+        return None
+
+    def take_seen(self) -> tuple[int, tuple[int, ...]]:
+        """Return the epoch and its grant numbers that arrived since the last call."""
+        seen, self._unreported = tuple(self._unreported), []
+        return self.epoch, seen
+
+    def _reset(self) -> None:
+        self._settled = 0
+        self._seen = set()
+        self._unreported = []
+
+    def _compact(self) -> None:
+        ordered = sorted(self._seen)
+        self._settled = ordered[-WINDOW - 1]
+        self._seen = set(ordered[-WINDOW:])

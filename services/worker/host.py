@@ -1,0 +1,150 @@
+"""All sequences of one worker: who may start here, and which engine's table a sequence belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from services.core.errors import InvalidInput
+from services.core.generation import NotAdmittedReason, StartSpec
+from services.ports.worker_stream import StepFrame
+from services.worker.grants import GrantBook
+from services.worker.live_sequence import LiveSequence
+from services.worker.outbox import Outbox
+from services.worker.sequences import SequenceTable
+from services.worker.tally import Tally
+
+
+class SequenceHost:
+    """The admission authority. Implements ``ports.worker_stream.WorkerStreams``.
+
+    ``changed`` is called whenever the worker's room or its readiness changed.
+    """
+
+    def __init__(self, *, changed: Callable[[], None]) -> None:
+        self.grants = GrantBook()
+        self.tally = Tally()
+        self.draining = False
+        self.changed = changed
+        self._tables: dict[str, SequenceTable] = {}
+        self._closed_to: set[str] = set()  # versions that finish what runs and take nothing new
+
+    def open(self, wake: Callable[[], None]) -> GatewayStream:
+        return GatewayStream(self, wake)
+
+    def add(self, table: SequenceTable) -> None:
+        """Take sequences for a version from now on."""
+        assert table.version_digest not in self._tables, "the version has an engine already"
+        self._tables[table.version_digest] = table
+        self._closed_to.discard(table.version_digest)
+        self.changed()
+
+    def remove(self, table: SequenceTable) -> None:
+        """Forget a table; its sequences, if any are left, end with ENGINE_LOST."""
+        if self._tables.get(table.version_digest) is table:
+            del self._tables[table.version_digest]
+            self._closed_to.discard(table.version_digest)
+            table.lost()
+            self.changed()
+
+    def close_version(self, version_digest: str, closed: bool) -> None:
+        """Take, or take no more, new sequences of a loaded version."""
+        (self._closed_to.add if closed else self._closed_to.discard)(version_digest)
+        self.changed()
+
+    def takes(self, version_digest: str) -> bool:
+        """Whether new sequences of the version are admitted, room apart."""
+        return not self.draining and version_digest in self._tables and version_digest not in self._closed_to
+
+    def table(self, version_digest: str) -> SequenceTable | None:
+        return self._tables.get(version_digest)
+
+    def tables(self) -> Iterable[SequenceTable]:
+        return self._tables.values()
+
+    def table_of(self, sequence: LiveSequence) -> SequenceTable:
+        return self._tables[sequence.spec.grant.version_digest]
+
+    @property
+    def running(self) -> int:
+        return sum(len(table) for table in self._tables.values())
+
+    def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> NotAdmittedReason | None:
+        """Start the sequence, or say why the grant does not suffice. A grant counts as seen either way."""
+        refusal = self.grants.check(spec.grant)
+        if refusal is None:
+            refusal = self._refusal(spec)
+        if refusal is None:
+            table = self._tables[spec.grant.version_digest]
+            if not table.start(outbox, handle, spec):
+                refusal = NotAdmittedReason.NOT_READY
+        if refusal is not None:
+            self.changed()  # the scheduler's estimate of the room was another
+        return refusal
+
+    def sweep(self, now_s: float) -> None:
+        """End what is overdue, in every table."""
+        for table in self._tables.values():
+            table.sweep(now_s)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a table's books are wrong."""
+        for table in self._tables.values():
+            table.check_integrity()
+
+    def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
+        if self.draining:
+            return NotAdmittedReason.DRAINING
+        digest = spec.grant.version_digest
+        table = self._tables.get(digest)
+        if table is None or spec.generation.version_digest != digest:
+            return NotAdmittedReason.NOT_READY
+        if digest in self._closed_to:
+            return NotAdmittedReason.DRAINING
+        return None if table.has_room(spec) else NotAdmittedReason.NO_ROOM
+
+
+class GatewayStream:
+    """One gateway's stream. Implements ``ports.worker_stream.WorkerStream``."""
+
+    def __init__(self, host: SequenceHost, wake: Callable[[], None]) -> None:
+        self._host = host
+        self._outbox = Outbox(wake)
+        self._closed = False
+
+    def start(self, handle: int, spec: StartSpec) -> None:
+        if handle in self._outbox.live:
+            raise InvalidInput("the handle is in use on this stream", field="handle", handle=handle)
+        refusal = self._host.start(self._outbox, handle, spec)
+        if refusal is not None:
+            self._outbox.refuse(handle, refusal)
+
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        """Answer a start that cannot be asked for."""
+        self._outbox.refuse(handle, reason)
+
+    def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        grants: dict[str, list[tuple[LiveSequence, int]]] = {}
+        live = self._outbox.live
+        for handle, count in zip(handles, tokens, strict=False):
+            if (sequence := live.get(handle)) is not None and count:
+                grants.setdefault(sequence.spec.grant.version_digest, []).append((sequence, count))
+        for digest, credited in grants.items():
+            if (table := self._host.table(digest)) is not None:
+                table.credit(credited)
+
+    def cancel(self, handles: Sequence[int]) -> None:
+        cancelled: dict[str, list[LiveSequence]] = {}
+        for handle in handles:
+            if (sequence := self._outbox.drop(handle)) is not None:
+                cancelled.setdefault(sequence.spec.grant.version_digest, []).append(sequence)
+        for digest, sequences in cancelled.items():
+            if (table := self._host.table(digest)) is not None:
+                table.cancel(sequences)
+
+    def take(self) -> StepFrame | None:
+        return self._outbox.take()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.cancel(list(self._outbox.live))

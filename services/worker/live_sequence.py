@@ -1,0 +1,52 @@
+"""One sequence on this worker: what the agent knows of it beyond the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.core.generation import StartSpec, TokenLogprobs
+from services.worker.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from services.worker.outbox import Outbox
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """Owned by its ``SequenceTable`` until it ends; its outbox keeps it a little longer, to send the rest.
+
+    ``number`` is the engine's handle, ``handle`` the gateway's. ``tokens`` counts prompt and output.
+    ``fast``: the next token needs neither stop strings nor log-probabilities nor pending bytes.
+    """
+
+    spec: StartSpec
+    outbox: Outbox
+    handle: int
+    number: int
+    text: TextStream
+    prompt_tokens: int
+    tokens: int
+    credit_limit: int  # absolute output offset
+    reserved_blocks: int
+    reserved_tokens: int  # what fits into them
+    accepted_s: float
+    deadline_s: float = math.inf
+    fast: bool = False
+    # not yet taken by the writer
+    queued: bool = False
+    dropped: bool = False
+    pending_ids: list[int] = field(default_factory=list)
+    pending_text: str = ""
+    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # stage clock, flow control and accounting
+    prefill_left: int = 0
+    prefill_started_s: float | None = None
+    first_token_s: float | None = None
+    blocked_since_s: float | None = None
+    charged_output: int = 0  # output offset up to which the tenant was charged
+
+    @property
+    def output_tokens(self) -> int:
+        return self.tokens - self.prompt_tokens

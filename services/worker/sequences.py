@@ -1,0 +1,417 @@
+"""The token path of one engine: its sequences, their KV reservations, credits and ends.
+
+One table lives as long as its engine process. A step's tokens go through one loop without a task
+switch; a plain token costs a look-up, an append and a string concatenation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.generation import FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.ports.clock import Clock
+from services.worker import engine_protocol as wire
+from services.worker.detokenizer import Vocabulary
+from services.worker.live_sequence import LiveSequence
+from services.worker.outbox import Outbox
+from services.worker.tally import Tally
+from services.worker.text_stream import TextStream
+
+MAX_CREDIT: Final = 2**31 - 1
+# The stream ends here for the client, so what was held back is final text. A sequence that is placed
+# again goes on elsewhere with its own hold-back.
+FLUSHED: Final = frozenset(
+    {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+        FinishReason.DEADLINE,
+        FinishReason.SLOW_READER,
+        FinishReason.ERROR,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What the engine said when it was ready, and how many sequences the agent lets it hold."""
+
+    kv_blocks_total: int
+    block_size: int
+    max_model_len: int
+    max_sequences: int
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """The engine's own numbers, as of its last message."""
+
+    kv_blocks_used: int = 0
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+
+
+class SequenceTable:
+    """Single writer: the worker's event loop. ``send`` hands a command to the engine, False if it cannot.
+
+    ``reserved`` is the sum over sequences of the larger of their grant and their use, in blocks.
+    """
+
+    def __init__(
+        self,
+        version_digest: str,
+        *,
+        limits: PoolLimits,
+        vocabulary: Vocabulary,
+        send: Callable[[wire.Command], bool],
+        clock: Clock,
+        tally: Tally,
+        changed: Callable[[], None],
+        slow_reader_s: float = 30.0,
+    ) -> None:
+        self.version_digest = version_digest
+        self.limits = limits
+        self.stats = PoolStats()
+        self.reserved = 0
+        self.queued_prefill_tokens = 0
+        self._vocabulary = vocabulary
+        self._texts = vocabulary.texts
+        self._send = send
+        self._clock = clock
+        self._tally = tally
+        self._changed = changed
+        self._slow_reader_s = slow_reader_s
+        self._live: dict[int, LiveSequence] = {}
+        self._unprefilled: dict[int, LiveSequence] = {}  # no token yet, in order of submission
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def sequences(self) -> Iterable[LiveSequence]:
+        return self._live.values()
+
+    # --- the gateway's side ---------------------------------------------------------------------
+
+    def blocks_needed(self, spec: StartSpec) -> int:
+        """Return the larger of the grant and what the tokens to prefill take."""
+        tokens = len(spec.generation.prompt_ids) + len(spec.produced_ids)
+        return max(spec.grant.kv_blocks, -(-tokens // self.limits.block_size))
+
+    def has_room(self, spec: StartSpec) -> bool:
+        if len(self._live) >= self.limits.max_sequences:
+            return False
+        return self.reserved + self.blocks_needed(spec) <= self.limits.kv_blocks_total
+
+    def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> bool:
+        """Reserve, submit and accept; False, with nothing changed, if the engine takes no commands.
+
+        The caller made sure of ``has_room``.
+        """
+        sequence = self._new_sequence(outbox, handle, spec)
+        resumed_text = sequence.text.resume(spec.produced_ids, spec.delivered_chars)
+        if not sequence.text.stop and not self._send(submit_command(sequence)):
+            return False
+        self._last_number = sequence.number
+        self._live[sequence.number] = sequence
+        self._unprefilled[sequence.number] = sequence
+        self.reserved += sequence.reserved_blocks
+        self.queued_prefill_tokens += sequence.prefill_left
+        outbox.accept(sequence)
+        if resumed_text:
+            sequence.pending_text = resumed_text
+            outbox.touch(sequence)
+        if sequence.text.stop:  # the earlier run met it, and its last word was lost
+            self._end(sequence, FinishReason.STOP)
+        self._changed()
+        return True
+
+    def credit(self, grants: Sequence[tuple[LiveSequence, int]]) -> None:
+        """Raise the output limits of sequences of this table."""
+        numbers: list[int] = []
+        limits: list[int] = []
+        for sequence, tokens in grants:
+            sequence.credit_limit = min(sequence.credit_limit + tokens, MAX_CREDIT)
+            sequence.blocked_since_s = None
+            numbers.append(sequence.number)
+            limits.append(sequence.credit_limit)
+        self._send(wire.Credit(numbers, limits))
+
+    def cancel(self, sequences: Sequence[LiveSequence]) -> None:
+        """Forget them now; the engine frees their blocks before its next step."""
+        for sequence in sequences:
+            self._forget(sequence)
+        self._send(wire.Cancel([sequence.number for sequence in sequences]))
+        self._changed()
+
+    def sweep(self, now_s: float) -> None:
+        """End what is past its deadline or was not read for too long. Called several times a second."""
+        ended: list[tuple[LiveSequence, FinishReason]] = []
+        for sequence in self._live.values():
+            if now_s >= sequence.deadline_s:
+                ended.append((sequence, FinishReason.DEADLINE))
+            elif sequence.output_tokens >= sequence.credit_limit:
+                if sequence.blocked_since_s is None:
+                    sequence.blocked_since_s = now_s
+                elif now_s - sequence.blocked_since_s >= self._slow_reader_s:
+                    ended.append((sequence, FinishReason.SLOW_READER))
+        if ended:
+            self._send(wire.Cancel([sequence.number for sequence, _ in ended]))
+            for sequence, reason in ended:
+                self._end(sequence, reason)
+            self._changed()
+
+    # --- the engine's side ----------------------------------------------------------------------
+
+    def on_stepped(self, event: wire.Stepped) -> None:
+        """Pass a step's tokens on. A sequence unknown here was cancelled while the step ran."""
+        live = self._live
+        texts = self._texts
+        self._note_step(event)
+        for number in event.finished:  # their last token may have to stay without text
+            if number in live:
+                live[number].fast = False
+        if event.prefill_tokens:
+            self._note_prefill(event)
+        for number, token in zip(event.handles, event.tokens, strict=True):
+            sequence = live.get(number)
+            if sequence is None:
+                continue
+            if sequence.fast and (text := texts[token]) is not None:
+                sequence.pending_text += text
+            else:
+                self._feed(sequence, token, event)
+                if sequence.text.stop:
+                    continue
+            sequence.pending_ids.append(token)
+            sequence.tokens = tokens = sequence.tokens + 1
+            if tokens > sequence.reserved_tokens:
+                self._grow(sequence)
+            if not sequence.queued:
+                sequence.queued = True
+                outbox = sequence.outbox
+                dirty = outbox.dirty
+                dirty.append(sequence)
+                if len(dirty) == 1:
+                    outbox.wake()
+        if event.finished:
+            self._finish(event)
+
+    def on_heartbeat(self, event: wire.Heartbeat) -> None:
+        self.stats.kv_blocks_used = event.kv_blocks_used
+        self.stats.running = event.running
+        self.stats.waiting = event.waiting
+
+    def lost(self) -> None:
+        """The engine process is gone: every sequence ends with ENGINE_LOST; the table is done with."""
+        for sequence in list(self._live.values()):
+            self._end(sequence, FinishReason.ENGINE_LOST)
+        self.stats.kv_blocks_used = 0
+        self._changed()
+
+    def charge(self) -> None:
+        """Bring the tally up to date with what running sequences produced."""
+        for sequence in self._live.values():
+            self._charge(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a reservation leaked or a sequence is on one side only."""
+        assert self.reserved == sum(s.reserved_blocks for s in self._live.values()), "KV reservation leaked"
+        assert self.queued_prefill_tokens == sum(
+            len(s.spec.generation.prompt_ids) + len(s.spec.produced_ids) for s in self._unprefilled.values()
+        ), "queued prefill tokens leaked"
+        for sequence in self._live.values():
+            assert sequence.outbox.live.get(sequence.handle) is sequence, "its stream does not know it"
+            assert sequence.tokens <= sequence.reserved_tokens, "it holds more than it reserved"
+            assert (sequence.first_token_s is None) == (sequence.number in self._unprefilled)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> LiveSequence:
+        generation = spec.generation
+        text = TextStream(
+            self._vocabulary.open(), stops=generation.stop, min_tokens=generation.min_output_tokens
+        )
+        now_s = self._clock.monotonic_s()
+        blocks = self.blocks_needed(spec)
+        tokens = len(generation.prompt_ids) + len(spec.produced_ids)
+        return LiveSequence(
+            spec=spec,
+            outbox=outbox,
+            handle=handle,
+            number=self._last_number + 1,
+            text=text,
+            prompt_tokens=len(generation.prompt_ids),
+            tokens=tokens,
+            credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
+            reserved_blocks=blocks,
+            reserved_tokens=blocks * self.limits.block_size,
+            accepted_s=now_s,
+            deadline_s=math.inf if spec.time_left_s is None else now_s + spec.time_left_s,
+            prefill_left=tokens,
+            charged_output=len(spec.produced_ids),
+        )
+
+    def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped) -> None:
+        """The token that is not plain: the first, a partial character, one with log-probabilities or stops.
+
+        Ends the sequence if the token completed a stop string.
+        """
+        if sequence.first_token_s is None:
+            self._note_first_token(sequence, event)
+        if sequence.number in event.logprobs:
+            sequence.pending_logprobs.append(self._logprobs(token, event.logprobs[sequence.number]))
+        text = sequence.text
+        if event.finished.get(sequence.number) == "stop":
+            return  # an end-of-sequence or stop token is no part of the text
+        sequence.pending_text += text.feed(token)
+        if text.stop:
+            sequence.pending_ids.append(token)
+            sequence.tokens += 1
+            sequence.outbox.touch(sequence)
+            if sequence.number not in event.finished:
+                self._send(wire.Cancel([sequence.number]))
+            self._end(sequence, FinishReason.STOP)
+            self._changed()
+        else:
+            sequence.fast = text.plain and sequence.spec.generation.logprobs is None and bool(self._texts)
+
+    def _logprobs(self, token: int, entry: wire.TokenLogprobs) -> TokenLogprobs:
+        alone = self._vocabulary.alone
+        return TokenLogprobs(
+            sampled=entry.sampled,
+            top_ids=tuple(entry.top_ids),
+            top_logprobs=tuple(entry.top_logprobs),
+            top_tokens=tuple(alone(other) for other in entry.top_ids),
+            token=alone(token),
+        )
+
+    def _finish(self, event: wire.Stepped) -> None:
+        for number, reason in event.finished.items():
+            if (sequence := self._live.get(number)) is None:
+                continue
+            if reason == "error":
+                error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
+                self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
+            else:
+                self._end(sequence, FinishReason(reason))
+        self._changed()
+
+    def _end(
+        self, sequence: LiveSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
+    ) -> None:
+        """Say the last word on a sequence and release what it reserved."""
+        if reason in FLUSHED and (rest := sequence.text.finish()):
+            sequence.pending_text += rest
+            sequence.outbox.touch(sequence)
+        if sequence.text.stop:
+            reason = FinishReason.STOP
+        self._forget(sequence)
+        started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
+        sequence.outbox.end(
+            sequence,
+            SequenceEnd(
+                reason=reason,
+                stop=sequence.text.stop,
+                output_tokens=sequence.output_tokens,
+                engine_wait_us=_microseconds(sequence.accepted_s, started_s),
+                prefill_us=_microseconds(started_s, first_s),
+                error_reason=error[0],
+                error_message=error[1],
+            ),
+        )
+
+    def _forget(self, sequence: LiveSequence) -> None:
+        del self._live[sequence.number]
+        self._charge(sequence)
+        self.reserved -= sequence.reserved_blocks
+        if self._unprefilled.pop(sequence.number, None) is not None:
+            self.queued_prefill_tokens -= _prefill_tokens(sequence)
+
+    def _grow(self, sequence: LiveSequence) -> None:
+        """It holds more blocks than it was granted: the room says so."""
+        sequence.reserved_blocks += 1
+        sequence.reserved_tokens += self.limits.block_size
+        self.reserved += 1
+        self._changed()
+
+    def _charge(self, sequence: LiveSequence) -> None:
+        output = sequence.output_tokens
+        self._tally.add_output(sequence.spec.tenant_id, self.version_digest, output - sequence.charged_output)
+        sequence.charged_output = output
+
+    def _note_step(self, event: wire.Stepped) -> None:
+        stats = self.stats
+        stats.steps = event.step
+        stats.step_seconds += event.step_s
+        stats.kv_blocks_used = event.kv_blocks_used
+        stats.running = event.running
+        stats.waiting = event.waiting
+
+    def _note_prefill(self, event: wire.Stepped) -> None:
+        """Attribute the step's prefill tokens in order of submission, to see when each prefill began."""
+        left = event.prefill_tokens
+        began_s = self._clock.monotonic_s() - event.step_s
+        for sequence in self._unprefilled.values():
+            if left <= 0:
+                return
+            if sequence.prefill_left > 0:
+                if sequence.prefill_started_s is None:
+                    sequence.prefill_started_s = max(began_s, sequence.accepted_s)
+                taken = min(left, sequence.prefill_left)
+                sequence.prefill_left -= taken
+                left -= taken
+
+    def _note_first_token(self, sequence: LiveSequence, event: wire.Stepped) -> None:
+        now_s = self._clock.monotonic_s()
+        sequence.first_token_s = now_s
+        if sequence.prefill_started_s is None:
+            sequence.prefill_started_s = max(now_s - event.step_s, sequence.accepted_s)
+        del self._unprefilled[sequence.number]
+        tokens = _prefill_tokens(sequence)
+        self.queued_prefill_tokens -= tokens
+        self._tally.add_prefill(sequence.spec.tenant_id, self.version_digest, tokens)
+
+
+def _prefill_tokens(sequence: LiveSequence) -> int:
+    return len(sequence.spec.generation.prompt_ids) + len(sequence.spec.produced_ids)
+
+
+def _microseconds(start_s: float | None, end_s: float | None) -> int:
+    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))
+
+
+def submit_command(sequence: LiveSequence) -> wire.Submit:
+    """Return the engine's view of a start."""
+    spec = sequence.spec
+    generation = spec.generation
+    sampling = generation.sampling
+    return wire.Submit(
+        handle=sequence.number,
+        prompt_ids=list(generation.prompt_ids),
+        produced_ids=list(spec.produced_ids),
+        credit_limit=sequence.credit_limit,
+        priority=generation.priority.rank,
+        sampling=wire.Sampling(
+            seed=sampling.seed,
+            choice=spec.choice,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=generation.logprobs,
+            max_tokens=generation.max_output_tokens,
+            min_tokens=generation.min_output_tokens,
+            stop_token_ids=generation.stop_token_ids,
+            ignore_eos=generation.ignore_eos,
+        ),
+    )

@@ -1,0 +1,171 @@
+"""Real servers for the tests: containers where a Docker engine answers, else the embedded wheels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fairway.cli import embedded
+
+ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
+REDIS_IMAGE = "redis:7-alpine"
+STARTS = 3  # a port that was free may be taken by the time that the server binds it
+
+
+class Server:
+    """A server process of a test: it can be killed, frozen and started again on the same port and data."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.port = 0
+        self._peer_port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return once it serves; the first start picks the ports."""
+        for attempt in range(STARTS):
+            if not self.port or (attempt and not self._has_served()):
+                self.port, self._peer_port = embedded.free_port(), embedded.free_port()
+            try:
+                self._start_once()
+                (self.folder / "served").touch()
+                return
+            except embedded.ServerFailed:
+                self.kill()
+                if attempt == STARTS - 1:
+                    raise
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=10)
+            self._process = None
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def address(self) -> str:
+        return f"{embedded.LOOPBACK}:{self.port}"
+
+    def _has_served(self) -> bool:
+        return (self.folder / "served").exists()
+
+    def _start_once(self) -> None:
+        data = self.folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        data.chmod(0o700)
+        if self.name == "etcd":
+            command = embedded.etcd_command(data, self.port, self._peer_port, fsync=False)
+        else:
+            command = embedded.redis_command(data, self.port)
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=embedded.die_with_parent
+            )
+        wait = embedded.wait_etcd if self.name == "etcd" else embedded.wait_redis
+        wait(self.port, timeout_s=20.0, process=self._process)
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``host:port`` of a real etcd that the whole session shares: every test uses a prefix of its own."""
+    command = ["etcd", "--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://0.0.0.0:2379"]
+    with _container(ETCD_IMAGE, 2379, command) as address:
+        if address is not None:
+            embedded.wait_etcd(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
+            yield address
+            return
+    with _embedded("etcd", tmp_path_factory.mktemp("etcd")) as server:
+        yield server.address
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real Redis that the whole session shares: every test uses tenants of its own, or flushes it."""
+    with _container(REDIS_IMAGE, 6379, None) as address:
+        if address is not None:
+            embedded.wait_redis(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
+            yield f"redis://{address}/0"
+            return
+    with _embedded("redis", tmp_path_factory.mktemp("redis")) as server:
+        yield f"redis://{server.address}/0"
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[Server]:
+    """An etcd for one test to kill, freeze and restart."""
+    with _embedded("etcd", tmp_path / "own-etcd") as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[Server]:
+    """A Redis for one test to kill, freeze and restart."""
+    with _embedded("redis", tmp_path / "own-redis") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _embedded(name: str, folder: Path) -> Iterator[Server]:
+    folder.mkdir(parents=True, exist_ok=True)
+    server = Server(name, folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def _container(image: str, port: int, command: list[str] | None) -> Iterator[str | None]:
+    """Yield the address of a container's port, or None where no engine answers or it has no such image."""
+    if not _docker_answers():
+        yield None
+        return
+    from testcontainers.core.container import DockerContainer
+
+    container = DockerContainer(image).with_exposed_ports(port)
+    if command is not None:
+        container = container.with_command(command)
+    try:
+        container.start()
+    except Exception:  # no such image and no registry, no room, no rights: the embedded server serves as well
+        with contextlib.suppress(Exception):
+            container.stop()
+        yield None
+        return
+    try:
+        yield f"{container.get_container_host_ip()}:{container.get_exposed_port(port)}"
+    finally:
+        container.stop()
+
+
+def _docker_answers() -> bool:
+    """Ask the engine within two seconds, so that a machine without one loses no time."""
+    host = os.environ.get("DOCKER_HOST", "")
+    if not host and not Path("/var/run/docker.sock").exists():
+        return False
+    try:
+        import docker
+
+        client = docker.from_env(timeout=2)
+        try:
+            return bool(client.ping())
+        finally:
+            client.close()
+    except Exception:
+        return False

@@ -1,0 +1,314 @@
+"""A request ends in exactly one terminal event, whatever its workers do, and frees what it held."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from services.core import errors
+from services.core.generation import (
+    FinishReason,
+    GenerationSpec,
+    Grant,
+    NotAdmittedReason,
+    PlaceSpec,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+    Usage,
+)
+from services.gateway.events import Accepted, Finished, Received
+from services.gateway.request import Admitted, Request
+from services.gateway.sequence_run import RunContext
+from services.gateway.stage_timer import StageTimer
+from services.ports.limiter import Limits, Reservation
+from services.ports.worker import SequenceSink
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+
+CLOCK = SystemClock()
+
+
+@dataclass
+class Sink:
+    """Keeps what it heard; complains about anything after the end."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    end: Finished | errors.FairwayError | None = None
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        assert self.end is None
+        self.accepted.append(accepted)
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        assert self.end is None
+        got = self.tokens.setdefault(choice, [])
+        assert offset == len(got)
+        got.extend(ids)
+        self.text[choice] = self.text.get(choice, "") + text
+
+    def on_finished(self, finished: Finished) -> None:
+        assert self.end is None
+        self.end = finished
+
+    def on_failed(self, error: errors.FairwayError) -> None:
+        assert self.end is None
+        self.end = error
+
+
+class Placement:
+    def __init__(self) -> None:
+        self.asked: list[PlaceSpec] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def place(self, spec: PlaceSpec) -> Grant:
+        self.asked.append(spec)
+        await self.hold.wait()
+        return Grant("w0", "127.0.0.1:1", 1, 1, len(self.asked), 4, 5.0, spec.version_digest)
+
+    def give_back(self, grant: Grant) -> None: ...
+
+
+Script = Callable[[StartSpec, SequenceSink], None]
+
+
+class Workers:
+    """Each start takes the next script; a script that does nothing leaves the sequence running."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.started: list[StartSpec] = []
+        self.cancelled = 0
+        self.credits: list[int] = []
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> "Workers":
+        self.started.append(spec)
+        asyncio.get_running_loop().call_soon(self.scripts.pop(0), spec, sink)
+        return self
+
+    def credit(self, tokens: int) -> None:
+        self.credits.append(tokens)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class SlotLimiter:
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.usage: list[Usage] = []
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        self.held.add(request_id)
+        return Reservation(tenant_id, request_id)
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+
+    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+        await asyncio.sleep(0)
+        self.held.remove(reservation.request_id)
+        self.usage.append(usage)
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return len(self.held)
+
+
+def emit(tokens: int, end: SequenceEnd | str | NotAdmittedReason | None) -> Script:
+    """Accept, produce ``tokens`` more, then end, be lost (a str), refuse, or go on for ever (None)."""
+
+    def script(spec: StartSpec, sink: SequenceSink) -> None:
+        if isinstance(end, NotAdmittedReason):
+            sink.on_not_admitted(end)
+            return
+        sink.on_accepted()
+        done = len(spec.produced_ids)
+        for offset in range(done, done + tokens):
+            sink.on_tokens(offset, [100 + offset], f"t{offset} ", ())
+        if isinstance(end, SequenceEnd):
+            sink.on_finished(end)
+        elif end is not None:
+            sink.on_lost(end)
+
+    return script
+
+
+def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP) -> SequenceEnd:
+    return SequenceEnd(reason, output_tokens=output_tokens)
+
+
+class Harness:
+    def __init__(self, *scripts: Script, choices: int = 1) -> None:
+        self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
+        self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
+        self.spec = GenerationSpec("req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64, choices=choices)
+        self.request = Request(
+            Received(CLOCK.monotonic_s(), 1, "req_1"),
+            self.sink,
+            limiter=self.limiter,
+            clock=CLOCK,
+            supervisor=self.supervisor,
+            new_incident=lambda: "inc_7",
+        )
+
+    async def admit(self, timer: StageTimer) -> Admitted:
+        context = RunContext(
+            placement=self.placement,
+            workers=self.workers,
+            clock=CLOCK,
+            rng=Random(0),
+            error_of=lambda reason, message: errors.InvalidInput(message),
+            tenant_id="acme",
+            ticket=b"t",
+            arrival_unix_us=1,
+            queue_ttl_s=5.0,
+            window_tokens=8,
+            deadline_s=None,
+        )
+        return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)
+
+    def start(self, timeout_s: float = 5.0) -> asyncio.Task[None]:
+        task = self.supervisor.spawn("request", self.request.run(self.admit, timeout_s))
+        self.request.bind(task)
+        return task
+
+    async def run(self, timeout_s: float = 5.0) -> Finished | errors.FairwayError:
+        await self.start(timeout_s)
+        assert self.limiter.held == set(), "the slot was not given back"
+        assert self.sink.end is not None
+        return self.sink.end
+
+
+async def test_a_request_that_ends_well() -> None:
+    harness = Harness(emit(3, ended(3)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.sink.tokens == {0: [100, 101, 102]}
+    assert (end.usage.prompt_tokens, end.usage.output_tokens) == (3, 3)
+    assert harness.limiter.usage == [end.usage]
+    assert [a.seed for a in harness.sink.accepted] == [7]
+
+
+async def test_choices_run_side_by_side() -> None:
+    harness = Harness(emit(2, ended(2)), emit(1, ended(1)), emit(3, ended(3)), choices=3)
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert [result.output_tokens for result in end.choices] == [2, 1, 3]
+    assert end.usage.output_tokens == 6
+    assert [spec.choice for spec in harness.workers.started] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("loss", ["connection reset", ended(0, FinishReason.ENGINE_LOST)])
+async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> None:
+    harness = Harness(emit(2, loss), emit(2, ended(4)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.resumes == 1
+    assert harness.sink.tokens == {0: [100, 101, 102, 103]}
+    resumed = harness.workers.started[1]
+    assert resumed.produced_ids == (100, 101)
+    assert resumed.delivered_chars == len("t0 t1 ")
+    assert harness.placement.asked[1].excluded_workers == ("w0",)
+    assert harness.placement.asked[1].prompt_tokens == 5
+    assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
+
+
+async def test_a_preempted_sequence_goes_back_without_blame() -> None:
+    harness = Harness(emit(1, ended(1, FinishReason.PREEMPTED)), emit(1, ended(2)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.resumes == 0
+    assert harness.placement.asked[1].excluded_workers == ()
+
+
+async def test_a_refusal_is_no_retry() -> None:
+    scripts = [emit(0, NotAdmittedReason.NO_ROOM)] * 5
+    harness = Harness(*scripts, emit(1, ended(1)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.resumes == 0
+    assert len(harness.placement.asked) == 6
+
+
+async def test_losses_are_bounded() -> None:
+    harness = Harness(*[emit(1, "gone")] * 3)
+    end = await harness.run()
+    assert isinstance(end, errors.StreamBroken)
+    assert end.retry_after_s is not None
+    assert harness.limiter.usage[0].output_tokens == 3
+
+
+async def test_a_worker_that_skips_tokens_is_treated_as_lost() -> None:
+    def skipping(spec: StartSpec, sink: SequenceSink) -> None:
+        sink.on_accepted()
+        sink.on_tokens(5, [1], "x", ())
+
+    harness = Harness(skipping, emit(1, ended(1)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.sink.tokens == {0: [100]}
+    assert harness.workers.cancelled == 1
+
+
+async def test_an_error_of_the_sequence_ends_the_request() -> None:
+    failed = SequenceEnd(FinishReason.ERROR, error_reason="INVALID_INPUT", error_message="no")
+    harness = Harness(emit(0, failed))
+    assert isinstance(await harness.run(), errors.InvalidInput)
+
+
+async def test_one_failed_choice_cancels_the_others() -> None:
+    harness = Harness(emit(1, None), emit(1, ended(1, FinishReason.SLOW_READER)), choices=2)
+    assert isinstance(await harness.run(), errors.SlowReader)
+    assert harness.workers.cancelled == 1
+
+
+@pytest.mark.parametrize("where", ["queued", "running"])
+async def test_cancelling_frees_everything(where: str) -> None:
+    harness = Harness(emit(1, None))
+    if where == "queued":
+        harness.placement.hold.clear()
+    task = harness.start()
+    await asyncio.sleep(0.02)
+    harness.request.cancel()
+    await task
+    assert isinstance(harness.sink.end, errors.RequestCancelled)
+    assert harness.workers.cancelled == (1 if where == "running" else 0)
+    assert harness.limiter.held == set()
+
+
+async def test_the_deadline_ends_a_running_request() -> None:
+    harness = Harness(emit(1, None))
+    assert isinstance(await harness.run(timeout_s=0.05), errors.DeadlineExceeded)
+    assert harness.workers.cancelled == 1
+
+
+async def test_a_bug_becomes_an_incident_not_a_text() -> None:
+    harness = Harness(emit(1, None))
+
+    async def broken(timer: StageTimer) -> Admitted:
+        raise KeyError("secret detail")
+
+    await harness.request.run(broken, 1.0)
+    end = harness.sink.end
+    assert isinstance(end, errors.InternalError)
+    assert "secret" not in end.message
+    assert end.metadata["incident"] == "inc_7"
+
+
+async def test_credit_is_given_in_quarters_of_the_window() -> None:
+    harness = Harness(emit(4, None))
+    task = harness.start()
+    await asyncio.sleep(0.02)
+    for _ in range(4):
+        harness.request.credit(0, 1)
+    assert harness.workers.credits == [2, 2]
+    harness.request.credit(5, 1)  # a choice that is not there
+    harness.request.cancel()
+    await task

@@ -1,0 +1,37 @@
+"""Placing again is bounded, backs off, and leaves alone what cannot help."""
+
+from services.core.generation import NotAdmittedReason
+from services.gateway.policy.retry import MAX_LOSSES, MAX_REFUSALS, GiveUp, PlaceAgain, after_loss, after_refusal
+
+
+def test_the_first_refusal_is_placed_again_at_once() -> None:
+    assert after_refusal(NotAdmittedReason.NO_ROOM, "w", 1, 1.0) == PlaceAgain(0.0, "")
+
+
+def test_refusals_back_off_to_a_cap() -> None:
+    delays = []
+    for refusals in range(2, MAX_REFUSALS):
+        decision = after_refusal(NotAdmittedReason.NO_ROOM, "w", refusals, 1.0)
+        assert isinstance(decision, PlaceAgain)
+        delays.append(decision.delay_s)
+    assert delays == sorted(delays)
+    assert 0 < delays[0] < 0.01
+    assert delays[-1] == 0.2
+
+
+def test_a_draining_worker_is_left_alone() -> None:
+    for reason in (NotAdmittedReason.DRAINING, NotAdmittedReason.NOT_READY):
+        decision = after_refusal(reason, "w", 1, 0.5)
+        assert isinstance(decision, PlaceAgain)
+        assert decision.exclude_worker == "w"
+
+
+def test_refusals_and_losses_end() -> None:
+    assert isinstance(after_refusal(NotAdmittedReason.NO_ROOM, "w", MAX_REFUSALS, 0.5), GiveUp)
+    assert isinstance(after_loss("w", MAX_LOSSES, 0.5), GiveUp)
+
+
+def test_a_loss_is_placed_elsewhere() -> None:
+    decision = after_loss("w", 1, 0.5)
+    assert isinstance(decision, PlaceAgain)
+    assert decision.exclude_worker == "w"

@@ -1,0 +1,88 @@
+"""Bounds of the protos are enforced, each kind of them."""
+
+import math
+import time
+
+import pytest
+
+from fairway.v1 import controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2
+from services.core.errors import InvalidInput
+from services.rpc import bounds
+
+SERVICES = [
+    service
+    for module in (inference_pb2, scheduler_pb2, worker_pb2, registry_pb2, controlplane_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
+
+
+def generate(**values: object) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        generation=inference_pb2.Generation(**{"model": "m", "prompt": "hi", **values})  # type: ignore[arg-type]
+    )
+
+
+def rejected_field(message: inference_pb2.GenerateRequest) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        bounds.check(message)
+    return caught.value.metadata["field"]
+
+
+def test_every_request_field_has_bounds() -> None:
+    assert bounds.unbounded_fields(bounds.request_types(SERVICES)) == []
+
+
+def test_a_field_without_bounds_is_found() -> None:
+    # Responses are ours and carry no bounds: the finder must name their fields.
+    found = bounds.unbounded_fields([inference_pb2.Accepted.DESCRIPTOR])
+    assert "fairway.v1.Accepted.request_id" in found
+    assert "fairway.v1.Accepted.seed" in found
+
+
+def test_a_plain_request_passes() -> None:
+    bounds.check(generate())
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"model": ""}, "generation.model"),
+        ({"model": "m" * 129}, "generation.model"),
+        ({"choices": 10**9}, "generation.choices"),
+        ({"choices": 0}, "generation.choices"),
+        ({"max_output_tokens": 0}, "generation.max_output_tokens"),
+        ({"min_output_tokens": 2**32 - 1}, "generation.min_output_tokens"),
+        ({"stop": ["x"] * 17}, "generation.stop"),
+        ({"stop": ["x", "y" * 257]}, "generation.stop[1]"),
+        ({"logprobs": 21}, "generation.logprobs"),
+        ({"priority": 99}, "generation.priority"),
+        ({"sampling": {"temperature": math.nan}}, "generation.sampling.temperature"),
+        ({"sampling": {"temperature": math.inf}}, "generation.sampling.temperature"),
+        ({"sampling": {"top_p": 1.5}}, "generation.sampling.top_p"),
+        ({"sampling": {"repetition_penalty": 0.0}}, "generation.sampling.repetition_penalty"),
+        ({"sampling": {"logit_bias": {7: 101.0}}}, "generation.sampling.logit_bias[7]"),
+        ({"sampling": {"logit_bias": {7: math.nan}}}, "generation.sampling.logit_bias[7]"),
+        ({"chat": {"messages": [{"role": "root"}]}}, "generation.chat.messages[0].role"),
+        ({"chat": {"messages": [{"role": "user"}] * 2049}}, "generation.chat.messages"),
+        ({"timeout": {"seconds": -1}}, "generation.timeout"),
+        ({"timeout": {"seconds": 10**11}}, "generation.timeout"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named(values: dict[str, object], field: str) -> None:
+    assert rejected_field(generate(**values)) == field
+
+
+def test_bytes_are_counted_not_characters() -> None:
+    assert rejected_field(generate(model="é" * 65)) == "generation.model"
+    bounds.check(generate(model="é" * 64))
+
+
+def test_a_missing_message_is_required() -> None:
+    assert rejected_field(inference_pb2.GenerateRequest()) == "generation"
+
+
+def test_a_million_token_ids_are_checked_without_a_loop() -> None:
+    message = generate(token_ids={"ids": list(range(1_000_000))})
+    started = time.perf_counter()
+    bounds.check(message)
+    assert time.perf_counter() - started < 0.05

@@ -1,0 +1,69 @@
+"""Domain errors survive the way over the wire and back."""
+
+import grpc
+import pytest
+
+from services.core import errors
+from services.rpc import status
+
+
+def all_errors() -> list[type[errors.FairwayError]]:
+    found, queue = [], [errors.FairwayError]
+    while queue:
+        kind = queue.pop()
+        found.append(kind)
+        queue += kind.__subclasses__()
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+def over_the_wire(error: errors.FairwayError) -> errors.FairwayError:
+    sent = status.to_grpc_status(error)
+    received = grpc.aio.AioRpcError(
+        code=sent.code,
+        initial_metadata=grpc.aio.Metadata(),
+        trailing_metadata=grpc.aio.Metadata(*sent.trailing_metadata),
+        details=sent.details,
+    )
+    return status.from_rpc_error(received)
+
+
+@pytest.mark.parametrize("kind", all_errors())
+def test_an_error_comes_back_as_itself(kind: type[errors.FairwayError]) -> None:
+    error = kind("what happened and what to do", retry_after_s=1.5, field="x", count=3)
+    for back in (over_the_wire(error), status.from_proto(status.to_proto(error))):
+        assert back.reason == error.reason
+        assert isinstance(back, kind) or kind is errors.FairwayError
+        assert back.message == error.message
+        assert back.metadata == {"field": "x", "count": "3"}
+        assert back.retry_after_s == pytest.approx(1.5)
+
+
+def test_reasons_are_unique() -> None:
+    reasons = [kind.reason for kind in all_errors() if kind is not errors.FairwayError]
+    assert len(reasons) == len(set(reasons))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "http"),
+    [
+        (errors.PromptTooLong("x"), grpc.StatusCode.INVALID_ARGUMENT, 400),
+        (errors.RequestRateExceeded("x"), grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+        (errors.QueueFull("x"), grpc.StatusCode.UNAVAILABLE, 503),
+        (errors.AlreadyExists("x"), grpc.StatusCode.ALREADY_EXISTS, 409),
+        (errors.EtagMismatch("x"), grpc.StatusCode.ABORTED, 409),
+        (errors.IntegrityError("x"), grpc.StatusCode.DATA_LOSS, 422),
+        (errors.InternalError("x"), grpc.StatusCode.INTERNAL, 500),
+    ],
+)
+def test_the_most_specific_row_counts(error: errors.FairwayError, code: grpc.StatusCode, http: int) -> None:
+    assert status.grpc_code(error) is code
+    assert status.http_status(error) == http
+
+
+def test_a_foreign_status_takes_its_codes_class() -> None:
+    foreign = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="socket closed"
+    )
+    back = status.from_rpc_error(foreign)
+    assert type(back) is errors.Unavailable
+    assert back.message == "socket closed"
