@@ -83,7 +83,11 @@ class Server:
 @pytest.fixture(scope="session")
 def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``host:port`` of a real etcd that the whole session shares: every test uses a prefix of its own."""
-    command = ["etcd", "--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://0.0.0.0:2379"]
+    command = [
+        "etcd",
+        "--listen-client-urls=http://0.0.0.0:2379",
+        "--advertise-client-urls=http://0.0.0.0:2379",
+    ]
     with _container(ETCD_IMAGE, 2379, command) as address:
         if address is not None:
             embedded.wait_etcd(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
@@ -95,7 +99,7 @@ def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a real Redis that the whole session shares: every test uses tenants of its own, or flushes it."""
+    """URL of a real Redis that the whole session shares: every test uses tenants of its own."""
     with _container(REDIS_IMAGE, 6379, None) as address:
         if address is not None:
             embedded.wait_redis(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])

@@ -84,7 +84,7 @@ def _advice(code: grpc.StatusCode) -> tuple[ExitCode, str]:
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return (
                 ExitCode.UNAUTHENTICATED,
-                "use a key that may do this: --api-key or --admin-key; `fairway up` writes both to endpoints.json",
+                "use a key that may do this: --api-key or --admin-key; both are in .fairway/endpoints.json",
             )
         case grpc.StatusCode.UNAVAILABLE:
             return ExitCode.UNAVAILABLE, "see `fairway status`; start it with `fairway up`"

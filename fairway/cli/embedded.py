@@ -1,4 +1,4 @@
-"""The etcd and Redis servers that ship as Python wheels: where they are, how they are started, when they answer.
+"""The etcd and Redis servers that ship as Python wheels: where they are, how to start them, when they answer.
 
 For one machine and for tests. Production points at servers of its own.
 """

@@ -104,17 +104,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def ensure_secrets(state: StateDir) -> None:
     """Create what is missing of admin_key, internal_token and ticket_key; each is mode 0600 afterwards."""
-    makers = {
-        "admin_key": lambda: f"fw_admin_{secrets.token_hex(32)}",
-        "internal_token": lambda: secrets.token_hex(32),
-        "ticket_key": lambda: secrets.token_hex(32),
-    }
-    for name, make in makers.items():
+    for name, prefix in (("admin_key", "fw_admin_"), ("internal_token", ""), ("ticket_key", "")):
         path = state.secret(name)
         if path.exists() and len(path.read_text().strip()) >= 32:
             path.chmod(0o600)
         else:
-            write_private(path, make() + "\n")
+            write_private(path, prefix + secrets.token_hex(32) + "\n")
 
 
 def read_secret(state: StateDir, name: str) -> str:

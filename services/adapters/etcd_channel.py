@@ -68,7 +68,7 @@ class Stubs:
 
 
 class EtcdChannel:
-    """One gRPC channel over literal addresses, or one per host name with a switch to the next at a failure."""
+    """One gRPC channel over literal addresses, or one per host name, the next one after a failure."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._channels = [grpc.aio.insecure_channel(t, options=_OPTIONS) for t in targets(endpoints)]
@@ -78,7 +78,7 @@ class EtcdChannel:
 
     @contextmanager
     def stubs(self) -> Iterator[Stubs]:
-        """Yield the stubs to use; what gRPC raises inside leaves as StoreUnavailable, LeaseLost or Compacted."""
+        """Yield the stubs to use; what gRPC raises inside leaves as an error of the store port."""
         used = self._current
         try:
             yield self._stubs[used]

@@ -49,8 +49,8 @@ class EtcdStore:
     ) -> None:
         """Connects at the first call. ``endpoints`` are ``host:port``, of one cluster.
 
-        ``progress_s`` is how often a watch asks for a sign of life, ``silence_s`` after how long without one it
-        is given up. Raises InvalidInput for an endpoint that is not one.
+        ``progress_s`` is how often a watch asks for a sign of life, ``silence_s`` after how long without one
+        it is given up. Raises InvalidInput for an endpoint that is not one.
         """
         self._channel = EtcdChannel(endpoints)
         self._clock = clock

@@ -1,9 +1,9 @@
 """One etcd watch stream as batches of whole revisions.
 
-What makes a revision safe to resume from differs by message. Events: the last event's revision; the header may
-be ahead of a partial batch. A notice that names the watch: its header, since the server sends it through the
-watch's own channel. The answer to a progress request names no watch, and before 3.4.25 and 3.5.8 overtakes
-events that are still queued (etcd issue 15220): from such a server it only proves that the stream is alive.
+Which revision is safe to resume from differs by message. Events: the last event's; the header may be
+ahead of a partial batch. A notice that names the watch: its header's, since it travels in order with the
+events. The answer to a progress request names no watch, and before etcd 3.4.25 and 3.5.8 it overtakes events
+that are still queued (etcd issue 15220): from such a server it only proves that the stream is alive.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _DELETE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
-    """``created_s`` to hear that the watch stands, ``progress_s`` between progress requests, ``silence_s`` until
-    a stream without a message counts as broken."""
+    """``created_s`` to hear that the watch stands, ``progress_s`` between progress requests, ``silence_s``
+    until a stream without a message counts as broken."""
 
     created_s: float
     progress_s: float
@@ -101,7 +101,7 @@ class _Batches:
             self._revision = _revision(events[-1])
             return WatchBatch(self._revision, events)
         if message.watch_id == self._watch_id or await self._is_ordered(message.header.member_id):
-            if message.header.revision < self._revision:  # a member that lags: alive, but behind what was seen
+            if message.header.revision < self._revision:  # a member behind what was seen
                 return None
             self._revision = message.header.revision
         return WatchBatch(self._revision, ())
@@ -162,15 +162,13 @@ def _revision(event: Changed | Removed) -> int:
 def progress_is_ordered(version: str) -> bool:
     """Whether an etcd of that version sends answers to progress requests in order with the events."""
     try:
-        major, minor, patch = (int(part) for part in version.split("-")[0].split("+")[0].split("."))
+        numbers = tuple(int(part) for part in version.split("-")[0].split("+")[0].split("."))
     except ValueError:
         return False
-    return (major, minor) >= (3, 6) or (major, minor, patch) >= (3, 5, 8) or (3, 4, 25) <= (major, minor, patch) < (3, 5)
+    return numbers >= (3, 5, 8) or (3, 4, 25) <= numbers < (3, 5)
 
 
-def _progress_check(
-    channel: EtcdChannel, stubs: Stubs, timeout_s: float
-) -> Callable[[int], Awaitable[bool]]:
+def _progress_check(channel: EtcdChannel, stubs: Stubs, timeout_s: float) -> Callable[[int], Awaitable[bool]]:
     async def check(member_id: int) -> bool:
         for _ in range(channel.members):  # round robin reaches each member
             try:

@@ -39,7 +39,7 @@ _RESERVE_BYTES: Final = 64 * 1024 * 1024
 
 @dataclass(slots=True)
 class _Kept:
-    """A complete folder. ``use`` orders by last use; ``checked`` once its chunks were read in this process."""
+    """A complete folder. ``use`` orders by last use; ``checked``: its chunks were read in this process."""
 
     size_bytes: int
     use: int
@@ -87,7 +87,7 @@ class ModelFiles:
             raise NotFound(f"{digest[:80]} is no digest of a version", digest=digest[:80])
         try:
             await self._open()
-            manifest = await self._manifest(model, digest)
+            manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:
                 raise NotFound(f"no file of {digest} is asked for", digest=digest)
@@ -148,7 +148,7 @@ class ModelFiles:
         await in_thread(self._folders.write_manifest, digest, body)
         return parse(body, digest)
 
-    async def _in_turn(self, name: str, have: Callable[[], Awaitable[Path]]) -> Path:
+    async def _in_turn(self, name: str, have: Callable[[], Awaitable[T]]) -> T:
         turn = self._turns.setdefault(name, _Turn(asyncio.Lock()))
         turn.waiting += 1
         try:
@@ -237,7 +237,7 @@ class ModelFiles:
         """Reserve the size, evicting what is least recently used. Raises when it can never fit."""
         if size_bytes > self._max_bytes:
             raise FailedPrecondition(
-                f"the version has {size_bytes} bytes; the cache of model files is bounded to {self._max_bytes}",
+                f"the version has {size_bytes} bytes; the cache of model files holds {self._max_bytes}",
                 size_bytes=size_bytes,
                 max_bytes=self._max_bytes,
             )
@@ -253,9 +253,7 @@ class ModelFiles:
 
     async def _evict_one(self, needed_bytes: int) -> None:
         idle = [
-            (kept.use, name)
-            for name, kept in self._kept.items()
-            if not kept.pins and name not in self._turns
+            (kept.use, name) for name, kept in self._kept.items() if not kept.pins and name not in self._turns
         ]
         if not idle:
             raise StoreUnavailable(

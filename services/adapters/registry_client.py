@@ -38,11 +38,15 @@ class RegistryClient:
             raise from_rpc_error(exc) from exc
         record, manifest = record_from_proto(answer.version), manifest_from_proto(answer.version.manifest)
         if digest_of(manifest) != record.digest or (is_digest(version) and version != record.digest):
-            raise IntegrityError(f"the registry's answer for {model} {version} has another digest", model=model)
+            raise IntegrityError(
+                f"the registry's answer for {model} {version} has another digest", model=model
+            )
         try:
             check_manifest(manifest)
         except InvalidInput as exc:
-            raise IntegrityError(f"the registry's manifest of {model} is refused: {exc}", model=model) from exc
+            raise IntegrityError(
+                f"the registry's manifest of {model} is refused: {exc}", model=model
+            ) from exc
         return record, manifest
 
     async def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:

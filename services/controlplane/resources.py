@@ -83,7 +83,7 @@ class Resources(Generic[R]):
         ``fingerprint`` stands for the content where the record has a random part; else it is the record's.
         """
         name, key = record.meta.name, self._key(record.meta.name)
-        fingerprint = fingerprint or _fingerprint(dump(record))
+        fingerprint = fingerprint or fingerprint_of(dump(record))
         if request_id and (found := await self._replay(request_id, fingerprint)) is not None:
             return found
         now_s = self._clock.unix_s()
@@ -111,14 +111,16 @@ class Resources(Generic[R]):
             raise NotFound(f"there is no {self._noun} {name}", name=name)
         return self._stored(entry)
 
-    async def list(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[R], ...], str]:
+    async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[R], ...], str]:
         """Return a page sorted by name, and the next page's token."""
         return page_of(await self.all(), lambda found: found.record.meta.name, size=size, token=token)
 
-    async def all(self) -> list[Stored[R]]:
+    async def all(self) -> tuple[Stored[R], ...]:
         """Return every record, sorted by name."""
         listing = await self._store.list(self._prefix)
-        return sorted((self._stored(entry) for entry in listing.entries), key=lambda s: s.record.meta.name)
+        return tuple(
+            sorted((self._stored(entry) for entry in listing.entries), key=lambda s: s.record.meta.name)
+        )
 
     async def update(self, name: str, change: Callable[[R], R], *, etag: str = "") -> Stored[R]:
         """Apply ``change`` to what is stored; it may run again when another write comes between.
@@ -128,13 +130,14 @@ class Resources(Generic[R]):
         for _ in range(_TRIES):
             old = await self.get(name)
             self._require_etag(old, etag)
+            changed = change(old.record)
             meta = replace(
-                change(old.record).meta,
+                changed.meta,
                 name=name,
                 create_unix_s=old.record.meta.create_unix_s,
                 update_unix_s=self._clock.unix_s(),
             )
-            record = self._with_meta(change(old.record), meta)
+            record = self._with_meta(changed, meta)
             done = await self._store.commit(
                 [Put(self._key(name), dump(record))], [ModRevisionIs(self._key(name), old.mod_revision)]
             )
@@ -163,7 +166,9 @@ class Resources(Generic[R]):
     def _require_etag(self, stored: Stored[R], etag: str) -> None:
         if etag and etag != stored.etag:
             name = stored.record.meta.name
-            raise EtagMismatch(f"{self._noun} {name} has etag {stored.etag}, not {etag}", name=name, etag=etag)
+            raise EtagMismatch(
+                f"{self._noun} {name} has etag {stored.etag}, not {etag}", name=name, etag=etag
+            )
 
     def _marker_key(self, request_id: str) -> str:
         # Hashed: what a client sends never becomes a key as it is.
@@ -176,5 +181,6 @@ class Resources(Generic[R]):
         return Stored(load(entry.value, self._kind), entry.create_revision, entry.mod_revision)
 
 
-def _fingerprint(content: bytes) -> str:
+def fingerprint_of(content: bytes) -> str:
+    """Return what tells one content from another."""
     return hashlib.sha256(content).hexdigest()

@@ -11,7 +11,7 @@ import structlog
 
 from services.controlplane.fleet import Fleet, Replica, decode, fleet_of, replicas_of
 from services.controlplane.policy.assign import Unplaced, plan
-from services.controlplane.resources import REQUEST_TTL_S, Resources, Stored, Together
+from services.controlplane.resources import REQUEST_TTL_S, Resources, Stored, Together, fingerprint_of
 from services.core.errors import Conflict, FailedPrecondition, InvalidInput, NotFound
 from services.core.manifest import is_digest
 from services.core.paging import page_of
@@ -38,7 +38,7 @@ from services.core.records import (
     version_key,
 )
 from services.ports.clock import Clock
-from services.ports.store import Committed, ModRevisionIs, Put, Store
+from services.ports.store import Committed, Entry, ModRevisionIs, Put, Store
 from services.runtime import secrets
 
 log = structlog.get_logger()
@@ -96,7 +96,7 @@ class ControlPlaneService:
         return await self._tenants.get(name)
 
     async def list_tenants(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[Tenant], ...], str]:
-        return await self._tenants.list(size=size, token=token)
+        return await self._tenants.page(size=size, token=token)
 
     async def update_tenant(self, tenant: Tenant, *, etag: str = "") -> Stored[Tenant]:
         """Replace a tenant. Its limits hold for the next request that a gateway admits."""
@@ -147,7 +147,7 @@ class ControlPlaneService:
         return await self._keys.get(name)
 
     async def list_keys(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[ApiKey], ...], str]:
-        return await self._keys.list(size=size, token=token)
+        return await self._keys.page(size=size, token=token)
 
     async def delete_key(self, name: str, *, etag: str = "") -> None:
         """Remove a key; gateways refuse it as soon as they hear of it."""
@@ -202,7 +202,7 @@ class ControlPlaneService:
     async def list_deployments(
         self, *, size: int = 0, token: str = ""
     ) -> tuple[tuple[DeploymentView, ...], str]:
-        page, following = await self._deployments.list(size=size, token=token)
+        page, following = await self._deployments.page(size=size, token=token)
         fleet = await self.fleet()
         return tuple(view_of(stored, fleet) for stored in page), following
 
@@ -250,39 +250,36 @@ class ControlPlaneService:
         node, worker = await self._store.get(NODES + name), await self._store.get(WORKERS + name)
         if node is None and worker is None:
             raise NotFound(f"there is no node {name}", name=name)
-        return NodeView(
-            Node(name) if node is None else load(node.value, Node),
-            0 if node is None else node.mod_revision,
-            None if worker is None else load(worker.value, Worker),
-            0 if worker is None else worker.create_revision,
-        )
+        return _node_view(name, node, worker)
 
     async def list_nodes(self, *, size: int = 0, token: str = "") -> tuple[tuple[NodeView, ...], str]:
         nodes = {e.key.removeprefix(NODES): e for e in (await self._store.list(NODES)).entries}
         workers = {e.key.removeprefix(WORKERS): e for e in (await self._store.list(WORKERS)).entries}
-        views: list[NodeView] = []
-        for name in sorted({*nodes, *workers}):
-            node, worker = nodes.get(name), workers.get(name)
-            views.append(
-                NodeView(
-                    Node(name) if node is None else load(node.value, Node),
-                    0 if node is None else node.mod_revision,
-                    None if worker is None else load(worker.value, Worker),
-                    0 if worker is None else worker.create_revision,
-                )
-            )
+        names = sorted({*nodes, *workers})
+        views = [_node_view(name, nodes.get(name), workers.get(name)) for name in names]
         return page_of(views, lambda view: view.node.worker_id, size=size, token=token)
 
-    async def set_node(self, name: str, *, cordoned: bool, draining: bool) -> NodeView:
-        """Say of a node whether it gets new work, and whether what it has moves away."""
+    async def cordon(self, name: str) -> NodeView:
+        """Give a node no new work."""
+        return await self._set_node(name, lambda node: replace(node, cordoned=True))
+
+    async def uncordon(self, name: str) -> NodeView:
+        """Let a node have work again; a drain that goes on ends."""
+        return await self._set_node(name, lambda node: replace(node, cordoned=False, draining=False))
+
+    async def drain(self, name: str) -> NodeView:
+        """Give a node no new work and move what it has; returns at once, the node's versions tell how far."""
+        return await self._set_node(name, lambda node: replace(node, cordoned=True, draining=True))
+
+    async def _set_node(self, name: str, change: Callable[[Node], Node]) -> NodeView:
         for _ in range(_NODE_TRIES):
             view = await self.get_node(name)
-            node = replace(view.node, cordoned=cordoned, draining=draining)
+            node = change(view.node)
             done = await self._store.commit(
                 [Put(NODES + name, dump(node))], [ModRevisionIs(NODES + name, view.mod_revision)]
             )
             if isinstance(done, Committed):
-                log.info("node.updated", node=name, cordoned=cordoned, draining=draining)
+                log.info("node.updated", node=name, cordoned=node.cordoned, draining=node.draining)
                 return replace(view, node=node, mod_revision=done.revision)
         raise Conflict(f"node {name} is being changed by others; try again", name=name)
 
@@ -310,13 +307,22 @@ def _message(replicas: tuple[Replica, ...], unplaced: Unplaced | None) -> str:
     return "; ".join(parts)[:1024]
 
 
+def _node_view(name: str, node: Entry | None, worker: Entry | None) -> NodeView:
+    return NodeView(
+        Node(name) if node is None else load(node.value, Node),
+        0 if node is None else node.mod_revision,
+        None if worker is None else load(worker.value, Worker),
+        0 if worker is None else worker.create_revision,
+    )
+
+
 def _content_of(key: ApiKey) -> str:
     bare = replace(key, secret_hash="", previous_secret_hash="", previous_expire_unix_s=0.0)
-    return secrets.secret_hash(dump(bare).decode())
+    return fingerprint_of(dump(bare))
 
 
 def _deployment_content(deployment: Deployment) -> str:
-    return secrets.secret_hash(dump(replace(deployment, version_digest="")).decode())
+    return fingerprint_of(dump(replace(deployment, version_digest="")))
 
 
 def _tenant_meta(record: Tenant, meta: Meta) -> Tenant:

@@ -32,10 +32,12 @@ _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 # ASCII only: no two spellings of one name, on any file system. No leading or trailing dot.
 _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
 _PICKLE_SUFFIXES: Final = frozenset(
-    (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".msgpack", ".h5")
-    + (".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip", ".tar", ".gz")
+    ".bin .pt .pth .pkl .ckpt .pickle .joblib .dill .npy .npz .msgpack .h5 .hdf5 .keras .pb .onnx .tflite .mar "
+    ".nemo .t7 .data .zip .tar .gz".split()
 )
-_CODE_SUFFIXES: Final = frozenset((".py", ".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".ipynb"))
+_CODE_SUFFIXES: Final = frozenset(
+    (".py", ".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".ipynb")
+)
 _DATA_SUFFIXES: Final = frozenset((".json", ".safetensors", ".jinja", ".txt", ".md"))
 _DATA_NAMES: Final = frozenset(("tokenizer.model", "license", "notice", "readme", "copying", "use_policy"))
 
@@ -153,13 +155,17 @@ def check_path(path: str) -> None:
 def _check_name(name: str, shown: str) -> None:
     suffixes = {"." + part for part in name.split(".")[1:]}
     if suffixes & _PICKLE_SUFFIXES:
-        raise InvalidInput(f"{shown} may carry pickled objects: weights come as safetensors", field="path", path=shown)
+        raise InvalidInput(
+            f"{shown} may carry pickled objects: weights come as safetensors", field="path", path=shown
+        )
     if suffixes & _CODE_SUFFIXES:
         raise InvalidInput(f"{shown} is program code: a version holds data only", field="path", path=shown)
     last = "." + name.rpartition(".")[2]
     if name not in _DATA_NAMES and last not in _DATA_SUFFIXES:
         allowed = ", ".join(sorted("*" + suffix for suffix in _DATA_SUFFIXES))
-        raise InvalidInput(f"{shown} is no kind of file that a version holds ({allowed})", field="path", path=shown)
+        raise InvalidInput(
+            f"{shown} is no kind of file that a version holds ({allowed})", field="path", path=shown
+        )
 
 
 def _check_paths(paths: list[str]) -> None:
@@ -169,7 +175,9 @@ def _check_paths(paths: list[str]) -> None:
     for path in paths:
         check_path(path)
         if (other := files.get(path.lower())) is not None:
-            raise InvalidInput(f"{path} and {other} are one name on some file systems", field="path", path=path)
+            raise InvalidInput(
+                f"{path} and {other} are one name on some file systems", field="path", path=path
+            )
         files[path.lower()] = path
     for path in paths:
         parts = path.lower().split("/")
@@ -198,7 +206,14 @@ def _check_file(file: ManifestFile) -> None:
 
 def _check_behaviour(manifest: Manifest) -> None:
     known = {file.digest for file in manifest.files}
-    for name in ("tokenizer_digest", "chat_template_digest", "sampling_defaults_digest", "safety_policy_digest"):
+    for name in (
+        "tokenizer_digest",
+        "chat_template_digest",
+        "sampling_defaults_digest",
+        "safety_policy_digest",
+    ):
         digest: str = getattr(manifest, name)
         if digest and digest not in known:
-            raise InvalidInput(f"{name} is the digest of none of the files", field=f"manifest.{name}", digest=digest)
+            raise InvalidInput(
+                f"{name} is the digest of none of the files", field=f"manifest.{name}", digest=digest
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import Unavailable
-from services.core.records import DEPLOYMENTS, Deployment, LoadedVersion, VersionState, Worker
+from services.core.records import DEPLOYMENTS, Deployment, VersionState, Worker
 from services.gateway.text_model import TextModel, is_text_file, load_text_model
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
+from services.runtime.informer import Versioned
 from services.runtime.views import RecordView
 
 log = structlog.get_logger()
@@ -70,6 +71,9 @@ class ModelCatalog:
         self._loaded: OrderedDict[str, TextModel] = OrderedDict()
         self._loading: dict[str, asyncio.Lock] = {}
         self._models: OrderedDict[str, str] = OrderedDict()
+        # The index of a view is made once: views are immutable and change rarely.
+        self._indexed: Mapping[str, Versioned[Worker]] | None = None
+        self._index: dict[str, _Ready] = {}
 
     def resolve(self, model: str) -> Route:
         """Return the route of a model name. Raises ModelNotFound, the same for every name."""
@@ -96,10 +100,7 @@ class ModelCatalog:
 
         The model's own bound, and what the roomiest ready worker can hold.
         """
-        on_workers = max(
-            (version.max_model_len for _, version in self._ready(version_digest)),
-            default=0,
-        )
+        on_workers = self._ready(version_digest).max_model_len
         loaded = self._loaded.get(version_digest)
         known = [size for size in (on_workers, loaded.max_context_tokens if loaded else 0) if size]
         return min(known, default=0)
@@ -164,14 +165,34 @@ class ModelCatalog:
             deployment=deployment,
             version_digest=deployment.version_digest,
             route_revision=mod_revision,
-            ready_replicas=len({worker for worker, _ in self._ready(deployment.version_digest)}),
+            ready_replicas=self._ready(deployment.version_digest).replicas,
         )
 
-    def _ready(self, version_digest: str) -> list[tuple[str, LoadedVersion]]:
-        return [
-            (held.record.worker_id, version)
-            for held in self._workers.view.values()
-            if not held.record.draining
-            for version in held.record.versions
-            if version.version_digest == version_digest and version.state is VersionState.READY
-        ]
+    def _ready(self, version_digest: str) -> _Ready:
+        workers = self._workers.view
+        if workers is not self._indexed:
+            self._index = _index(workers)
+            self._indexed = workers
+        return self._index.get(version_digest, _NOWHERE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """Where a version runs: on how many workers, and the longest sequence that one of them holds."""
+
+    replicas: int
+    max_model_len: int
+
+
+_NOWHERE: Final = _Ready(0, 0)
+
+
+def _index(workers: Mapping[str, Versioned[Worker]]) -> dict[str, _Ready]:
+    found: dict[str, _Ready] = {}
+    for held in workers.values():
+        for version in held.record.versions if not held.record.draining else ():
+            if version.state is VersionState.READY:
+                known = found.get(version.version_digest, _NOWHERE)
+                longest = max(known.max_model_len, version.max_model_len)
+                found[version.version_digest] = _Ready(known.replicas + 1, longest)
+    return found

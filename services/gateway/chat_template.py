@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Final
 
 import jinja2
@@ -38,6 +39,17 @@ _MARKS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 _STRFTIME: Final = re.compile(r"(%[aAbBdHIjmMpSUwWxXyYZ]|[ ,.:/\-TZ])*")
 MAX_STEPS: Final = 200_000
 RENDER_TIMEOUT_S: Final = 2.0
+# Characters of text that one rendering may make on the way, all operations together.
+MAX_WORK_CHARS: Final = 16 * 1024 * 1024
+_TEMPLATE_MISTAKES: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,7 @@ class Rendered:
 
     def pieces(self) -> list[str]:
         bounds = (0, *self.cuts, len(self.text))
-        return [self.text[start:end] for start, end in zip(bounds, bounds[1:], strict=False) if start < end]
+        return [self.text[start:end] for start, end in pairwise(bounds) if start < end]
 
 
 class ControlTokens:
@@ -87,7 +99,7 @@ class ControlTokens:
         return self._first.sub(marked, text)
 
     def unmark(self, text: str, mark: str) -> Rendered:
-        """Return the text without marks, cut behind each marked character from which a control token is spelled."""
+        """Return the text without marks, cut behind each marked character that begins a control token."""
         parts = text.split(mark)
         if len(parts) == 1 or self._special is None:
             return Rendered(text)
@@ -132,7 +144,7 @@ class ChatTemplate:
         """
         mark = _unused_mark(messages)
         budget = Budget(
-            max_chars=8 * max_chars + MAX_TEMPLATE_BYTES,
+            max_chars=8 * max_chars + MAX_WORK_CHARS,
             max_steps=MAX_STEPS,
             deadline_s=self._clock.monotonic_s() + RENDER_TIMEOUT_S,
             monotonic_s=self._clock.monotonic_s,
@@ -147,16 +159,14 @@ class ChatTemplate:
             parts = _bounded(self._template.generate(variables), max_chars)
         except TemplateRefused as exc:
             text = str(exc).replace(mark, "")
-            raise InvalidInput(f"the model's chat template refuses the messages: {text}", field="messages") from exc
+            raise InvalidInput(f"the chat template refuses the messages: {text}", field="messages") from exc
         except BudgetExceeded as exc:
             raise InvalidInput(
                 f"the chat template needs too much for these messages: {exc}", field="messages"
             ) from exc
         # A template's mistake over these messages is theirs to change: nothing else varies.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
-            raise _unfit() from exc
-        except RecursionError:
-            raise _unfit() from None
+        except _TEMPLATE_MISTAKES as exc:
+            raise InvalidInput("the chat template does not take these messages", field="messages") from exc
         return self._control.unmark("".join(parts), mark)
 
     def _message(self, message: Message, mark: str) -> dict[str, str]:
@@ -166,10 +176,6 @@ class ChatTemplate:
         if message.name:
             found["name"] = self._control.mark(message.name, mark)
         return found
-
-
-def _unfit() -> InvalidInput:
-    return InvalidInput("the model's chat template does not take these messages", field="messages")
 
 
 def _bounded(pieces: Iterable[str], max_chars: int) -> list[str]:

@@ -28,15 +28,25 @@ MAX_INT_BITS: Final = 128
 # A name that no template can spell: it holds a blank.
 BUDGET: Final = "fairway budget"
 
+# fmt: off
 _FILTERS: Final = frozenset(
-    "abs capitalize count d default dictsort first float groupby int items last length list lower "
-    "map max min reject rejectattr reverse round safe select selectattr sort string sum title trim unique upper".split()
+    (
+        "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby",
+        "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject",
+        "rejectattr", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum",
+        "title", "trim", "unique", "upper",
+    )
 )
 _STR_METHODS: Final = frozenset(
-    "capitalize count endswith find index isalnum isalpha isdecimal isdigit islower isspace istitle isupper join "
-    "lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines "
-    "startswith strip swapcase title upper".split()
+    (
+        "capitalize", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdecimal",
+        "isdigit", "islower", "isspace", "istitle", "isupper", "join", "lower", "lstrip",
+        "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition",
+        "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title",
+        "upper",
+    )
 )
+# fmt: on
 _DICT_METHODS: Final = frozenset(("get", "items", "keys", "values"))
 _LIST_METHODS: Final = frozenset(("count", "index"))
 _METHODS: Final = ((str, _STR_METHODS), (dict, _DICT_METHODS), (list, _LIST_METHODS), (tuple, _LIST_METHODS))
@@ -128,7 +138,7 @@ def _finalize(context: Context, value: Any) -> str:
 
 
 @jinja2.pass_context
-def _join(context: Context, items: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
+def _join(context: Context, items: Iterable[Any], d: Any = "", attribute: str | None = None) -> str:
     if attribute is not None:
         raise BudgetExceeded("join by attribute is not offered")
     budget = _budget(context)
@@ -172,14 +182,14 @@ def _tojson(
 
 
 @jinja2.pass_context
-def _indent(context: Context, text: Any, width: int = 4, first: bool = False, blank: bool = False) -> str:
+def _indent(context: Context, text: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
     if not isinstance(width, int) or not 0 <= width <= 64:
         raise BudgetExceeded("indent is by 0 to 64")
     lines = str(text).splitlines()
     _budget(context).charge(sum(map(len, lines)) + (width + 1) * len(lines))
     pad = " " * width
-    padded = [pad + line if (index or first) and (line or blank) else line for index, line in enumerate(lines)]
-    return "\n".join(padded)
+    wanted = [(index > 0 or first) and (bool(line) or blank) for index, line in enumerate(lines)]
+    return "\n".join(pad + line if pads else line for line, pads in zip(lines, wanted, strict=True))
 
 
 def _raise_exception(message: object) -> None:
@@ -230,11 +240,11 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         known = owner is None or isinstance(owner, LoopContext)
         return known and super().is_safe_callable(obj)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _budget(__context).charge()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "join":
-            return _join(__context, *args, owner)
+            return _join(__context, _only(args), owner)
         if isinstance(owner, str) and name == "replace":
             return _replace(__context, owner, *args, **kwargs)
         if isinstance(owner, str):
@@ -265,6 +275,12 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
 
+def _only(args: tuple[Any, ...]) -> Any:
+    if len(args) != 1:
+        raise TypeError("join takes one argument")
+    return args[0]
+
+
 def _check_items(count: int) -> None:
     if count > MAX_LIST_ITEMS:
         raise BudgetExceeded("a list is too long")
@@ -280,7 +296,8 @@ def _check_product(operator: str, left: Any, right: Any, budget: Budget) -> None
             if not isinstance(sequence, str):
                 _check_items(len(sequence) * max(0, number))
     if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * max(1, abs(right)) if operator == "**" else left.bit_length() + right.bit_length()
+        bits = left.bit_length()
+        bits = bits * max(1, abs(right)) if operator == "**" else bits + right.bit_length()
         if bits > MAX_INT_BITS:
             raise BudgetExceeded("a number is too large")
 

@@ -44,7 +44,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             async for piece in pieces:
                 await context.write(pb.DownloadChunkResponse(data=piece))
 
-    async def CreateVersion(self, request: pb.CreateVersionRequest, context: Context) -> pb.CreateVersionResponse:
+    async def CreateVersion(
+        self, request: pb.CreateVersionRequest, context: Context
+    ) -> pb.CreateVersionResponse:
         manifest = manifest_from_proto(request.manifest)
         record, created = await self._service.create_version(request.model, manifest)
         return pb.CreateVersionResponse(version=version_to_proto(record, manifest), created=created)
@@ -55,7 +57,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         named = [tag for tag, digest in tags.items() if digest == record.digest]
         return pb.GetVersionResponse(version=version_to_proto(record, manifest, named))
 
-    async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
+    async def ListVersions(
+        self, request: pb.ListVersionsRequest, context: Context
+    ) -> pb.ListVersionsResponse:
         """Versions without their manifests, which may have megabytes each: GetVersion has those."""
         records, token = await self._service.list_versions(
             request.model, size=request.page_size, token=request.page_token
@@ -77,7 +81,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
 
     async def SetTag(self, request: pb.SetTagRequest, context: Context) -> pb.SetTagResponse:
-        return pb.SetTagResponse(revision=await self._service.set_tag(request.model, request.tag, request.digest))
+        return pb.SetTagResponse(
+            revision=await self._service.set_tag(request.model, request.tag, request.digest)
+        )
 
     async def DeleteTag(self, request: pb.DeleteTagRequest, context: Context) -> pb.DeleteTagResponse:
         await self._service.delete_tag(request.model, request.tag)

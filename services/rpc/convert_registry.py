@@ -14,7 +14,8 @@ from services.core.records import VersionRecord
 def manifest_from_proto(message: registry_pb2.Manifest) -> Manifest:
     return Manifest(
         files=tuple(
-            ManifestFile(file.path, file.size_bytes, file.digest, tuple(file.chunks)) for file in message.files
+            ManifestFile(file.path, file.size_bytes, file.digest, tuple(file.chunks))
+            for file in message.files
         ),
         kind=message.kind,
         tokenizer_digest=message.tokenizer_digest,

@@ -5,7 +5,8 @@ The two converters of frames are on the token path: columns go over as whole lis
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -201,7 +202,9 @@ def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
     tokens = message.tokens
     frame = StepFrame(
         accepted=[accepted.handle for accepted in message.accepted],
-        not_admitted=[(entry.handle, _known(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted],
+        not_admitted=[
+            (entry.handle, _known(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
+        ],
         handles=list(tokens.handles),
         offsets=list(tokens.offsets),
         counts=list(tokens.counts),
@@ -286,7 +289,7 @@ def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 
-def _known(table: dict[int, Value], number: int) -> Value:
+def _known(table: Mapping[Any, Value], number: int) -> Value:
     value = table.get(number)
     if value is None:
         raise InvalidInput(f"unknown enum value {number}", number=number)

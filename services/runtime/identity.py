@@ -79,7 +79,8 @@ class KeyDirectory:
 def model_not_found(model: str) -> ModelNotFound:
     """Return the one answer for a model that the caller cannot use, whatever the cause."""
     shown = model[:128]
-    return ModelNotFound(f"the model {shown!r} does not exist or this API key is not for it", model=shown, field="model")
+    text = f"the model {shown!r} does not exist or this API key is not for it"
+    return ModelNotFound(text, model=shown, field="model")
 
 
 def _split(credentials: str | None) -> tuple[str, str]:

@@ -19,7 +19,7 @@ import structlog
 
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
+from services.ports.store import Compacted, Entry, Removed, Store, WatchBatch
 
 log = structlog.get_logger()
 Record = TypeVar("Record")
@@ -47,8 +47,8 @@ class Informer(Generic[Record]):
         max_backoff_s: float = 2.0,
         rng: random.Random | None = None,
     ) -> None:
-        """``on_change(key, record or None)`` is called in the event loop for each change, in the store's order,
-        once the view holds it; after a re-list, for each difference. It must not block or raise."""
+        """``on_change(key, record or None)`` is called in the event loop for each change, in the store's
+        order, once the view holds it; after a re-list, for each difference. It must not block or raise."""
         self._store = store
         self._prefix = prefix
         self._decode = decode
@@ -64,7 +64,7 @@ class Informer(Generic[Record]):
 
     @property
     def view(self) -> Mapping[str, Versioned[Record]]:
-        """The records by full store key, as of ``revision``. Immutable: a later change makes a new mapping."""
+        """The records by full store key, as of ``revision``. Immutable: a change makes a new mapping."""
         return self._view
 
     @property
@@ -94,7 +94,7 @@ class Informer(Generic[Record]):
     async def wait_changed(self, after_revision: int, timeout_s: float) -> bool:
         """Return True once the view changed after a revision, False after ``timeout_s``.
 
-        A caller reads ``revision`` and ``view`` together, without an await between, and passes that revision on.
+        A caller reads ``revision`` and ``view`` together, without an await between, and passes that on.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -117,14 +117,15 @@ class Informer(Generic[Record]):
                 log.info("informer.relist_started", prefix=self._prefix, revision=self._revision)
                 listed = False
             except StoreUnavailable as error:
-                log.warning("informer.store_lost", prefix=self._prefix, revision=self._revision, error=str(error))
+                log.warning("informer.store_lost", prefix=self._prefix, error=str(error))
             failures = 0 if self._confirmed_s != seen_s else failures + 1
             await self._clock.sleep(self._backoff_s(failures))
 
     async def _list(self) -> None:
         listing = await self._store.list(self._prefix)
         if listing.revision < self._revision:
-            raise StoreUnavailable(f"the store went back from revision {self._revision} to {listing.revision}")
+            log.error("informer.store_went_back", prefix=self._prefix, revision=self._revision)
+            raise StoreUnavailable(f"the store is at revision {listing.revision}, behind what was seen")
         fresh = {entry.key: self._versioned(entry) for entry in listing.entries}
         view = {key: record for key, record in fresh.items() if record is not None}
         old = self._view
@@ -173,11 +174,11 @@ class Informer(Generic[Record]):
                 self._on_change(key, record)
 
     def _versioned(self, entry: Entry) -> Versioned[Record] | None:
-        """The decoded entry; for one that cannot be decoded, what the view held of the same key, if anything."""
+        """The decoded entry; for one that cannot be decoded, what the view holds of that key, if anything."""
         try:
             record = self._decode(entry)
         except Exception as error:  # whatever a writer stored must not stop its readers
-            log.error("informer.record_skipped", key=entry.key, revision=entry.mod_revision, error=repr(error))
+            log.error("informer.record_skipped", key=entry.key, error=repr(error))
             held = self._view.get(entry.key)
             return held if held is not None and held.create_revision == entry.create_revision else None
         return Versioned(record, entry.create_revision, entry.mod_revision)

@@ -1,7 +1,7 @@
-"""Who leads: a key created under a lease, with its create_revision as the epoch that fences the leader's writes.
+"""Who leads: a key created under a lease. Its create_revision is the epoch that fences the leader's writes.
 
-No locks: a leader that lost its lease knows so before the store lets another one lead, and whoever sees an older
-epoch refuses it.
+No locks: a leader that lost its lease knows so before the store lets another one lead, and whoever sees an
+older epoch refuses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.store import Committed, Compacted, Entry, LeaseLost, ModRevisionIs, Put, Removed, Store
+from services.ports.store import Committed, Compacted, LeaseLost, ModRevisionIs, Put, Removed, Store
 from services.runtime.lease import LeaseHolder
 from services.runtime.race import first_of
 from services.runtime.registration import Registration
@@ -72,7 +72,7 @@ class Election:
                 try:
                     await self._campaign()
                     await first_of(self._lease.hold(), self._wait_removed(self._epoch or 0))
-                except (StoreUnavailable, LeaseLost, Compacted) as error:
+                except (StoreUnavailable, LeaseLost) as error:
                     log.warning("election.interrupted", key=self._key, error=repr(error))
                 await self._step_down()
                 await self._clock.sleep(self._rng.uniform(_PAUSE_S / 4, _PAUSE_S))
@@ -84,7 +84,7 @@ class Election:
         while True:
             entry = await self._store.get(self._key)
             if entry is not None:
-                await self._wait_gone(entry)
+                await self._wait_removed(entry.create_revision)
                 continue
             lease_id = await self._lease.acquire()
             put = Put(self._key, self._leader_record, lease_id)
@@ -94,19 +94,25 @@ class Election:
                 return
             await self._lease.release()
 
-    async def _wait_gone(self, entry: Entry) -> None:
-        """Return when the key of another leader is removed, or was when we looked."""
-        try:
-            await self._wait_removed(entry.create_revision)
-        except Compacted:
-            return
-
     async def _wait_removed(self, epoch: int) -> None:
-        """Return when the key created at ``epoch`` is removed. Raises Compacted, StoreUnavailable."""
-        async with aclosing(self._store.watch(self._key, epoch)) as batches:
-            async for batch in batches:
-                if any(isinstance(event, Removed) and event.key == self._key for event in batch.events):
-                    return
+        """Return when the key created at ``epoch`` is gone; a store that is away is asked again."""
+        after_revision = epoch
+        while True:
+            try:
+                async with aclosing(self._store.watch(self._key, after_revision)) as batches:
+                    async for batch in batches:
+                        if any(isinstance(e, Removed) and e.key == self._key for e in batch.events):
+                            return
+                        after_revision = batch.revision
+            except StoreUnavailable as error:
+                log.info("election.watch_lost", key=self._key, error=repr(error))
+            except Compacted:
+                with contextlib.suppress(StoreUnavailable):
+                    listing = await self._store.list(self._key)
+                    if not any(e.key == self._key and e.create_revision == epoch for e in listing.entries):
+                        return
+                    after_revision = listing.revision
+            await self._clock.sleep(self._rng.uniform(_PAUSE_S / 4, _PAUSE_S))
 
     def _lead(self, epoch: int) -> None:
         self._epoch = epoch

@@ -51,6 +51,8 @@ class LeaseHolder:
         pause_s = self._ttl_s / 3
         while (remaining_s := self.remaining_s()) > 0:
             await self._clock.sleep(min(pause_s, remaining_s))
+            if self.remaining_s() == 0:
+                break
             try:
                 pause_s = self._ttl_s / 3 if await self._keep_alive() else self._ttl_s / _RETRIES_PER_TTL
             except LeaseLost:

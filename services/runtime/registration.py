@@ -31,9 +31,9 @@ _PAUSE_S: Final = 1.0
 class Registration:
     """Owner of one key. ``run`` is its only writer; ``update`` says what the key is to hold.
 
-    The key is always created anew, so that its create_revision, the incarnation, tells two lives apart. What an
-    earlier life left under the same key is removed with its lease; two live processes with one key therefore
-    take it from each other, which the log tells.
+    The key is always created anew, so that its create_revision, the incarnation, tells two lives apart. What
+    an earlier life left under the same key is removed with its lease; two live processes with one key
+    therefore take it from each other, which the log tells.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class Registration:
         self._wanted.set()
 
     async def wait_registered(self, timeout_s: float) -> int:
-        """Return the incarnation once the key holds the newest value. Raises StoreUnavailable after ``timeout_s``."""
+        """Return the incarnation once the key holds the newest value.
+
+        Raises StoreUnavailable after ``timeout_s``.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.incarnation is None or self._written != self._value:

@@ -35,13 +35,14 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary(Protocol):
-    """How one model version's tokens read. Shared by all its sequences, never changed.
+    """How one model version's tokens read. Shared by all its sequences.
 
     ``texts[token]`` is the token's text wherever it stands, None when that depends on its neighbours.
-    ``texts`` is empty where no token has a text of its own.
+    ``texts`` is empty where no token has a text of its own. ``cover`` is the one change it ever sees.
     """
 
-    texts: Sequence[str | None]
+    @property
+    def texts(self) -> Sequence[str | None]: ...
 
     def open(self) -> Detokenizer:
         """Return the detokeniser of a new sequence."""
@@ -49,8 +50,11 @@ class Vocabulary(Protocol):
     def alone(self, token: int) -> str:
         """Return a token's text out of context, special tokens by their name."""
 
+    def cover(self, vocab_size: int) -> None:
+        """``texts`` has an entry for every id of a model whose vocabulary is larger than its tokenizer's."""
 
-def load_vocabulary(model_dir: Path, vocab_size: int) -> Vocabulary:
+
+def load_vocabulary(model_dir: Path) -> Vocabulary:
     """Return the vocabulary of a model folder. Blocks for file I/O. Raises FailedPrecondition."""
     path = model_dir / "tokenizer.json"
     try:
@@ -64,7 +68,7 @@ def load_vocabulary(model_dir: Path, vocab_size: int) -> Vocabulary:
     except Exception as exc:  # the tokenizers library raises bare Exception for malformed files
         raise FailedPrecondition("the model's tokenizer.json cannot be read") from exc
     if is_byte_level(decoder):
-        return ByteLevelVocabulary(tokenizer, vocab_size)
+        return ByteLevelVocabulary(tokenizer)
     return WindowedVocabulary(tokenizer)
 
 
@@ -88,10 +92,10 @@ def byte_of_char() -> dict[str, int]:
 
 
 class ByteLevelVocabulary:
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         table = byte_of_char()
         added = tokenizer.get_added_tokens_decoder()
-        self._bytes = [b""] * max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        self._bytes = [b""] * tokenizer.get_vocab_size(with_added_tokens=True)
         self._names: dict[int, str] = {}
         for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
             if token >= len(self._bytes):
@@ -102,7 +106,17 @@ class ByteLevelVocabulary:
                 self._bytes[token] = bytes(table[char] for char in text)
             else:  # a name with other characters is taken as it is, as the tokenizers library does
                 self._bytes[token] = text.encode()
-        self.texts: Sequence[str | None] = [_complete(data) for data in self._bytes]
+        self._texts = [_complete(data) for data in self._bytes]
+
+    @property
+    def texts(self) -> Sequence[str | None]:
+        return self._texts
+
+    def cover(self, vocab_size: int) -> None:
+        missing = vocab_size - len(self._texts)
+        if missing > 0:  # grown in place: live sequences hold both lists
+            self._bytes += [b""] * missing
+            self._texts += [""] * missing
 
     def open(self) -> Detokenizer:
         return _ByteLevelDetokenizer(self._bytes)
@@ -143,11 +157,17 @@ class WindowedVocabulary:
     """For decoders in which a token's text depends on the one before it (Metaspace, byte fallback)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.texts: Sequence[str | None] = ()
         self._tokenizer = tokenizer
         self._special = frozenset(
             token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special
         )
+
+    @property
+    def texts(self) -> Sequence[str | None]:
+        return ()
+
+    def cover(self, vocab_size: int) -> None:
+        return
 
     def open(self) -> Detokenizer:
         return _WindowedDetokenizer(self._tokenizer, self._special)

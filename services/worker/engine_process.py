@@ -241,7 +241,9 @@ class EngineProcess:
 
     # --- watching -------------------------------------------------------------------------------
 
-    async def _run(self, process: asyncio.subprocess.Process, server: asyncio.Server, directory: Path) -> None:
+    async def _run(
+        self, process: asyncio.subprocess.Process, server: asyncio.Server, directory: Path
+    ) -> None:
         """Own the process until it is gone, whatever happens to this task."""
         try:
             async with asyncio.TaskGroup() as group:

@@ -28,6 +28,10 @@ class SequenceHost:
         self._tables: dict[str, SequenceTable] = {}
         self._closed_to: set[str] = set()  # versions that finish what runs and take nothing new
 
+    def note_change(self) -> None:
+        """Tell whoever reports the room; who that is may be said after this was built."""
+        self.changed()
+
     def open(self, wake: Callable[[], None]) -> GatewayStream:
         return GatewayStream(self, wake)
 

@@ -96,6 +96,11 @@ class SequenceTable:
     def sequences(self) -> Iterable[LiveSequence]:
         return self._live.values()
 
+    @property
+    def waiting(self) -> int:
+        """Return how many have no token yet."""
+        return len(self._unprefilled)
+
     # --- the gateway's side ---------------------------------------------------------------------
 
     def blocks_needed(self, spec: StartSpec) -> int:

@@ -15,7 +15,7 @@ class TextStream:
     vocabulary's table says. ``stop`` names the stop string that was met; nothing may be fed after it.
     """
 
-    __slots__ = ("_detokenizer", "_finder", "_fed", "_min_tokens", "_skip_chars", "plain", "stop")
+    __slots__ = ("_detokenizer", "_fed", "_finder", "_min_tokens", "_skip_chars", "plain", "stop")
 
     def __init__(self, detokenizer: Detokenizer, *, stops: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = detokenizer

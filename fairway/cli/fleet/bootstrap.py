@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,11 +16,10 @@ from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.publishing import publish_folder
 from fairway.cli.fleet.roles import Addresses
 from fairway.cli.state import StateDir, read_secret, write_private
+from fairway.v1 import common_pb2, controlplane_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
-from fairway.v1 import inference_pb2, worker_pb2
-from fairway.v1.controlplane_pb2_grpc import ControlPlaneServiceStub
-from fairway.v1.inference_pb2_grpc import InferenceServiceStub
 
+Metadata = tuple[tuple[str, str], ...]
 TENANT: Final = "default"
 KEY_NAME: Final = "local"
 TAG: Final = "latest"
@@ -44,7 +42,7 @@ class Bootstrap:
         admin = bearer(read_secret(self.state, "admin_key"))
         digest = await self._publish(admin) if self.options.deploy else ""
         async with open_channel(self.addresses.of("controlplane")) as channel:
-            stub = ControlPlaneServiceStub(channel)
+            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
             await self._ensure_tenant(stub, admin)
             api_key = await self._ensure_key(stub, admin)
             if digest:
@@ -52,7 +50,7 @@ class Bootstrap:
                 await self._until_deployed(stub, admin)
         return await self._until_served(api_key, admin)
 
-    async def _publish(self, admin: tuple[tuple[str, str], ...]) -> str:
+    async def _publish(self, admin: Metadata) -> str:
         name, folder = self.options.model_name, self.options.model_folder
         self.progress.event("model", "starting", f"publishing {folder}")
 
@@ -60,18 +58,17 @@ class Bootstrap:
             self.progress.event("model", "starting", detail)
 
         async with open_channel(self.addresses.of("registry")) as channel:
-            try:
-                digest = await publish_folder(channel, folder, name, TAG, admin=admin, report=report)
-            except grpc.aio.AioRpcError as exc:
-                raise to_cli_error(exc, what=f"cannot publish {folder}") from exc
+            digest = await publish_folder(channel, folder, name, TAG, admin=admin, report=report)
         self.progress.event("model", "ready", f"{name} is {digest[:19]}…")
         return digest
 
     async def _ensure_tenant(
-        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...]
+        self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata
     ) -> None:
         tenant = cp.Tenant(
-            metadata=cp.Metadata(name=TENANT), display_name="Default", max_priority="PRIORITY_INTERACTIVE"
+            metadata=cp.Metadata(name=TENANT),
+            display_name="Default",
+            max_priority=common_pb2.PRIORITY_INTERACTIVE,
         )
         request = cp.CreateTenantRequest(tenant=tenant)
         try:
@@ -80,7 +77,9 @@ class Bootstrap:
             if exc.code() != grpc.StatusCode.ALREADY_EXISTS:
                 raise to_cli_error(exc, what=f"cannot create the tenant {TENANT}") from exc
 
-    async def _ensure_key(self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...]) -> str:
+    async def _ensure_key(
+        self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata
+    ) -> str:
         """Return the remembered key while the control plane knows its name, else a new one."""
         remembered = read_secret(self.state, "api_key")
         known = True
@@ -95,7 +94,7 @@ class Bootstrap:
         return await self._new_key(stub, admin, replace=known)
 
     async def _new_key(
-        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...], *, replace: bool
+        self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata, *, replace: bool
     ) -> str:
         if replace:
             gone = stub.DeleteKey(cp.DeleteKeyRequest(name=KEY_NAME), timeout=CALL_TIMEOUT_S, metadata=admin)
@@ -109,7 +108,7 @@ class Bootstrap:
         return created.secret
 
     async def _ensure_deployment(
-        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...], digest: str
+        self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata, digest: str
     ) -> None:
         name = self.options.model_name
         wanted = cp.Deployment(
@@ -126,7 +125,7 @@ class Bootstrap:
             await checked(call, what=f"cannot update the deployment {name}")
 
     async def _until_deployed(
-        self, stub: ControlPlaneServiceStub, admin: tuple[tuple[str, str], ...]
+        self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata
     ) -> None:
         name = self.options.model_name
         row = f"{name} on a worker"
@@ -153,20 +152,23 @@ class Bootstrap:
             await asyncio.sleep(_POLL_S)
 
     def _replica_failed(self, replica: cp.ReplicaStatus) -> CliError:
+        why = replica.message or "no reason given"
         return CliError(
             "MODEL_FAILED",
-            f"{replica.worker_id} cannot serve {self.options.model_name}: {replica.message or 'no reason given'}",
+            f"{replica.worker_id} cannot serve {self.options.model_name}: {why}",
             next_step=f"see {self.state.log(replica.worker_id)}; try another folder with --model-dir",
         )
 
-    async def _until_served(self, api_key: str, admin: tuple[tuple[str, str], ...]) -> str:
+    async def _until_served(self, api_key: str, admin: Metadata) -> str:
         """Return the key that the gateway accepts: a stale one, left by lost state, is replaced once."""
         async with open_channel(self.addresses.of("gateway_grpc")) as channel:
-            stub = InferenceServiceStub(channel)
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
             reason = await self._served(stub, api_key, patience_s=_SETTLE_S / 3)
             if isinstance(reason, grpc.aio.AioRpcError) and reason.code() == grpc.StatusCode.UNAUTHENTICATED:
                 async with open_channel(self.addresses.of("controlplane")) as control:
-                    api_key = await self._new_key(ControlPlaneServiceStub(control), admin, replace=True)
+                    api_key = await self._new_key(
+                        controlplane_pb2_grpc.ControlPlaneServiceStub(control), admin, replace=True
+                    )
             if reason is not None:
                 reason = await self._served(stub, api_key, patience_s=_SETTLE_S)
         if isinstance(reason, grpc.aio.AioRpcError):
@@ -180,7 +182,7 @@ class Bootstrap:
         return api_key
 
     async def _served(
-        self, stub: InferenceServiceStub, api_key: str, *, patience_s: float
+        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, api_key: str, *, patience_s: float
     ) -> str | grpc.aio.AioRpcError | None:
         """Return None once the gateway lists the model as ready for this key, else what it last said."""
         deadline = time.monotonic() + patience_s
@@ -203,11 +205,14 @@ class Bootstrap:
 
 def _describe(status: cp.DeploymentStatus) -> str:
     """Return where a deployment stands, in words."""
-    names: Callable[[worker_pb2.VersionState], str] = worker_pb2.VersionState.Name
     parts = [
-        f"{replica.worker_id}: {names(replica.state).removeprefix('VERSION_STATE_').lower()}"
+        f"{replica.worker_id}: {_state(replica)}"
         + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
         + (f", {replica.message}" if replica.message else "")
         for replica in status.replicas
     ]
     return "; ".join(parts) or status.message or "waiting for a worker"
+
+
+def _state(replica: cp.ReplicaStatus) -> str:
+    return worker_pb2.VersionState.Name(replica.state).removeprefix("VERSION_STATE_").lower()

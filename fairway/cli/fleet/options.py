@@ -14,7 +14,7 @@ BUNDLED_MODEL: Final = "fairway-tiny"
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """``http_port`` and ``grpc_port`` 0: a free one. ``model_dir`` "": the bundled model; paths are absolute."""
+    """A port of 0 means a free one, a ``model_dir`` of "" the bundled model; paths are absolute."""
 
     state_dir: str
     http_port: int = 0

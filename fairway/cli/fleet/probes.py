@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 Probe = Callable[[], Awaitable[str]]
 
@@ -47,9 +47,13 @@ def grpc_serving(address: str) -> Probe:
 
     async def probe() -> str:
         async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
             try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+                answer = await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
             except grpc.aio.AioRpcError as exc:
                 return f"{NO_ANSWER} on {address} ({exc.code().name})"
         status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

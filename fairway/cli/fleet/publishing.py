@@ -1,11 +1,18 @@
-"""The client's publisher, with the progress as text."""
+"""The client's publisher, with its progress as text and its errors as the command line's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import grpc
+
+from fairway.cli.calls import to_cli_error
+from fairway.cli.errors import CliError
+from fairway.client.publish import Progress, publish
+
+_VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering"}
 
 
 async def publish_folder(
@@ -17,5 +24,18 @@ async def publish_folder(
     admin: tuple[tuple[str, str], ...],
     report: Callable[[str], None],
 ) -> str:
-    """Publish a checkpoint folder, point ``tag`` at it and return the version's digest."""
-    raise NotImplementedError
+    """Publish a checkpoint folder, point ``tag`` at it and return the version's digest. Raises CliError."""
+
+    def tell(progress: Progress) -> None:
+        report(f"{_VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %")
+
+    try:
+        return (await publish(channel, folder, model, tag, tell, metadata=admin)).digest
+    except grpc.aio.AioRpcError as exc:
+        raise to_cli_error(exc, what=f"cannot publish {folder}") from exc
+    except OSError as exc:
+        raise CliError(
+            "FOLDER_UNREADABLE",
+            f"cannot publish {folder}: {exc}",
+            next_step="name a folder whose files you may read",
+        ) from exc

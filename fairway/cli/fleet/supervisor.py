@@ -1,4 +1,4 @@
-"""Owner of the processes of one installation: starts them in stages, restarts what dies, stops them in order."""
+"""Owner of an installation's processes: starts them in stages, restarts what dies, stops them in order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
+from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit, rotate_log, tail
 from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 
@@ -68,7 +68,7 @@ class ProcessSupervisor:
         self._save()
 
     async def stop(self, *, now: asyncio.Event | None = None) -> None:
-        """End every child, the one started last first, each within its own time; kill all when ``now`` is set."""
+        """End every child, the last one first, each within its own time; kill all when ``now`` is set."""
         self._phase = "stopping"
         self._save()
         watchers = tuple(self._watchers.values())
@@ -104,7 +104,8 @@ class ProcessSupervisor:
             last = tail(spec.log)
             raise CliError(
                 "START_FAILED",
-                f"{spec.name} did not start: {reason}" + (f"\n--- last lines of {spec.log}\n{last}" if last else ""),
+                f"{spec.name} did not start: {reason}"
+                + (f"\n--- last lines of {spec.log}\n{last}" if last else ""),
                 next_step=f"mend what the log names and start again; the whole log is {spec.log}",
             )
         self._progress.event(spec.name, "ready", f"on {spec.address}, {time.monotonic() - began:.1f} s")

@@ -161,12 +161,12 @@ def eos_ids(model_dir: Path, fields: Mapping[str, Any], vocab_size: int) -> froz
 
 def _family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     architectures = fields.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in FAMILIES:
+    if not isinstance(architectures, list) or len(architectures) != 1 or str(architectures[0]) not in FAMILIES:
         raise UnsupportedModel("architectures", architectures)
-    family = FAMILIES[architectures[0]]
+    family = FAMILIES[str(architectures[0])]
     if fields.get("model_type", family.model_type) != family.model_type:
         raise UnsupportedModel("model_type", fields["model_type"])
-    return architectures[0], family
+    return str(architectures[0]), family
 
 
 def _kv_heads(fields: Mapping[str, Any], family: Family, heads: int) -> int:
@@ -221,7 +221,7 @@ def _typed_windows(
     if not isinstance(layer_types, list) or len(layer_types) != layers:
         raise UnsupportedModel("layer_types", layer_types)
     for kind in layer_types:
-        if kind not in kinds or (kind == "sliding_attention" and sliding is None):
+        if not isinstance(kind, str) or kind not in kinds or (kind == "sliding_attention" and sliding is None):
             raise UnsupportedModel("layer_types", kind)
     windows = tuple(kinds[kind] for kind in layer_types)
     if family.model_type == "mistral" and windows != (sliding,) * layers:

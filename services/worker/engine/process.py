@@ -83,6 +83,11 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
     gc.freeze()  # what was loaded stays: collections need not walk it
     _send(connection, ready)
     log.info("model.loaded", kv_blocks_total=ready.kv_blocks_total, weight_bytes=ready.weight_bytes)
+    return step_until_told(engine, connection)
+
+
+def step_until_told(engine: Engine, connection: Connection) -> ExitCode:
+    """Serve, and return how that ended. Raises AgentGone."""
     try:
         serve(engine, connection, clock=time.monotonic)
     except AgentGone:
@@ -90,7 +95,7 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
     except DuplicateHandle as error:
         log.error("command.refused", message=str(error))
         return ExitCode.BAD_INPUT
-    except Exception:
+    except Exception:  # the agent knows which sequences were running, and isolates the one to blame
         log.exception("step.failed")
         return ExitCode.STEP_FAILED
     log.info("engine.stopped")
@@ -100,6 +105,7 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
 def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float]) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle, and what a step raises."""
     spoken_s = clock()
+    checked_step = -1
     while True:
         if engine.has_work:
             commands = connection.receive_ready()
@@ -113,9 +119,12 @@ def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float])
             _send(connection, engine.step())
             spoken_s = clock()
         elif clock() >= spoken_s + HEARTBEAT_S:
-            engine.check_integrity()
-            _send(connection, engine.heartbeat())
+            beat = engine.heartbeat()
+            _send(connection, beat)
             spoken_s = clock()
+            if beat.step != checked_step:  # walks all blocks: once per idle spell
+                engine.check_integrity()
+                checked_step = beat.step
 
 
 def _send(connection: Connection, message: Message) -> None:

@@ -74,7 +74,7 @@ def parse_rope(fields: Mapping[str, Any], *, head_dim: int, max_positions: int) 
     """Return the rotary embedding. Raises UnsupportedModel for a kind or key that is not computed."""
     rope = _section(fields)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in KEYS:
+    if not isinstance(kind, str) or kind not in KEYS:
         raise UnsupportedModel("rope_type", kind)
     for name in rope:
         if name not in COMMON_KEYS | KEYS[kind] and rope[name] is not None:

@@ -86,13 +86,12 @@ def floors(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     ``scaled`` [rows, vocabulary] are logits over the temperature, less the row's greatest.
     """
     vocabulary = scaled.shape[1]
-    floor = torch.tensor([[math.log(s.min_p) if s.min_p > 0 else -math.inf] for s in samplings])
-    floor = floor.to(scaled.device)
+    floor = scaled.new_tensor([[math.log(s.min_p) if s.min_p > 0 else -math.inf] for s in samplings])
     cut = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocabulary or s.top_p < 1]
     if cut:
-        largest = max(s.top_k for s in (samplings[row] for row in cut) if s.top_k < vocabulary)
-        width = min(vocabulary, max(CANDIDATES, largest))
         chosen = [samplings[row] for row in cut]
+        largest = max((s.top_k for s in chosen if s.top_k < vocabulary), default=0)
+        width = min(vocabulary, max(CANDIDATES, largest))
         floor[cut] = torch.maximum(floor[cut], _cut_floors(scaled[cut], chosen, width))
     return floor
 

@@ -161,9 +161,7 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
             "num_attention_heads": 6,
             "num_key_value_heads": 2,
             "max_position_embeddings": 128,
-            "eos_token_id": 2,
-            "bos_token_id": 1,
-            "pad_token_id": 0,
+            "eos_token_id": None,
         } | overrides
         config = getattr(transformers, f"{family}Config")(**fields)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -1,0 +1,81 @@
+# Fairway. `make help` lists the targets.
+# ARGS are passed on: make up ARGS="--workers 2 --replicas 2", make test ARGS="-k ports -x".
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
+	lint types imports stubs stubs-check e2e chaos bench-overhead clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+up: setup ## Install what is missing, start everything, deploy the bundled model
+	@$(BIN)/fairway up $(ARGS)
+
+down: ## Drain and stop everything that `make up` started
+	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down $(ARGS); else echo "nothing is installed here"; fi
+
+status: setup ## Tell which parts run and answer
+	@$(BIN)/fairway status $(ARGS)
+
+setup:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: no Python 3.11 or later is on the PATH" >&2; \
+		echo "next:  install one, or name it: make up PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@$(PYTHON) scripts/setup_env.py
+
+setup-dev:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: no Python 3.11 or later is on the PATH" >&2; \
+		echo "next:  install one, or name it: make test PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@$(PYTHON) scripts/setup_env.py --dev
+
+test: setup-dev ## Run the default test suites
+	$(BIN)/python -m pytest $(ARGS)
+
+verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
+
+verify-full: verify e2e chaos ## verify, and the suites that start whole installations
+
+lint: setup-dev ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup-dev ## Check types
+	$(BIN)/mypy
+
+imports: setup-dev ## Check who imports whom
+	$(BIN)/lint-imports --no-logo
+
+stubs-check: setup-dev ## Check that the protos are well-formed and their stubs current
+	$(BIN)/python scripts/gen_stubs.py --check
+
+fix: fix-lint fix-format stubs ## Mend what the checks of verify can mend by themselves
+
+fix-lint: setup-dev
+	-$(BIN)/ruff check --fix .
+
+fix-format: setup-dev
+	$(BIN)/ruff format .
+
+stubs: setup-dev ## Generate the stubs from the protos
+	$(BIN)/python scripts/gen_stubs.py
+
+e2e: setup-dev ## Run the tests that use an installation as its users do
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+chaos: setup-dev ## Run the tests that kill and freeze parts of an installation
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
+
+bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
+	$(BIN)/python -m bench.overhead $(ARGS)
+
+clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
+	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

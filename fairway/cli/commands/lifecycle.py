@@ -1,0 +1,195 @@
+"""`fairway up`, `down` and `status`: one installation on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fleet import progress as progress_module
+from fairway.cli.fleet.daemon import start_detached
+from fairway.cli.fleet.installation import (
+    AlreadyRunning,
+    run_installation,
+    running_endpoints,
+    stop_installation,
+)
+from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.preflight import check
+from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_answers
+from fairway.cli.fleet.progress import LineProgress
+from fairway.cli.fleet.record import FleetRecord
+from fairway.cli.output import err, out, plain, show_table
+from fairway.cli.state import StateDir
+
+StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+
+
+def up(
+    detach: Annotated[bool, typer.Option("--detach", help="Return once everything is READY.")] = False,
+    http_port: PortOption = 0,
+    grpc_port: PortOption = 0,
+    workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=64, help="Of the deployed model.")] = 1,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="A checkpoint folder; else the bundled model.")
+    ] = None,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
+    state_dir: StateOption = Path(".fairway"),
+) -> None:
+    """Start etcd, Redis, all roles and a model on this machine."""
+    state = StateDir.at(state_dir)
+    options = UpOptions(
+        state_dir=str(state.root),
+        http_port=http_port,
+        grpc_port=grpc_port,
+        workers=workers,
+        replicas=replicas,
+        model_dir=str(model_dir.expanduser().absolute()) if model_dir else "",
+        deploy=not no_model,
+    )
+    if (running := running_endpoints(state)) is not None:
+        _show_running(running, state)
+        return
+    check(options)
+    progress = progress_module.for_console(err())
+    try:
+        if detach:
+            endpoints, fresh = start_detached(options, progress)
+            progress.close()
+            if fresh:
+                _show_ready(endpoints, state, detached=True)
+            else:
+                _show_running(endpoints, state)
+        else:
+            run_installation(options, progress, lambda endpoints: _on_ready(endpoints, state, progress))
+    except AlreadyRunning as exc:
+        if exc.endpoints is None:
+            raise
+        progress.close()
+        _show_running(exc.endpoints, state)
+    finally:
+        progress.close()
+
+
+def down(state_dir: StateOption = Path(".fairway")) -> None:
+    """Drain and stop everything that `fairway up` started."""
+    state = StateDir.at(state_dir)
+    stopped = stop_installation(state, LineProgress(err()))
+    plain(err(), "stopped" if stopped else f"nothing runs in {state.root}")
+
+
+def status(
+    state_dir: StateOption = Path(".fairway"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Tell which parts run and answer. Exit code 0: all; 3: nothing runs; 6: some do not answer."""
+    state = StateDir.at(state_dir)
+    record = FleetRecord.load(state.fleet)
+    if record is None or not record.supervisor.alive:
+        raise CliError(
+            "NOT_RUNNING",
+            f"no installation runs in {state.root}",
+            next_step="start one with `fairway up`",
+            exit_code=ExitCode.NOT_RUNNING,
+        )
+    answers = asyncio.run(_ask(record))
+    if as_json:
+        plain(out(), json.dumps({"phase": record.phase, "processes": answers}, indent=2))
+    else:
+        rows = [
+            (name, str(answer["pid"]), str(answer["address"]), str(answer["status"]))
+            for name, answer in answers.items()
+        ]
+        show_table(("name", "pid", "address", "status"), rows)
+    silent = [name for name, answer in answers.items() if answer["status"] != "serving"]
+    if silent:
+        raise CliError(
+            "NOT_SERVING",
+            f"not serving: {', '.join(silent)}",
+            next_step=f"see the logs under {state.logs}",
+            exit_code=ExitCode.UNAVAILABLE,
+        )
+
+
+async def _ask(record: FleetRecord) -> dict[str, dict[str, object]]:
+    names = list(record.addresses)
+    reasons = await asyncio.gather(*(_probe(name, record.addresses[name])() for name in names))
+    return {
+        name: {
+            "pid": record.children[name].pid if name in record.children else 0,
+            "address": record.addresses[name],
+            "status": reason or "serving",
+        }
+        for name, reason in zip(names, reasons, strict=True)
+    }
+
+
+def _probe(name: str, address: str) -> Probe:
+    host, _, port = address.rpartition(":")
+    if name == "etcd":
+        return etcd_healthy(host, int(port))
+    return redis_answers(host, int(port)) if name == "redis" else grpc_serving(address)
+
+
+def _on_ready(endpoints: Endpoints, state: StateDir, progress: progress_module.Progress) -> None:
+    progress.close()
+    _show_ready(endpoints, state, detached=False)
+
+
+def _show_running(endpoints: Endpoints, state: StateDir) -> None:
+    plain(err(), f"Fairway runs already in {state.root} (process {endpoints.supervisor_pid}).")
+    _show_addresses(endpoints)
+
+
+def _show_ready(endpoints: Endpoints, state: StateDir, *, detached: bool) -> None:
+    plain(out(), "")
+    plain(out(), "Fairway is ready.")
+    _show_addresses(endpoints)
+    plain(out(), f"  logs      {state.logs}")
+    plain(out(), "  stop      " + ("fairway down" if detached else "Ctrl-C, or `fairway down`"))
+
+
+def _show_addresses(endpoints: Endpoints) -> None:
+    console = out()
+    for label, value in (
+        ("HTTP", f"{endpoints.http}/v1"),
+        ("gRPC", endpoints.grpc),
+        ("API key", endpoints.api_key),
+        ("model", endpoints.model or "none deployed"),
+    ):
+        plain(console, f"  {label:<9} {value}")
+    if not endpoints.model:
+        return
+    plain(console, "\nTry it with curl:\n")
+    plain(console, curl_line(endpoints))
+    plain(console, "\nor from Python (pip install openai):\n")
+    plain(console, python_line(endpoints))
+    plain(console)
+
+
+def curl_line(endpoints: Endpoints) -> str:
+    """Return a shell command that streams a completion."""
+    body = {"model": endpoints.model, "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
+    return (
+        f"curl -sN {endpoints.http}/v1/completions -H 'Authorization: Bearer {endpoints.api_key}' "
+        f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )
+
+
+def python_line(endpoints: Endpoints) -> str:
+    """Return a shell command that streams a completion with the OpenAI SDK."""
+    code = (
+        "from openai import OpenAI; "
+        f"stream = OpenAI(base_url='{endpoints.http}/v1', api_key='{endpoints.api_key}')"
+        f".completions.create(model='{endpoints.model}', prompt='def fibonacci(n):', "
+        "max_tokens=64, stream=True); "
+        "[print(part.choices[0].text, end='', flush=True) for part in stream if part.choices]"
+    )
+    return f'python -c "{code}"'

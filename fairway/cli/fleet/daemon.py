@@ -1,0 +1,124 @@
+"""`fairway up --detach`: the supervisor as a process of its own, which reports through a pipe until READY.
+
+The messages are ``{"event": …}``, then one of ``{"ready": endpoints}``, ``{"running": endpoints}`` and
+``{"failed": …}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fleet.installation import AlreadyRunning, run_installation
+from fairway.cli.fleet.options import UpOptions, source_root
+from fairway.cli.fleet.process import rotate_log, tail
+from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
+from fairway.cli.output import err
+from fairway.cli.state import StateDir
+
+
+def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, bool]:
+    """Return once the detached installation is READY, with True, or is found running, with False.
+
+    Raises CliError with the reason when it does not become READY; nothing is left running then.
+    """
+    state = StateDir.at(Path(options.state_dir))
+    state.create()
+    log = state.log("supervisor")
+    rotate_log(log)
+    receive, send = os.pipe()
+    search = os.pathsep.join([str(source_root()), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fairway.cli.fleet.daemon", options.to_json(), str(send)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(send,),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": search},
+        )
+    os.close(send)
+    try:
+        for message in read_messages(receive):
+            if (answer := _handle(message, progress)) is not None:
+                return answer
+    except BaseException:
+        _end(process)
+        raise
+    process.wait(timeout=30)
+    raise CliError(
+        "SUPERVISOR_LOST",
+        f"the supervisor ended with {process.returncode}\n--- last lines of {log}\n{tail(log)}",
+        next_step="start again; without --detach it stays in the foreground",
+    )
+
+
+def _handle(message: dict[str, Any], progress: Progress) -> tuple[Endpoints, bool] | None:
+    if event := message.get("event"):
+        progress.event(event["name"], event["phase"], event["detail"])
+    for kind in ("ready", "running"):
+        if found := message.get(kind):
+            return Endpoints(**found), kind == "ready"
+    if failed := message.get("failed"):
+        raise CliError(
+            failed["reason"],
+            failed["message"],
+            next_step=failed["next_step"],
+            exit_code=ExitCode(failed["exit_code"]),
+        )
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor that did not make it; it stops its children itself."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=120)
+
+
+def main(argv: list[str]) -> int:
+    """Run an installation in this process; ``argv`` is the options' JSON and the pipe's descriptor."""
+    progress = PipeProgress(int(argv[2]), err())
+    options = UpOptions.from_json(argv[1])
+    failure: CliError | None = None
+
+    def on_ready(endpoints: Endpoints) -> None:
+        progress.send({"ready": asdict(endpoints)})
+        progress.close()
+
+    try:
+        run_installation(options, progress, on_ready)
+    except AlreadyRunning as running:
+        if running.endpoints is not None:
+            progress.send({"running": asdict(running.endpoints)})
+            return 0
+        failure = running
+    except CliError as exc:
+        failure = exc
+    if failure is None:
+        return 0
+    progress.send(
+        {
+            "failed": {
+                "reason": failure.reason,
+                "message": failure.message,
+                "next_step": failure.next_step,
+                "exit_code": int(failure.exit_code),
+            }
+        }
+    )
+    return int(failure.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,97 @@
+"""Which installation a command talks to, and with which key: flags, then environment, then endpoints.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.state import StateDir
+
+StateDirOption = Annotated[
+    Path, typer.Option("--state-dir", help="Installation whose endpoints.json is used.", show_default=True)
+]
+GrpcOption = Annotated[str, typer.Option("--grpc", envvar="FAIRWAY_GRPC", help="host:port of the gateway.")]
+ControlPlaneOption = Annotated[
+    str, typer.Option("--controlplane", envvar="FAIRWAY_CONTROLPLANE", help="host:port of the control plane.")
+]
+RegistryOption = Annotated[
+    str, typer.Option("--registry", envvar="FAIRWAY_REGISTRY", help="host:port of the registry.")
+]
+ApiKeyOption = Annotated[str, typer.Option("--api-key", envvar="FAIRWAY_API_KEY", show_default=False)]
+AdminKeyOption = Annotated[str, typer.Option("--admin-key", envvar="FAIRWAY_ADMIN_KEY", show_default=False)]
+DEFAULT_STATE_DIR = Path(".fairway")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An address and the key that opens it."""
+
+    address: str
+    key: str
+
+
+def gateway(address: str, api_key: str, state_dir: Path) -> Target:
+    """Return the gateway to call. Raises CliError when neither flags, environment nor file name it."""
+    found = _endpoints(state_dir)
+    return _target(
+        "gateway", address or (found.grpc if found else ""), api_key or (found.api_key if found else "")
+    )
+
+
+def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
+    """Return the control plane to call. Raises CliError like ``gateway``."""
+    found = _endpoints(state_dir)
+    return _target(
+        "controlplane",
+        address or (found.controlplane if found else ""),
+        admin_key or (found.admin_key if found else ""),
+    )
+
+
+def registry(address: str, admin_key: str, state_dir: Path) -> Target:
+    """Return the registry to call. Raises CliError like ``gateway``."""
+    found = _endpoints(state_dir)
+    return _target(
+        "registry",
+        address or (found.registry if found else ""),
+        admin_key or (found.admin_key if found else ""),
+    )
+
+
+def default_model(model: str, state_dir: Path) -> str:
+    """Return ``model``, or the installation's own when that is empty. Raises CliError when there is none."""
+    found = _endpoints(state_dir)
+    name = model or (found.model if found else "")
+    if not name:
+        raise CliError(
+            "NO_MODEL", "no model was named", next_step="add --model NAME", exit_code=ExitCode.USAGE
+        )
+    return name
+
+
+def _endpoints(state_dir: Path) -> Endpoints | None:
+    return Endpoints.load(StateDir.at(state_dir).endpoints)
+
+
+def _target(name: str, address: str, key: str) -> Target:
+    flag = "grpc" if name == "gateway" else name
+    if not address:
+        raise CliError(
+            "NO_ADDRESS",
+            f"no address of the {name} is known, and no installation runs here",
+            next_step=f"start one with `fairway up`, or name one with --{flag} HOST:PORT",
+            exit_code=ExitCode.NOT_RUNNING,
+        )
+    if not key:
+        raise CliError(
+            "NO_KEY",
+            f"no key for the {name} is known",
+            next_step="add " + ("--api-key KEY" if name == "gateway" else "--admin-key KEY"),
+            exit_code=ExitCode.UNAUTHENTICATED,
+        )
+    return Target(address, key)

@@ -1,0 +1,189 @@
+"""Create the virtual environment and install into it. Standard library only; runs on the base interpreter.
+
+    python3.11 scripts/setup_env.py [--dev]
+
+Torch comes in a step of its own. Without an NVIDIA GPU its wheel is taken from PyTorch's CPU index, and
+nothing else ever is; where that index cannot be reached, pip's own index is used for it too. A stamp file
+makes a second run a matter of milliseconds.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NoReturn
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+CONSTRAINTS = os.path.join(ROOT, "constraints.txt")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+OLDEST = (3, 11)
+NEEDED_CPU_BYTES = 3 * 1024**3
+NEEDED_GPU_BYTES = 10 * 1024**3
+
+
+def main(argv: list[str]) -> None:
+    check_python()
+    extra = "torch,dev" if "--dev" in argv else "torch"
+    python = os.path.join(VENV, "bin", "python")
+    if is_current(extra):
+        return
+    gpu = has_nvidia_gpu()
+    check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES)
+    if not os.path.exists(python):
+        say("creating the virtual environment in .venv")
+        create_venv(python)
+    if not torch_present(python):
+        install_torch(python, gpu)
+    say("installing the pinned dependencies" + (" and the tools for development" if "dev" in extra else ""))
+    # Found by name and with its version met, torch itself is not touched here; what it needs comes along.
+    pip(python, ["install", "--constraint", CONSTRAINTS, "--editable", f"{ROOT}[{extra}]"])
+    for name in {extra, "torch"}:
+        with open(stamp_path(name), "w") as stamp:
+            stamp.write(fingerprint())
+
+
+def check_python() -> None:
+    if sys.version_info[:2] < OLDEST:
+        fail(
+            f"Python {sys.version_info[0]}.{sys.version_info[1]} is too old: Fairway needs 3.11 or later",
+            "install one and name it: make up PYTHON=python3.11",
+        )
+    probe = subprocess.call(
+        [sys.executable, "-c", "import ensurepip, venv, ctypes, ssl"], stderr=subprocess.DEVNULL
+    )
+    if probe != 0:
+        fail(
+            f"{sys.executable} lacks venv, ensurepip, ctypes or ssl",
+            "install the package that carries them (python3.11-venv on Debian and Ubuntu)",
+        )
+
+
+def check_disk(needed: int) -> None:
+    free = shutil.disk_usage(ROOT).free
+    if free < needed:
+        fail(
+            f"{free / 1024**3:.1f} GiB are free in {ROOT}; the installation needs {needed / 1024**3:.0f} GiB",
+            "free some space and run it again; what is installed already stays",
+        )
+
+
+def create_venv(python: str) -> None:
+    if subprocess.call([sys.executable, "-m", "venv", VENV]) != 0 or not os.path.exists(python):
+        fail("the virtual environment could not be created", "see the lines above; `make clean` starts over")
+
+
+def has_nvidia_gpu() -> bool:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return answer.returncode == 0 and b"GPU" in answer.stdout
+
+
+def torch_present(python: str) -> bool:
+    """True when the environment has the torch version of the constraints, whatever its build."""
+    code = "import importlib.metadata as m; print(m.version('torch').partition('+')[0])"
+    answer = subprocess.run(
+        [python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+    )
+    return answer.returncode == 0 and answer.stdout.decode().strip() == pinned("torch")
+
+
+def install_torch(python: str, gpu: bool) -> None:
+    requirement = ["--constraint", CONSTRAINTS, "torch"]
+    if gpu:
+        say("installing torch for the NVIDIA GPU that is here (a few GB)")
+        pip(python, ["install", *requirement])
+        return
+    with tempfile.TemporaryDirectory() as nothing:
+        # These two keep an index or folder of the user's configuration out of this one step.
+        only_cpu = dict(os.environ, PIP_EXTRA_INDEX_URL=CPU_INDEX, PIP_FIND_LINKS=nothing)
+        question = [
+            "index",
+            "versions",
+            "torch",
+            "--index-url",
+            CPU_INDEX,
+            "--timeout",
+            "5",
+            "--retries",
+            "0",
+        ]
+        say("no NVIDIA GPU: asking PyTorch's CPU index")
+        reached = pip(python, question, env=only_cpu, quiet=True, must=False)
+        if reached:
+            say("installing torch from it")
+            command = ["install", "--no-deps", "--index-url", CPU_INDEX, "--timeout", "30", "--retries", "2"]
+            if pip(python, [*command, *requirement], env=only_cpu, must=False):
+                return
+    say("that index cannot be used from here: taking torch from pip's own index (on Linux it may be large)")
+    pip(python, ["install", "--no-deps", *requirement])
+
+
+def pip(
+    python: str,
+    arguments: list[str],
+    env: dict[str, str] | None = None,
+    quiet: bool = False,
+    must: bool = True,
+) -> bool:
+    """Run pip; return whether it succeeded. Ends the script when it had to."""
+    output = subprocess.DEVNULL if quiet else None
+    command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    if not quiet and arguments[0] == "install":
+        command.append("--quiet")
+    ok = subprocess.call(command, env=env, stdout=output, stderr=output, cwd=ROOT) == 0
+    if must and not ok:
+        fail(
+            "pip could not install",
+            "see its lines above: most often the network or a proxy; then run it again",
+        )
+    return ok
+
+
+def pinned(name: str) -> str:
+    with open(CONSTRAINTS) as lines:
+        for line in lines:
+            found, _, version = line.strip().partition("==")
+            if found == name:
+                return version
+    return fail(f"constraints.txt pins no {name}", "restore the file")
+
+
+def fingerprint() -> str:
+    digest = hashlib.sha256(sys.version.encode())
+    for name in ("pyproject.toml", "constraints.txt", os.path.join("scripts", "setup_env.py")):
+        with open(os.path.join(ROOT, name), "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest() + " " + ROOT
+
+
+def stamp_path(extra: str) -> str:
+    return os.path.join(VENV, "installed-" + extra.replace(",", "-"))
+
+
+def is_current(extra: str) -> bool:
+    try:
+        with open(stamp_path(extra)) as stamp:
+            return stamp.read() == fingerprint() and os.path.exists(os.path.join(VENV, "bin", "fairway"))
+    except OSError:
+        return False
+
+
+def say(text: str) -> None:
+    print("setup: " + text)
+    sys.stdout.flush()
+
+
+def fail(what: str, do: str) -> NoReturn:
+    sys.stderr.write(f"setup: error: {what}\nsetup: next:  {do}\n")
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""Names of blobs, checked before one becomes a path."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final
+
+from services.core.errors import IntegrityError, InvalidInput
+
+PIECE_BYTES: Final = 256 * 1024
+_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def hex_of(digest: str) -> str:
+    """Return the 64 hex digits of ``sha256:<hex>``. Raises InvalidInput for anything else."""
+    if _DIGEST.fullmatch(digest) is None:
+        raise InvalidInput("a digest is sha256: and 64 lower-case hex digits", field="digest")
+    return digest.removeprefix("sha256:")
+
+
+class Verifier:
+    """Size and sha256 of the bytes fed to it, against what was promised."""
+
+    def __init__(self, digest: str, size_bytes: int) -> None:
+        self._hex = hex_of(digest)
+        self._digest = digest
+        self._size_bytes = size_bytes
+        self._received_bytes = 0
+        self._hash = hashlib.sha256()
+
+    def expect(self, more_bytes: int) -> None:
+        """Raises IntegrityError when that many more are too many; asked before they are kept."""
+        self._received_bytes += more_bytes
+        if self._received_bytes > self._size_bytes:
+            raise IntegrityError(
+                f"{self._digest} has more than the announced {self._size_bytes} bytes",
+                digest=self._digest,
+                size_bytes=self._size_bytes,
+            )
+
+    def feed(self, data: bytes) -> None:
+        self._hash.update(data)
+
+    def finish(self) -> None:
+        """Raises IntegrityError unless exactly the promised bytes were fed."""
+        if self._received_bytes != self._size_bytes:
+            raise IntegrityError(
+                f"{self._digest} has {self._received_bytes} bytes instead of {self._size_bytes}",
+                digest=self._digest,
+                size_bytes=self._size_bytes,
+                received_bytes=self._received_bytes,
+            )
+        if self._hash.hexdigest() != self._hex:
+            raise IntegrityError(f"the bytes are not those of {self._digest}", digest=self._digest)

@@ -1,0 +1,67 @@
+"""From step frames to sinks: the reading end of a worker's stream, whatever carries it."""
+
+from __future__ import annotations
+
+from services.core.generation import TokenLogprobs
+from services.ports.worker import SequenceSink
+from services.ports.worker_stream import StepFrame
+
+NONE: tuple[TokenLogprobs, ...] = ()
+
+
+class SinkTable:
+    """The sinks of one stream by handle. A handle is never used twice, so a late entry finds nobody."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[int, SequenceSink] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._sinks
+
+    def add(self, sink: SequenceSink) -> int:
+        """Return the handle under which the sink hears from now on."""
+        self._last += 1
+        self._sinks[self._last] = sink
+        return self._last
+
+    def drop(self, handle: int) -> bool:
+        """The sink hears nothing more. Whether it was there."""
+        return self._sinks.pop(handle, None) is not None
+
+    def dispatch(self, frame: StepFrame) -> None:
+        """Call every sink that the frame names, in the frame's order."""
+        sinks = self._sinks
+        for handle in frame.accepted:
+            if (sink := sinks.get(handle)) is not None:
+                sink.on_accepted()
+        for handle, reason in frame.not_admitted:
+            if (sink := sinks.pop(handle, None)) is not None:
+                sink.on_not_admitted(reason)
+        if frame.handles:
+            self._dispatch_tokens(frame)
+        for handle, end in frame.finished:
+            if (sink := sinks.pop(handle, None)) is not None:
+                sink.on_finished(end)
+
+    def lose_all(self, message: str) -> None:
+        """Every sink is told that its worker was lost, once."""
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_lost(message)
+
+    def _dispatch_tokens(self, frame: StepFrame) -> None:
+        get = self._sinks.get
+        ids = frame.ids
+        logprobs = frame.logprobs
+        at = 0
+        columns = zip(frame.handles, frame.offsets, frame.counts, frame.texts, strict=True)
+        for entry, (handle, offset, count, text) in enumerate(columns):
+            end = at + count
+            sink = get(handle)
+            if sink is not None:
+                sink.on_tokens(offset, ids[at:end], text, logprobs.get(entry, NONE) if logprobs else NONE)
+            at = end

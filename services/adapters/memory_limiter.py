@@ -1,0 +1,109 @@
+"""Quotas in this process: the same arithmetic as the Redis scripts, by the injected clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.adapters.quota import MAX_REQUESTS_PER_MINUTE, SETTLED_KEEP_S, rejection
+from services.core.generation import Usage
+from services.ports.clock import Clock
+from services.ports.limiter import Limits, Reservation
+
+_REQUEST_UNITS: Final = 60_000_000
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """``used`` units at ``at_us``; ``slots`` and ``settled`` map a request to when it is forgotten, in us."""
+
+    used: int = 0
+    at_us: int = 0
+    slots: dict[str, int] = field(default_factory=dict)
+    settled: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+
+
+class MemoryLimiter:
+    """``Limiter`` in one event loop. Beyond ``max_tenants`` the one that was idle longest is forgotten."""
+
+    def __init__(
+        self, clock: Clock, *, lease_s: float = 60.0, local: bool = False, max_tenants: int = 100_000
+    ) -> None:
+        """``local`` marks the reservations as given without the shared store."""
+        self._clock = clock
+        self._lease_us = round(lease_s * 1e6)
+        self._local = local
+        self._max_tenants = max_tenants
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        tenant, now_us = self._tenant(tenant_id), self._now_us()
+        self._lapse(tenant, now_us)
+        if request_id not in tenant.slots:
+            used = self._check(tenant, now_us, limits)
+            if limits.requests_per_minute > 0:
+                tenant.used, tenant.at_us = used, now_us
+            tenant.settled.pop(request_id, None)
+        tenant.slots[request_id] = now_us + self._lease_us
+        return Reservation(tenant_id, request_id, self._local)
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None:
+        now_us = self._now_us()
+        for reservation in reservations:
+            tenant = self._tenant(reservation.tenant_id)
+            if reservation.request_id not in tenant.settled:
+                tenant.slots[reservation.request_id] = now_us + self._lease_us
+
+    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+        tenant, now_us = self._tenant(reservation.tenant_id), self._now_us()
+        tenant.slots.pop(reservation.request_id, None)
+        while tenant.settled and next(iter(tenant.settled.values())) <= now_us:
+            tenant.settled.popitem(last=False)
+        if reservation.request_id in tenant.settled:
+            return
+        tenant.settled[reservation.request_id] = now_us + SETTLED_KEEP_S * 1_000_000
+        tenant.usage = Usage(
+            tenant.usage.prompt_tokens + usage.prompt_tokens,
+            tenant.usage.output_tokens + usage.output_tokens,
+            tenant.usage.cached_tokens + usage.cached_tokens,
+        )
+
+    async def concurrency(self, tenant_id: str) -> int:
+        now_us = self._now_us()
+        tenant = self._tenants.get(tenant_id)
+        return 0 if tenant is None else sum(deadline > now_us for deadline in tenant.slots.values())
+
+    async def usage(self, tenant_id: str) -> Usage:
+        """Return what was counted for the tenant so far."""
+        tenant = self._tenants.get(tenant_id)
+        return Usage(0, 0) if tenant is None else tenant.usage
+
+    def _check(self, tenant: _Tenant, now_us: int, limits: Limits) -> int:
+        """Return the bucket's content with this request in it. Raises when a limit is reached."""
+        used, rate = tenant.used, min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+        if rate > 0:
+            elapsed_us = max(0, min(now_us - tenant.at_us, _REQUEST_UNITS))
+            used = max(0, used - elapsed_us * rate) + _REQUEST_UNITS
+            over = used - rate * _REQUEST_UNITS
+            if over > 0:
+                raise rejection(True, -(-over // rate) / 1e6, limits)
+        if 0 < limits.max_concurrency <= len(tenant.slots):
+            raise rejection(False, (min(tenant.slots.values()) - now_us) / 1e6, limits)
+        return used
+
+    def _lapse(self, tenant: _Tenant, now_us: int) -> None:
+        for request_id in [r for r, deadline_us in tenant.slots.items() if deadline_us <= now_us]:
+            del tenant.slots[request_id]
+
+    def _tenant(self, tenant_id: str) -> _Tenant:
+        tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        self._tenants.move_to_end(tenant_id)
+        if len(self._tenants) > self._max_tenants:
+            self._tenants.popitem(last=False)
+        return tenant
+
+    def _now_us(self) -> int:
+        return round(self._clock.monotonic_s() * 1e6)

@@ -1,0 +1,71 @@
+"""What every role is built from: settings, clock, tasks, the store and its views."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from random import Random
+from typing import TypeVar
+
+from services.adapters.etcd_store import EtcdStore
+from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
+from services.ports.store import Entry
+from services.rpc.server import RpcServer, Service
+from services.runtime.clock import SystemClock
+from services.runtime.config import Settings, read_secret
+from services.runtime.identity import KeyDirectory
+from services.runtime.ids import Ids
+from services.runtime.informer import Informer
+from services.runtime.supervisor import Supervisor
+
+Record = TypeVar("Record")
+
+
+class Environment:
+    """The shared objects of one process; ``close`` ends them in reverse order of their making."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ConfigError for a secret that cannot be read."""
+        self.settings = settings
+        self.clock = SystemClock()
+        self.ids = Ids()
+        self.rng = Random(self.ids.seed())
+        self.supervisor = Supervisor(self.clock)
+        self.internal_token = read_secret(settings.internal_token_file)
+        self.closing = AsyncExitStack()
+        self.store = EtcdStore(settings.etcd_endpoints, self.clock)
+        self.closing.push_async_callback(self.store.close)
+        self._informers: list[Informer[object]] = []
+
+    def informer(self, prefix: str, kind: type[Record]) -> Informer[Record]:
+        """Return a running view of the records under a prefix."""
+
+        def decode(entry: Entry) -> Record:
+            return load(entry.value, kind)
+
+        informer = Informer(self.store, prefix, decode, self.clock, rng=self.rng)
+        self.supervisor.spawn(f"informer {prefix}", informer.run())
+        self._informers.append(informer)  # type: ignore[arg-type]
+        return informer
+
+    def identity(self) -> KeyDirectory:
+        """Return who calls: a view of the keys and tenants."""
+        return KeyDirectory(self.informer(KEYS, ApiKey), self.informer(TENANTS, Tenant), self.clock)
+
+    def server(self, *services: Service, identity: KeyDirectory | None = None) -> RpcServer:
+        """Return the role's gRPC server, not started. Without an identity no API key opens it."""
+        return RpcServer(
+            services,
+            listen=self.settings.listen,
+            internal_token=self.internal_token,
+            new_incident=self.ids.incident_id,
+            authenticate=identity.authenticate if identity is not None else None,
+        )
+
+    async def wait_synced(self, timeout_s: float = 20.0) -> None:
+        """Return once every view was listed. Raises StoreUnavailable after ``timeout_s``."""
+        for informer in self._informers:
+            await informer.wait_synced(timeout_s)
+
+    async def close(self) -> None:
+        await self.supervisor.close()
+        await self.closing.aclose()

@@ -1,0 +1,41 @@
+"""The process entry point: parse the configuration, build the role, run it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import structlog
+import uvloop
+
+from services.app.compose import ROLES
+from services.app.environment import Environment
+from services.app.process import run
+from services.core.errors import FairwayError
+from services.runtime import config, logging
+
+EXIT_USAGE: Final = 2
+EXIT_CANNOT_START: Final = 3
+
+
+async def _run(role: str, settings: config.Settings) -> int:
+    environment = Environment(settings)
+    return await run(environment, ROLES[role](environment))
+
+
+def main() -> None:
+    """Exit 0 after a drain, 1 when a task crashed, 2 for bad usage or settings, 3 when it cannot start."""
+    if len(sys.argv) != 2 or sys.argv[1] not in ROLES:
+        sys.exit(f"usage: python -m services {{{'|'.join(ROLES)}}}")
+    role = sys.argv[1]
+    try:
+        settings = config.load()
+        logging.configure(settings.log_level, settings.log_format, role=role)
+        sys.exit(uvloop.run(_run(role, settings)))
+    except config.ConfigError as error:
+        sys.stderr.write(f"{role}: {error}\n")
+        sys.exit(EXIT_USAGE)
+    except FairwayError as error:
+        structlog.get_logger().error("role.cannot_start", reason=error.reason, message=error.message)
+        sys.stderr.write(f"{role}: {error.message}\n")
+        sys.exit(EXIT_CANNOT_START)

@@ -1,0 +1,80 @@
+"""The life of a role's process: start, serve, drain on a signal, stop; leave when it is not healthy."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from services.app.environment import Environment
+from services.rpc.server import RpcServer
+
+log = structlog.get_logger()
+EXIT_UNHEALTHY: Final = 1
+_HEALTH_PERIOD_S: Final = 0.5
+_STOP_GRACE_S: Final = 2.0
+
+
+async def _nothing(timeout_s: float) -> None:
+    return None
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One role, built and not started.
+
+    ``start`` runs before the server listens, ``open`` after; ``serving`` tells whether to answer health
+    checks with SERVING; ``drain`` finishes what runs within a time.
+    """
+
+    server: RpcServer
+    start: Callable[[], Awaitable[None]]
+    open: Callable[[], Awaitable[None]] | None = None
+    drain: Callable[[float], Awaitable[object]] = _nothing
+    serving: Callable[[], bool] = _always
+
+
+async def run(environment: Environment, role: Role) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code: 0, or 1 when a task crashed."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    settings = environment.settings
+    try:
+        await role.start()
+        await environment.wait_synced()
+        await role.server.start()
+        if role.open is not None:
+            await role.open()
+        await _serve(environment, role, stop)
+        log.info("role.draining", healthy=environment.supervisor.healthy, tasks=environment.supervisor.failures)
+        await role.server.set_serving(False)
+        await role.drain(settings.drain_s)
+        await role.server.stop(_STOP_GRACE_S)
+    finally:
+        await environment.close()
+    return 0 if environment.supervisor.healthy else EXIT_UNHEALTHY
+
+
+async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> None:
+    """Keep the health answer true until a signal comes or a task crashes."""
+    told: bool | None = None
+    while not stop.is_set() and environment.supervisor.healthy:
+        serving = role.serving()
+        if serving != told:
+            await role.server.set_serving(serving)
+            told = serving
+        try:
+            async with asyncio.timeout(_HEALTH_PERIOD_S):
+                await stop.wait()
+        except TimeoutError:
+            continue

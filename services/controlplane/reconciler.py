@@ -1,0 +1,116 @@
+"""Keeps assignments as the planner wants them, under leadership and fenced by its epoch."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import structlog
+
+from services.controlplane.fleet import FleetRecord, decode, fleet_of
+from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
+from services.core.errors import StoreUnavailable
+from services.core.records import ASSIGNMENTS, ROOT, dump
+from services.ports.clock import Clock
+from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
+from services.runtime.informer import Informer
+
+log = structlog.get_logger()
+
+PERIOD_S: Final = 5.0
+_SETTLE_S: Final = 0.05
+_RETRY_S: Final = 0.5
+
+
+class Leadership(Protocol):
+    """``runtime.leadership.Election``."""
+
+    @property
+    def epoch(self) -> int | None: ...
+
+    async def wait_leading(self) -> int: ...
+
+
+def fleet_informer(store: Store, clock: Clock) -> Informer[FleetRecord | None]:
+    """Return one view of deployments, workers, nodes and assignments at a single revision."""
+    return Informer(store, ROOT, decode, clock)
+
+
+class Reconciler:
+    """Reads the informer's view, writes assignments. Runs in every control plane; acts only while it leads.
+
+    ``leader_key`` is the election's key: each write holds only while it is the one of our epoch, so what a
+    deposed leader still had in its hands is refused by the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        informer: Informer[FleetRecord | None],
+        leadership: Leadership,
+        leader_key: str,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._informer = informer
+        self._leadership = leadership
+        self._leader_key = leader_key
+        self._clock = clock
+        self._told: tuple[Unplaced, ...] = ()
+
+    async def run(self) -> None:
+        """Reconcile on each change and every ``PERIOD_S``, until cancelled. A store that is away ends nothing."""
+        while True:
+            epoch = await self._leadership.wait_leading()
+            revision = self._informer.revision
+            try:
+                done = self._informer.synced and await self.reconcile(epoch)
+            except StoreUnavailable as error:
+                log.warning("reconcile.store_lost", error=error.message)
+                done = False
+            await self._informer.wait_changed(revision, PERIOD_S if done else _RETRY_S)
+            await self._clock.sleep(_SETTLE_S)  # changes come in bursts: one plan for all
+
+    async def reconcile(self, epoch: int) -> bool:
+        """Make one pass over the view. Returns whether all was written; what was not is planned again."""
+        view = self._informer.view
+        fleet = fleet_of(held.record for held in view.values())
+        actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
+        self._tell(tuple(action for action in actions if isinstance(action, Unplaced)))
+        written = True
+        for action in actions:
+            if isinstance(action, Unplaced):
+                continue
+            if self._leadership.epoch != epoch:
+                return False
+            worker_id = (
+                action.worker_id if isinstance(action, DropAssignment) else action.assignment.worker_id
+            )
+            held = view.get(ASSIGNMENTS + worker_id)
+            written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
+        return written
+
+    async def _write(self, action: Action, epoch: int, mod_revision: int) -> bool:
+        assert not isinstance(action, Unplaced)
+        if isinstance(action, PutAssignment):
+            worker_id, why = action.assignment.worker_id, action.reasons
+            operation: Put | Delete = Put(ASSIGNMENTS + worker_id, dump(action.assignment))
+        else:
+            worker_id, why = action.worker_id, ("worker is gone",)
+            operation = Delete(ASSIGNMENTS + worker_id)
+        done = await self._store.commit(
+            [operation],
+            [CreateRevisionIs(self._leader_key, epoch), ModRevisionIs(operation.key, mod_revision)],
+        )
+        if isinstance(done, Committed):
+            log.info("assignment.written", worker=worker_id, reasons=why, epoch=epoch)
+            return True
+        log.info("assignment.refused", worker=worker_id, epoch=epoch)  # deposed, or our view is old
+        return False
+
+    def _tell(self, unplaced: tuple[Unplaced, ...]) -> None:
+        if unplaced != self._told:
+            self._told = unplaced
+            for one in unplaced:
+                log.warning(
+                    "deployment.not_placed", deployment=one.deployment, missing=one.missing, why=one.rejected
+                )

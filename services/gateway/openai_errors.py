@@ -1,0 +1,127 @@
+"""Errors in the shape that OpenAI's clients read: status, headers and ``{"error": {...}}``."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+import msgspec
+
+from services.core.errors import (
+    FairwayError,
+    InternalError,
+    ModelNotFound,
+    OverQuota,
+    PromptTooLong,
+    RequestRateExceeded,
+    Unauthenticated,
+)
+from services.rpc.status import http_status
+
+Header = tuple[bytes, bytes]
+
+
+class HttpProblem(FairwayError):
+    """What is wrong with the HTTP request itself, before it asks for anything."""
+
+    reason = "HTTP_PROBLEM"
+
+    def __init__(self, status: int, message: str, *, close: bool = False) -> None:
+        """``close``: the connection cannot be used again, since bytes of the request are unread."""
+        super().__init__(message)
+        self.status = status
+        self.close = close
+
+
+class _Detail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    error: _Detail
+
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
+_CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
+    (PromptTooLong, "context_length_exceeded"),
+    (ModelNotFound, "model_not_found"),
+    (Unauthenticated, "invalid_api_key"),
+    (RequestRateExceeded, "rate_limit_exceeded"),
+)
+# Fields of fairway.v1 whose name differs in this dialect; longest first.
+_PARAMS: Final = (
+    ("token_ids.ids", "prompt"),
+    ("chat.messages", "messages"),
+    ("max_output_tokens", "max_tokens"),
+    ("min_output_tokens", "min_tokens"),
+    ("session_key", "user"),
+    ("token_ids", "prompt"),
+    ("sampling.", ""),
+    ("choices", "n"),
+)
+_SAFE_PARAM: Final = re.compile(r"[^\x20-\x7e]")
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def status_of(error: FairwayError) -> int:
+    return error.status if isinstance(error, HttpProblem) else http_status(error)
+
+
+def error_headers(error: FairwayError) -> list[Header]:
+    """Return retry-after where a retry helps, and what a 401 must carry."""
+    headers: list[Header] = []
+    if error.retry_after_s is not None:
+        wait_s = max(0.0, error.retry_after_s)
+        headers.append((b"retry-after", str(math.ceil(wait_s)).encode()))
+        headers.append((b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, HttpProblem) and error.close:
+        headers.append((b"connection", b"close"))
+    return headers
+
+
+def error_body(error: FairwayError) -> bytes:
+    """Return the JSON of an error. A bug's own text never travels, only its incident id."""
+    status = status_of(error)
+    field = error.metadata.get("field")
+    param = _param(field) if field else None
+    message = error.message
+    if field and param and param != field:
+        message = message.replace(field, param)
+    if isinstance(error, InternalError) or status == 500:
+        incident = error.metadata.get("incident")
+        message = "internal error" + (f"; quote incident {incident} to the operator" if incident else "")
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return _encode(_Error(_Detail(message, kind, param, _code(error, status))))
+
+
+def _code(error: FairwayError, status: int) -> str | None:
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    if isinstance(error, HttpProblem):
+        return None
+    if isinstance(error, OverQuota) or status != 500:
+        return error.reason.lower()
+    return "internal"
+
+
+def _param(field: str) -> str:
+    for ours, theirs in _PARAMS:
+        if field.startswith(ours):
+            return theirs + field[len(ours) :]
+    return _SAFE_PARAM.sub("?", field)

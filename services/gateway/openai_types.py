@@ -1,0 +1,213 @@
+"""What the OpenAI dialects may send, read strictly.
+
+Three kinds of fields. Those that mean something here have their type. Those that OpenAI knows and this
+server does not offer are accepted at the value that asks for nothing (``tools: []``), so that clients
+which always send them work, and refused by name otherwise. Any other field is refused by name: an option
+that is dropped silently is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from services.core.errors import InvalidInput, UnsupportedFeature
+
+_UINT32: Final = 0xFFFF_FFFF
+UInt32 = Annotated[int, Meta(ge=0, le=_UINT32)]
+# A seed may be negative in this dialect; it is taken modulo 2**64.
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**64 - 1)]
+TopK = Annotated[int, Meta(ge=-1, le=_UINT32)]
+Short = Annotated[str, Meta(max_length=4096)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: Raw = Raw()
+
+
+class ContentPart(Struct, forbid_unknown_fields=True, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: Raw = Raw()
+    image_url: Raw = Raw()
+    input_audio: Raw = Raw()
+    file: Raw = Raw()
+
+
+class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: Raw = Raw()
+    annotations: Raw = Raw()
+    audio: Raw = Raw()
+    function_call: Raw = Raw()
+    tool_calls: Raw = Raw()
+    tool_call_id: Raw = Raw()
+
+
+class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """What both dialects share. The second block is this server's own, as vLLM names it."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    user: Short | None = None
+
+    top_k: TopK | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: UInt32 | None = None
+    stop_token_ids: list[UInt32] | None = None
+    ignore_eos: bool | None = None
+    priority: Literal["batch", "standard", "interactive"] | None = None
+
+    metadata: Raw = Raw()
+    store: Raw = Raw()
+    service_tier: Raw = Raw()
+    response_format: Raw = Raw()
+    safety_identifier: Raw = Raw()
+    prompt_cache_key: Raw = Raw()
+    prompt_cache_retention: Raw = Raw()
+    chat_template: Raw = Raw()
+    chat_template_kwargs: Raw = Raw()
+
+
+class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    messages: list[ChatTurn]
+    max_completion_tokens: UInt32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
+    parallel_tool_calls: Raw = Raw()
+    functions: Raw = Raw()
+    function_call: Raw = Raw()
+    audio: Raw = Raw()
+    modalities: Raw = Raw()
+    prediction: Raw = Raw()
+    reasoning_effort: Raw = Raw()
+    verbosity: Raw = Raw()
+    web_search_options: Raw = Raw()
+
+
+class CompletionBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[UInt32]]
+    logprobs: UInt32 | None = None
+
+    suffix: Raw = Raw()
+    echo: Raw = Raw()
+    best_of: Raw = Raw()
+
+
+# What asks for nothing, besides absence and null.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "annotations": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+}
+_MAX_NEUTRAL_BYTES: Final = 64
+_PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
+_MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """Return the body of a request. Raises InvalidInput or UnsupportedFeature naming the field.
+
+    What the standard library lets through is refused: NaN and infinities, numbers out of range,
+    duplicate keys, invalid UTF-8, lone surrogates, nesting beyond the parser's depth.
+    """
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as exc:
+        raise _invalid(str(exc)) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidInput("the body is not valid JSON in UTF-8") from exc
+    except RecursionError:
+        raise InvalidInput("the body is nested too deeply") from None
+    require_neutral(body, "")
+    # After the types: what is left has no more objects than messages, so this pass is cheap.
+    try:
+        json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise InvalidInput("the body is not valid JSON") from None
+    return body
+
+
+def require_neutral(found: Struct, path: str) -> None:
+    """Return if every option that is not offered asks for nothing. Raises UnsupportedFeature."""
+    for name in found.__struct_fields__:
+        value = getattr(found, name)
+        if isinstance(value, Raw) and not _is_neutral(name, bytes(value).strip()):
+            raise UnsupportedFeature(f"{path}{name} is not offered by this server", field=path + name)
+
+
+def _is_neutral(name: str, raw: bytes) -> bool:
+    if raw in (b"", b"null"):
+        return True
+    if len(raw) > _MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return False
+    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    names = {name for name, _ in pairs}
+    if len(names) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                shown = name[:64]
+                raise InvalidInput(f"the body has {shown!r} twice in one object", field=shown)
+            seen.add(name)
+
+
+def _invalid(text: str) -> InvalidInput:
+    path = _PATH.search(text)
+    field = path[1] if path is not None else ""
+    if (found := _UNKNOWN.search(text)) is not None:
+        name = (f"{field}." if field else "") + found[1][:64]
+        return InvalidInput(f"unrecognized request argument: {name}", field=name)
+    if (found := _MISSING.search(text)) is not None:
+        name = (f"{field}." if field else "") + found[1]
+        return InvalidInput(f"{name} is required", field=name)
+    reason = text[: path.start()] if path is not None else text
+    if not field:
+        return InvalidInput(f"the body is malformed: {reason[:200]}")
+    return InvalidInput(f"{field}: {reason[:200]}", field=field)

@@ -1,0 +1,195 @@
+"""Control plane resources between the wire and the core. Server-set fields are not read from requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from fairway.v1 import common_pb2, worker_pb2
+from fairway.v1 import controlplane_pb2 as pb
+from services.core.errors import InvalidInput
+from services.core.records import (
+    ApiKey,
+    Deployment,
+    KeyRole,
+    LoadedVersion,
+    Meta,
+    Node,
+    Priority,
+    Tenant,
+    VersionState,
+    Worker,
+)
+
+_PRIORITIES: Final[Mapping[int, Priority]] = {
+    common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
+    common_pb2.PRIORITY_BATCH: Priority.BATCH,
+    common_pb2.PRIORITY_STANDARD: Priority.STANDARD,
+    common_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+}
+_PRIORITIES_OUT: Final = {
+    Priority.BATCH: common_pb2.PRIORITY_BATCH,
+    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
+    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
+}
+_ROLES: Final = {pb.KEY_ROLE_TENANT: KeyRole.TENANT, pb.KEY_ROLE_ADMIN: KeyRole.ADMIN}
+_ROLES_OUT: Final = {KeyRole.TENANT: pb.KEY_ROLE_TENANT, KeyRole.ADMIN: pb.KEY_ROLE_ADMIN}
+_STATES_OUT: Final = {
+    VersionState.FETCHING: worker_pb2.VERSION_STATE_FETCHING,
+    VersionState.LOADING: worker_pb2.VERSION_STATE_LOADING,
+    VersionState.READY: worker_pb2.VERSION_STATE_READY,
+    VersionState.DRAINING: worker_pb2.VERSION_STATE_DRAINING,
+    VersionState.RESTARTING: worker_pb2.VERSION_STATE_RESTARTING,
+    VersionState.FAILED: worker_pb2.VERSION_STATE_FAILED,
+}
+
+
+def tenant_from_proto(message: pb.Tenant) -> Tenant:
+    return Tenant(
+        meta=_meta_from(message.metadata),
+        display_name=message.display_name,
+        requests_per_minute=message.requests_per_minute,
+        max_concurrency=message.max_concurrency,
+        tokens_per_minute=message.tokens_per_minute,
+        weight=message.weight or 1.0,
+        max_priority=_PRIORITIES[message.max_priority],
+        disabled=message.disabled,
+    )
+
+
+def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
+    return pb.Tenant(
+        metadata=_meta_to(tenant.meta, etag),
+        display_name=tenant.display_name,
+        requests_per_minute=tenant.requests_per_minute,
+        max_concurrency=tenant.max_concurrency,
+        tokens_per_minute=tenant.tokens_per_minute,
+        weight=tenant.weight,
+        max_priority=_PRIORITIES_OUT[tenant.max_priority],
+        disabled=tenant.disabled,
+    )
+
+
+def key_from_proto(message: pb.Key) -> ApiKey:
+    """Return a key without its hash. Raises InvalidInput for a key without a role."""
+    if message.role not in _ROLES:
+        raise InvalidInput("a key needs a role: tenant or admin", field="key.role")
+    return ApiKey(
+        meta=_meta_from(message.metadata),
+        role=_ROLES[message.role],
+        secret_hash="",
+        tenant=message.tenant,
+        models=tuple(message.models),
+        expire_unix_s=_seconds(message.expire_time) if message.HasField("expire_time") else 0.0,
+    )
+
+
+def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
+    """Return a key as operators see it: neither secret nor hash."""
+    return pb.Key(
+        metadata=_meta_to(key.meta, etag),
+        role=_ROLES_OUT[key.role],
+        tenant=key.tenant,
+        expire_time=_timestamp(key.expire_unix_s) if key.expire_unix_s else None,
+        models=key.models,
+    )
+
+
+def deployment_from_proto(message: pb.Deployment) -> Deployment:
+    """Return what was asked for; ``version_digest`` is empty until the version is resolved."""
+    return Deployment(
+        meta=_meta_from(message.metadata),
+        model=message.model,
+        version=message.version,
+        version_digest="",
+        replicas=message.replicas,
+        node_selector=dict(message.node_selector),
+        priority=_PRIORITIES[message.priority],
+        executor=message.executor or "torch",
+    )
+
+
+def deployment_to_proto(
+    deployment: Deployment, etag: str, status: pb.DeploymentStatus | None = None
+) -> pb.Deployment:
+    return pb.Deployment(
+        metadata=_meta_to(deployment.meta, etag),
+        model=deployment.model,
+        version=deployment.version,
+        replicas=deployment.replicas,
+        node_selector=deployment.node_selector,
+        priority=_PRIORITIES_OUT[deployment.priority],
+        version_digest=deployment.version_digest,
+        status=status,
+        executor=deployment.executor,
+    )
+
+
+def replica_to_proto(worker_id: str, loaded: LoadedVersion | None) -> pb.ReplicaStatus:
+    """Return one replica; a worker that has not spoken of it yet leaves its state unspecified."""
+    if loaded is None:
+        return pb.ReplicaStatus(worker_id=worker_id, message="assigned")
+    return pb.ReplicaStatus(
+        worker_id=worker_id,
+        state=_STATES_OUT[loaded.state],
+        message=loaded.message,
+        progress_ratio=loaded.progress_ratio,
+    )
+
+
+def node_to_proto(node: Node, etag: str, worker: Worker | None, incarnation: int) -> pb.Node:
+    """Return a node; one whose worker is not alive has no address and no versions."""
+    found = pb.Node(
+        metadata=pb.Metadata(name=node.worker_id, etag=etag),
+        incarnation=incarnation,
+        cordoned=node.cordoned,
+        draining=node.draining,
+    )
+    if worker is not None:
+        found.metadata.labels.update(worker.labels)
+        found.address = worker.address
+        found.draining = node.draining or worker.draining
+        found.device = worker.device
+        found.memory_bytes = worker.memory_bytes
+        found.zone = worker.zone
+        found.versions.extend(_loaded_to(loaded) for loaded in worker.versions)
+    return found
+
+
+def _loaded_to(loaded: LoadedVersion) -> worker_pb2.LoadedVersion:
+    return worker_pb2.LoadedVersion(
+        deployment=loaded.deployment,
+        model=loaded.model,
+        version_digest=loaded.version_digest,
+        state=_STATES_OUT[loaded.state],
+        message=loaded.message,
+        progress_ratio=loaded.progress_ratio,
+        kv_blocks_total=loaded.kv_blocks_total,
+        engine_restarts=loaded.engine_restarts,
+    )
+
+
+def _meta_from(message: pb.Metadata) -> Meta:
+    return Meta(message.name, dict(message.labels))
+
+
+def _meta_to(meta: Meta, etag: str) -> pb.Metadata:
+    return pb.Metadata(
+        name=meta.name,
+        etag=etag,
+        create_time=_timestamp(meta.create_unix_s),
+        update_time=_timestamp(meta.update_unix_s),
+        labels=meta.labels,
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    found = Timestamp()
+    found.FromMicroseconds(round(unix_s * 1_000_000))
+    return found
+
+
+def _seconds(timestamp: Timestamp) -> float:
+    return timestamp.seconds + timestamp.nanos / 1e9

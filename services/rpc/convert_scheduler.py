@@ -1,0 +1,252 @@
+"""Placements and reports between the wire and the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from fairway.v1 import common_pb2, scheduler_pb2
+from services.core.errors import FairwayError, InvalidInput
+from services.core.fleet import (
+    Granted,
+    LiveSequence,
+    Outcome,
+    PlacementFrame,
+    PoolSnapshot,
+    Refused,
+    ReportSnapshot,
+    TenantTokens,
+)
+from services.core.generation import Grant, PlaceSpec
+from services.core.records import Priority
+from services.rpc.status import by_reason
+
+_PRIORITY_TO_PROTO: Final = {
+    Priority.BATCH: common_pb2.PRIORITY_BATCH,
+    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
+    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
+}
+_PRIORITY_FROM_PROTO: Final = {
+    common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
+    **{number: priority for priority, number in _PRIORITY_TO_PROTO.items()},
+}
+
+
+def _ms(seconds: float) -> int:
+    return max(0, round(seconds * 1000))
+
+
+def place_to_proto(placement_id: int, spec: PlaceSpec, queue_ttl_s: float) -> scheduler_pb2.PlaceRequest:
+    """Return the request; ``queue_ttl_s`` is what is left of the spec's when it is sent again."""
+    return scheduler_pb2.PlaceRequest(
+        placement_id=placement_id,
+        request_id=spec.request_id,
+        choice=spec.choice,
+        tenant_id=spec.tenant_id,
+        priority=_PRIORITY_TO_PROTO[spec.priority],
+        model=spec.model,
+        version_digest=spec.version_digest,
+        route_revision=spec.route_revision,
+        prompt_tokens=spec.prompt_tokens,
+        max_output_tokens=spec.max_output_tokens,
+        arrival_unix_us=spec.arrival_unix_us,
+        queue_ttl_ms=_ms(queue_ttl_s),
+        excluded_workers=spec.excluded_workers,
+        ticket=spec.ticket,
+    )
+
+
+def place_from_proto(message: scheduler_pb2.PlaceRequest) -> tuple[int, PlaceSpec]:
+    return message.placement_id, PlaceSpec(
+        request_id=message.request_id,
+        choice=message.choice,
+        tenant_id=message.tenant_id,
+        priority=_PRIORITY_FROM_PROTO[message.priority],
+        model=message.model,
+        version_digest=message.version_digest,
+        route_revision=message.route_revision,
+        prompt_tokens=message.prompt_tokens,
+        max_output_tokens=message.max_output_tokens,
+        arrival_unix_us=message.arrival_unix_us,
+        queue_ttl_s=message.queue_ttl_ms / 1000,
+        ticket=message.ticket,
+        excluded_workers=tuple(message.excluded_workers),
+    )
+
+
+def connect_request(
+    places: Iterable[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]
+) -> scheduler_pb2.ConnectRequest:
+    """Return one message of (placement id, spec, queue time left) and withdrawn placement ids."""
+    request = scheduler_pb2.ConnectRequest(places=[place_to_proto(*place) for place in places])
+    if cancelled:
+        request.cancel.placement_ids.extend(cancelled)
+    return request
+
+
+def grant_to_proto(placement_id: int, grant: Grant) -> scheduler_pb2.Grant:
+    return scheduler_pb2.Grant(
+        placement_id=placement_id,
+        worker_id=grant.worker_id,
+        incarnation=grant.incarnation,
+        epoch=grant.epoch,
+        sequence=grant.sequence,
+        kv_blocks=grant.kv_blocks,
+        ttl_ms=_ms(grant.ttl_s),
+        version_digest=grant.version_digest,
+        address=grant.address,
+        route_revision=grant.route_revision,
+    )
+
+
+def grant_from_proto(message: scheduler_pb2.Grant) -> Grant:
+    return Grant(
+        worker_id=message.worker_id,
+        address=message.address,
+        incarnation=message.incarnation,
+        epoch=message.epoch,
+        sequence=message.sequence,
+        kv_blocks=message.kv_blocks,
+        ttl_s=message.ttl_ms / 1000,
+        version_digest=message.version_digest,
+        route_revision=message.route_revision,
+    )
+
+
+def leadership(epoch: int, leader_id: str) -> scheduler_pb2.Leadership:
+    return scheduler_pb2.Leadership(epoch=epoch, leader_id=leader_id)
+
+
+def frame_to_proto(outcomes: Iterable[Outcome]) -> scheduler_pb2.ConnectResponse:
+    grants: list[scheduler_pb2.Grant] = []
+    refusals: list[scheduler_pb2.Refusal] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Granted):
+            grants.append(grant_to_proto(outcome.placement_id, outcome.grant))
+        else:
+            refusals.append(_refusal_to_proto(outcome.placement_id, outcome.error))
+    return scheduler_pb2.ConnectResponse(grants=grants, refusals=refusals)
+
+
+def frame_from_proto(message: scheduler_pb2.ConnectResponse, epoch: int) -> PlacementFrame:
+    """Return what ended; ``epoch`` is the stream's, for messages without a leadership of their own."""
+    granted = [Granted(found.placement_id, grant_from_proto(found)) for found in message.grants]
+    refused = [Refused(found.placement_id, _error_of(found)) for found in message.refusals]
+    heard = message.leadership.epoch if message.HasField("leadership") else epoch
+    return PlacementFrame(heard, (*granted, *refused))
+
+
+def _refusal_to_proto(placement_id: int, error: FairwayError) -> scheduler_pb2.Refusal:
+    return scheduler_pb2.Refusal(
+        placement_id=placement_id,
+        reason=error.reason,
+        message=error.message,
+        retry_after_ms=0 if error.retry_after_s is None else max(1, _ms(error.retry_after_s)),
+    )
+
+
+def _error_of(message: scheduler_pb2.Refusal) -> FairwayError:
+    retry_after_s = message.retry_after_ms / 1000 if message.retry_after_ms else None
+    return by_reason(message.reason, message.message, retry_after_s=retry_after_s)
+
+
+def report_to_proto(snapshot: ReportSnapshot, number: int, *, full: bool) -> scheduler_pb2.ReportRequest:
+    """Return the report. ``full``: live sequences are listed, as in the first of a stream."""
+    return scheduler_pb2.ReportRequest(
+        worker_id=snapshot.worker_id,
+        incarnation=snapshot.incarnation,
+        report=number,
+        address=snapshot.address,
+        pools=[_pool_to_proto(pool) for pool in snapshot.pools],
+        epoch=snapshot.epoch,
+        grants_seen=snapshot.grants_seen,
+        tenants=[
+            scheduler_pb2.TenantTokens(
+                tenant_id=use.tenant,
+                version_digest=use.digest,
+                prefill_tokens=use.prefill,
+                output_tokens=use.output,
+            )
+            for use in snapshot.tenants
+        ],
+        live=[_live_to_proto(sequence) for sequence in snapshot.live] if full else (),
+        draining=snapshot.draining,
+        zone=snapshot.zone,
+    )
+
+
+def report_from_proto(message: scheduler_pb2.ReportRequest) -> ReportSnapshot:
+    """Raises InvalidInput for a version that is listed twice."""
+    pools = tuple(_pool_from_proto(pool) for pool in message.pools)
+    if len({pool.digest for pool in pools}) != len(pools):
+        raise InvalidInput("pools name a version twice", field="pools")
+    return ReportSnapshot(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        address=message.address,
+        zone=message.zone,
+        draining=message.draining,
+        pools=pools,
+        epoch=message.epoch,
+        grants_seen=tuple(message.grants_seen),
+        tenants=tuple(
+            TenantTokens(use.tenant_id, use.version_digest, use.prefill_tokens, use.output_tokens)
+            for use in message.tenants
+        ),
+        live=tuple(
+            LiveSequence(
+                request_id=live.request_id,
+                choice=live.choice,
+                tenant=live.tenant_id,
+                digest=live.version_digest,
+                kv_blocks=live.kv_blocks,
+                priority=_PRIORITY_FROM_PROTO[live.priority],
+            )
+            for live in message.live
+        ),
+    )
+
+
+def _pool_to_proto(pool: PoolSnapshot) -> scheduler_pb2.PoolReport:
+    return scheduler_pb2.PoolReport(
+        version_digest=pool.digest,
+        kv_blocks_total=pool.kv_blocks_total,
+        kv_blocks_reserved=pool.kv_blocks_reserved,
+        block_size=pool.block_size,
+        running=pool.running,
+        waiting=pool.waiting,
+        max_sequences=pool.max_sequences,
+        max_model_len=pool.max_model_len,
+        queued_prefill_tokens=pool.queued_prefill_tokens,
+        ready=pool.ready,
+        steps=pool.steps,
+        step_seconds=pool.step_seconds,
+    )
+
+
+def _pool_from_proto(message: scheduler_pb2.PoolReport) -> PoolSnapshot:
+    return PoolSnapshot(
+        digest=message.version_digest,
+        kv_blocks_total=message.kv_blocks_total,
+        kv_blocks_reserved=message.kv_blocks_reserved,
+        block_size=message.block_size,
+        running=message.running,
+        waiting=message.waiting,
+        max_sequences=message.max_sequences,
+        max_model_len=message.max_model_len,
+        queued_prefill_tokens=message.queued_prefill_tokens,
+        ready=message.ready,
+        steps=message.steps,
+        step_seconds=message.step_seconds,
+    )
+
+
+def _live_to_proto(sequence: LiveSequence) -> scheduler_pb2.LiveSequence:
+    return scheduler_pb2.LiveSequence(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        tenant_id=sequence.tenant,
+        version_digest=sequence.digest,
+        kv_blocks=sequence.kv_blocks,
+        priority=_PRIORITY_TO_PROTO[sequence.priority],
+    )

@@ -1,0 +1,139 @@
+"""SchedulerService over gRPC: thin streams over the service. One writer per stream, the handler itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.core.errors import FairwayError, InvalidInput, first_of
+from services.ports.clock import Clock
+from services.rpc.convert_scheduler import frame_to_proto, leadership, place_from_proto, report_from_proto
+from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_HELLO_S: Final = 10.0
+_ANSWER_S: Final = 0.05  # reports of one worker within this share an answer
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    def __init__(
+        self, service: SchedulerService, clock: Clock, *, leader_id: str, heartbeat_s: float = 1.0
+    ) -> None:
+        self._service = service
+        self._clock = clock
+        self._leader_id = leader_id
+        self._heartbeat_s = heartbeat_s
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: Context
+    ) -> None:
+        hello = await _hello(request_iterator)
+        woken = asyncio.Event()
+        stream = self._service.open(hello, woken.set)
+        try:
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(_read_places(request_iterator, stream))
+                reading.add_done_callback(lambda _: woken.set())
+                await self._write_outcomes(stream, reading, woken, context)
+        except* FairwayError as failures:
+            raise first_of(failures) from None
+        finally:
+            stream.close()
+
+    async def Report(
+        self, request_iterator: AsyncIterator[scheduler_pb2.ReportRequest], context: Context
+    ) -> None:
+        woken = asyncio.Event()
+        stream = self._service.open_report(woken.set)
+        try:
+            async with asyncio.TaskGroup() as group:
+                # Leadership goes out before the first report is read: the order of a worker's streams
+                # is the order in which they were opened here.
+                await context.write(self._heard(stream.epoch))
+                reading = group.create_task(_read_reports(request_iterator, stream))
+                reading.add_done_callback(lambda _: woken.set())
+                await self._write_answers(stream, reading, woken, context)
+        except* FairwayError as failures:
+            raise first_of(failures) from None
+        finally:
+            stream.close()
+
+    async def _write_outcomes(
+        self, stream: GatewayStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
+    ) -> None:
+        """Write leadership, then outcomes and heartbeats until the gateway closed its side."""
+        beat = scheduler_pb2.ConnectResponse(leadership=leadership(stream.epoch, self._leader_id))
+        await context.write(beat)
+        beat_s = self._clock.monotonic_s()
+        while not reading.done():
+            due_s = beat_s + self._heartbeat_s - self._clock.monotonic_s()
+            if due_s <= 0:
+                await context.write(beat)
+                beat_s = self._clock.monotonic_s()
+                continue
+            await _wait(woken, due_s)
+            while (frame := stream.take()) is not None:
+                await context.write(frame_to_proto(frame.outcomes))
+
+    async def _write_answers(
+        self, stream: ReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
+    ) -> None:
+        """Answer reports, several at once, and beat, until the worker closed its side."""
+        answered = 0
+        while not reading.done():
+            await _wait(woken, self._heartbeat_s)
+            answered = stream.take() or answered
+            await context.write(self._heard(stream.epoch, answered))
+            await self._clock.sleep(_ANSWER_S)
+
+    def _heard(self, epoch: int, report: int = 0) -> scheduler_pb2.ReportResponse:
+        return scheduler_pb2.ReportResponse(leadership=leadership(epoch, self._leader_id), report=report)
+
+
+async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
+    """Return who connects. Raises InvalidInput when the first message does not say so in time."""
+    try:
+        async with asyncio.timeout(_HELLO_S):
+            first = await anext(requests)
+    except (StopAsyncIteration, TimeoutError):
+        raise InvalidInput("a gateway says hello first", field="hello") from None
+    if not first.HasField("hello") or first.places or first.HasField("cancel"):
+        raise InvalidInput("a gateway says hello first, and nothing else", field="hello")
+    return first.hello.gateway_id
+
+
+async def _read_places(
+    requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayStream
+) -> None:
+    async for message in requests:
+        if message.HasField("hello"):
+            raise InvalidInput("a gateway says hello once", field="hello")
+        if message.places:
+            stream.submit([place_from_proto(place) for place in message.places])
+        if message.HasField("cancel"):
+            stream.cancel(message.cancel.placement_ids)
+
+
+async def _read_reports(
+    requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: ReportStream
+) -> None:
+    expected = 1
+    async for message in requests:
+        if message.report != expected:
+            raise InvalidInput(f"report {message.report} came where {expected} was due", field="report")
+        expected += 1
+        stream.report(message.report, report_from_proto(message))
+
+
+async def _wait(woken: asyncio.Event, timeout_s: float) -> None:
+    """Return when woken or after ``timeout_s``; the event is clear then, what it told of is still there."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await woken.wait()
+    woken.clear()

@@ -1,0 +1,293 @@
+"""The worker agent: registered under a lease, it runs what it is assigned and says how that goes.
+
+One reconcile loop, level-triggered: it reads the assignment and its slots, asks the pure plan what to do,
+and starts it. Everything that takes time runs in the slots' own tasks and wakes the loop when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from services.core.fleet import ReportSnapshot
+from services.core.records import (
+    ASSIGNMENTS,
+    WORKERS,
+    Assignment,
+    LoadedVersion,
+    VersionState,
+    Worker,
+    dump,
+    load,
+)
+from services.ports.clock import Clock
+from services.ports.store import Entry, Store
+from services.runtime.informer import Informer
+from services.runtime.registration import Registration
+from services.runtime.supervisor import Supervisor
+from services.worker.host import SequenceHost
+from services.worker.memory_ledger import MemoryLedger
+from services.worker.policy.lifecycle import Discard, Drain, Fetch, Load, Phase, Undrain, plan, wanted
+from services.worker.report import take_snapshot
+from services.worker.version_slot import EngineSettings, ModelSource, SlotContext, VersionSlot
+
+log = structlog.get_logger()
+
+SWEEP_S: Final = 0.05
+RECONCILE_S: Final = 0.5  # at the latest; a change wakes it at once
+PUBLISH_S: Final = 0.1  # several changes within it are one write
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this worker is. ``memory_bytes`` is what its device may give to engines."""
+
+    worker_id: str
+    address: str
+    zone: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    memory_bytes: int = 2 * 1024**3
+    lease_ttl_s: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """A published version with its engine's live numbers."""
+
+    record: LoadedVersion
+    kv_blocks_reserved: int = 0
+    kv_blocks_used: int = 0
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    engine_pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    worker_id: str
+    incarnation: int
+    draining: bool
+    versions: tuple[VersionStatus, ...]
+
+
+class WorkerAgent:
+    """Owner of the worker's slots. ``run`` until cancelled, then ``close``."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        settings: EngineSettings,
+        host: SequenceHost,
+        store: Store,
+        files: ModelSource,
+        clock: Clock,
+        supervisor: Supervisor,
+    ) -> None:
+        self._identity = identity
+        self._host = host
+        self._clock = clock
+        self._supervisor = supervisor
+        self._ledger = MemoryLedger(identity.memory_bytes)
+        self._slots: dict[str, VersionSlot] = {}
+        self._assigned = Assignment(identity.worker_id)
+        self._woken = asyncio.Event()
+        self._context = SlotContext(settings, host, self._ledger, files, clock, supervisor, self._wake)
+        self._key = ASSIGNMENTS + identity.worker_id
+        self._assignments: Informer[Assignment] = Informer(
+            store, self._key, _assignment, clock, on_change=lambda _key, _record: self._wake()
+        )
+        self._registration = Registration(
+            store,
+            WORKERS + identity.worker_id,
+            dump(self._record()),
+            clock,
+            ttl_s=identity.lease_ttl_s,
+        )
+
+    async def run(self) -> None:
+        """Register, reconcile and sweep until cancelled; the registration is given back then."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._assignments.run())
+            group.create_task(self._registration.run())
+            group.create_task(self._reconcile_forever())
+            group.create_task(self._publish_forever())
+            group.create_task(self._sweep_forever())
+
+    async def close(self) -> None:
+        """Return once every engine process is gone. Sequences that still run end with ENGINE_LOST."""
+        await asyncio.gather(*(slot.stop() for slot in self._slots.values()), return_exceptions=True)
+        self._host.check_integrity()
+
+    async def wait_registered(self, timeout_s: float) -> int:
+        """Return the incarnation once the worker is registered. Raises StoreUnavailable."""
+        incarnation = await self._registration.wait_registered(timeout_s)
+        self._follow_incarnation()
+        return incarnation
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new sequences from now on; return how many still ran when ``timeout_s`` had passed."""
+        self._host.draining = True
+        self._host.note_change()
+        self._wake()
+        deadline_s = self._clock.monotonic_s() + timeout_s
+        while self._host.running and self._clock.monotonic_s() < deadline_s:
+            await self._clock.sleep(SWEEP_S)
+        log.info("worker.drained", remaining=self._host.running)
+        return self._host.running
+
+    def status(self) -> WorkerStatus:
+        """Return what is loaded, and how it fares, as of now."""
+        return WorkerStatus(
+            worker_id=self._identity.worker_id,
+            incarnation=self._host.grants.incarnation,
+            draining=self._host.draining,
+            versions=tuple(self._status_of(record) for record in self._records()),
+        )
+
+    def take_snapshot(self) -> ReportSnapshot:
+        """Return the report for the scheduler; the deltas in it are the caller's from now on."""
+        identity = self._identity
+        return take_snapshot(
+            self._host, worker_id=identity.worker_id, address=identity.address, zone=identity.zone
+        )
+
+    def hear_leader(self, epoch: int) -> None:
+        """Grants of older leaders are refused from now on."""
+        self._host.grants.hear_leader(epoch)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when memory or KV books are wrong."""
+        self._ledger.check_integrity()
+        self._host.check_integrity()
+
+    # --- loops ----------------------------------------------------------------------------------
+
+    async def _reconcile_forever(self) -> None:
+        while True:
+            self._woken.clear()
+            if self._assignments.synced:  # before, nothing is known of what is wanted
+                self._reconcile()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECONCILE_S):
+                    await self._woken.wait()
+
+    def _reconcile(self) -> None:
+        entry = self._assignments.view.get(self._key)
+        self._assigned = Assignment(self._identity.worker_id) if entry is None else entry.record
+        for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
+            del self._slots[digest]
+        observed = [slot.observed() for slot in self._slots.values()]
+        for action in plan(wanted(self._assigned.versions), observed, self._clock.monotonic_s()):
+            log.info("version.planned", action=type(action).__name__, digest=_digest(action))
+            match action:
+                case Fetch(version):
+                    slot = self._slots.setdefault(
+                        version.version_digest, VersionSlot(version, self._context)
+                    )
+                    slot.fetch()
+                case Load(digest):
+                    self._slots[digest].load()
+                case Drain(digest):
+                    self._slots[digest].drain()
+                case Undrain(digest):
+                    self._slots[digest].undrain()
+                case Discard(digest):
+                    self._slots[digest].discard()
+
+    async def _publish_forever(self) -> None:
+        """Write the public record when it changed, and follow the registration's incarnation."""
+        published = self._record()
+        while True:
+            self._follow_incarnation()
+            record = self._record()
+            if record != published:
+                self._registration.update(dump(record))
+                published = record
+            await self._clock.sleep(PUBLISH_S)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            self._host.sweep(self._clock.monotonic_s())
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._woken.set()
+
+    def _follow_incarnation(self) -> None:
+        """A new registration is a new life. While etcd is away the last one goes on: etcd's absence
+        stops nobody from serving."""
+        incarnation = self._registration.incarnation
+        if incarnation is not None and incarnation != self._host.grants.incarnation:
+            self._host.grants.registered(incarnation)
+            self._host.note_change()
+            log.info("worker.registered", worker_id=self._identity.worker_id, incarnation=incarnation)
+
+    def _record(self) -> Worker:
+        identity = self._identity
+        return Worker(
+            worker_id=identity.worker_id,
+            address=identity.address,
+            zone=identity.zone,
+            labels=identity.labels,
+            device=identity.device,
+            memory_bytes=identity.memory_bytes,
+            draining=self._host.draining,
+            versions=self._records(),
+        )
+
+    def _records(self) -> tuple[LoadedVersion, ...]:
+        """One per assigned deployment, and one per version that is on its way out."""
+        records: list[LoadedVersion] = []
+        for assigned in self._assigned.versions:
+            slot = self._slots.get(assigned.version_digest)
+            if slot is None:
+                continue
+            record = slot.record(assigned.deployment)
+            if assigned.executor != slot.version.executor and slot.phase is not Phase.STOPPING:
+                record = LoadedVersion(
+                    assigned.deployment,
+                    assigned.model,
+                    assigned.version_digest,
+                    VersionState.FAILED,
+                    f"another deployment runs this version with executor {slot.version.executor}",
+                )
+            records.append(record)
+        assigned_digests = {assigned.version_digest for assigned in self._assigned.versions}
+        records += [
+            slot.record(slot.version.deployment)
+            for digest, slot in self._slots.items()
+            if digest not in assigned_digests
+        ]
+        return tuple(records)
+
+    def _status_of(self, record: LoadedVersion) -> VersionStatus:
+        slot = self._slots[record.version_digest]
+        table = slot.table
+        if table is None:
+            return VersionStatus(record, engine_pid=slot.engine_pid)
+        return VersionStatus(
+            record,
+            kv_blocks_reserved=table.reserved,
+            kv_blocks_used=table.stats.kv_blocks_used,
+            running=len(table) - table.waiting,
+            waiting=table.waiting,
+            steps=table.stats.steps,
+            engine_pid=slot.engine_pid,
+        )
+
+
+def _assignment(entry: Entry) -> Assignment:
+    return load(entry.value, Assignment)
+
+
+def _digest(action: Fetch | Load | Drain | Undrain | Discard) -> str:
+    return action.version.version_digest if isinstance(action, Fetch) else action.version_digest

@@ -1,0 +1,85 @@
+"""The one ledger of a device's memory: what each engine process may use for weights and KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.errors import DoesNotFit
+
+SLAB_BYTES: Final = 16 * 1024 * 1024  # a KV budget below what was wished is a multiple of it
+MIN_KV_BYTES: Final = SLAB_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrant:
+    """What one engine may use, bytes."""
+
+    owner: str
+    weight_bytes: int
+    kv_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+class MemoryLedger:
+    """The sum of the grants never exceeds ``total_bytes``."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._grants: dict[str, MemoryGrant] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        return self._total - sum(grant.bytes for grant in self._grants.values())
+
+    def grant(
+        self, owner: str, *, weight_bytes: int, kv_bytes: int, min_kv_bytes: int = MIN_KV_BYTES
+    ) -> MemoryGrant:
+        """Give an owner its weights whole and its KV pool whole, or what is left in slabs.
+
+        Raises DoesNotFit, which says who holds what, when less than ``min_kv_bytes`` would be left.
+        """
+        assert owner not in self._grants, "an owner has one grant"
+        free = self.free_bytes
+        room = free - weight_bytes
+        budget = kv_bytes if kv_bytes <= room else room // SLAB_BYTES * SLAB_BYTES
+        if budget < min(min_kv_bytes, kv_bytes):
+            raise self._refusal(owner, weight_bytes, min(min_kv_bytes, kv_bytes), free)
+        grant = MemoryGrant(owner, weight_bytes, budget)
+        self._grants[owner] = grant
+        return grant
+
+    def settle(self, owner: str, *, weight_bytes: int, kv_bytes: int) -> MemoryGrant:
+        """Replace an owner's grant by what its engine really took. Raises DoesNotFit and keeps the grant."""
+        before = self._grants[owner]
+        grant = MemoryGrant(owner, weight_bytes, kv_bytes)
+        if grant.bytes > before.bytes + self.free_bytes:
+            raise self._refusal(owner, weight_bytes, kv_bytes, before.bytes + self.free_bytes)
+        self._grants[owner] = grant
+        return grant
+
+    def release(self, owner: str) -> None:
+        """Give an owner's memory back; one without a grant is no error."""
+        self._grants.pop(owner, None)
+
+    def check_integrity(self) -> None:
+        assert self.free_bytes >= 0, "more memory was granted than there is"
+
+    def _refusal(self, owner: str, weight_bytes: int, kv_bytes: int, free_bytes: int) -> DoesNotFit:
+        others = ", ".join(
+            f"{name} holds {_mib(grant.bytes)}" for name, grant in self._grants.items() if name != owner
+        )
+        return DoesNotFit(
+            f"{owner} needs {_mib(weight_bytes)} for weights and at least {_mib(kv_bytes)} for KV; "
+            f"{_mib(free_bytes)} of {_mib(self._total)} are free" + (f" ({others})" if others else ""),
+            needed_bytes=weight_bytes + kv_bytes,
+            free_bytes=free_bytes,
+            total_bytes=self._total,
+        )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"

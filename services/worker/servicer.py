@@ -1,0 +1,130 @@
+"""The worker's RPCs: one muxed stream per gateway, and what operators ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable
+from typing import Any, Final, Protocol
+
+import structlog
+
+from fairway.v1 import worker_pb2, worker_pb2_grpc
+from services.core.generation import StartSpec
+from services.ports.clock import Clock
+from services.rpc.convert_worker import frame_to_proto, start_from_proto, version_to_proto
+from services.worker.agent import WorkerStatus
+from services.worker.host import GatewayStream, SequenceHost
+
+log = structlog.get_logger()
+HEARTBEAT_S: Final = 1.0
+HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
+
+
+class Worker(Protocol):
+    """What the agent offers to operators."""
+
+    def status(self) -> WorkerStatus: ...
+
+    async def drain(self, timeout_s: float) -> int: ...
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, host: SequenceHost, worker: Worker, clock: Clock) -> None:
+        self._host = host
+        self._worker = worker
+        self._clock = clock
+
+    async def Execute(  # type: ignore[override]  # the stubs know generators only
+        self, request_iterator: AsyncIterable[worker_pb2.ExecuteRequest], context: Any
+    ) -> None:
+        """Run the gateway's sequences until it ends the stream; what still runs then is cancelled."""
+        wake = asyncio.Event()
+        stream = self._host.open(wake.set)
+        try:
+            async with asyncio.TaskGroup() as group:
+                writer = _Writer(stream, wake, context)
+                tasks = (
+                    group.create_task(writer.run()),
+                    group.create_task(writer.beat(self._clock)),
+                )
+                async for request in request_iterator:
+                    apply(request, stream)
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # one of them ended the stream; the rest were cancelled
+        finally:
+            stream.close()
+
+    async def GetWorker(
+        self, request: worker_pb2.GetWorkerRequest, context: Any
+    ) -> worker_pb2.GetWorkerResponse:
+        return status_to_proto(self._worker.status())
+
+    async def DrainWorker(
+        self, request: worker_pb2.DrainWorkerRequest, context: Any
+    ) -> worker_pb2.DrainWorkerResponse:
+        timeout = request.timeout
+        remaining = await self._worker.drain(timeout.seconds + timeout.nanos / 1e9)
+        return worker_pb2.DrainWorkerResponse(remaining=remaining)
+
+
+def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
+    """Carry out one message: cancels first, since they make room for its starts."""
+    if request.cancels:
+        stream.cancel(request.cancels)
+    for start in request.starts:
+        spec = start_from_proto(start)
+        if isinstance(spec, StartSpec):
+            stream.start(start.handle, spec)
+        else:
+            stream.refuse(start.handle, spec)
+    if request.credit.handles:
+        stream.credit(request.credit.handles, request.credit.tokens)
+
+
+class _Writer:
+    """The one task that writes to the stream; what happened since its last write goes into one message."""
+
+    def __init__(self, stream: GatewayStream, wake: asyncio.Event, context: Any) -> None:
+        self._stream = stream
+        self._wake = wake
+        self._context = context
+        self._silent = False
+        self._beat_due = False
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (frame := self._stream.take()) is not None:
+                self._silent = False
+                await self._context.write(frame_to_proto(frame))
+            if self._beat_due:
+                self._beat_due = False
+                await self._context.write(HEARTBEAT)
+
+    async def beat(self, clock: Clock) -> None:
+        """Have a heartbeat written after each second without anything else."""
+        while True:
+            self._silent = True
+            await clock.sleep(HEARTBEAT_S)
+            if self._silent:
+                self._beat_due = True
+                self._wake.set()
+
+
+def status_to_proto(status: WorkerStatus) -> worker_pb2.GetWorkerResponse:
+    response = worker_pb2.GetWorkerResponse(
+        worker_id=status.worker_id, incarnation=status.incarnation, draining=status.draining
+    )
+    for version in status.versions:
+        message = version_to_proto(version.record)
+        message.kv_blocks_reserved = version.kv_blocks_reserved
+        message.kv_blocks_used = version.kv_blocks_used
+        message.running = version.running
+        message.waiting = version.waiting
+        message.steps = version.steps
+        message.engine_pid = version.engine_pid
+        response.versions.append(message)
+    return response

@@ -1,0 +1,389 @@
+"""One assigned version on this worker: its files, its engine process, its sequences."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+import structlog
+
+from services.core.errors import DoesNotFit, FairwayError, IntegrityError, NotFound, Unavailable
+from services.core.records import AssignedVersion, LoadedVersion, VersionState
+from services.ports.clock import Clock
+from services.runtime.supervisor import Supervisor
+from services.worker.detokenizer import Vocabulary, load_vocabulary
+from services.worker.engine_process import (
+    Crashed,
+    EngineEvents,
+    EngineExit,
+    EngineProcess,
+    EngineTimeouts,
+    LoadRefused,
+)
+from services.worker.engine_protocol import EngineConfig, Heartbeat, Progress, Ready, Stepped
+from services.worker.host import SequenceHost
+from services.worker.memory_ledger import MemoryLedger
+from services.worker.policy.lifecycle import Phase, Slot, backoff_s
+from services.worker.sequences import PoolLimits, SequenceTable
+from services.worker.weight_size import weight_bytes
+
+log = structlog.get_logger()
+
+CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes anew
+MEMORY_RETRY_S: Final = 2.0
+PROGRESS_STEP: Final = 0.05
+
+
+class ModelSource(Protocol):
+    """Where the files of a version come from; see ``adapters/model_files.py``."""
+
+    def fetch(
+        self,
+        model: str,
+        digest: str,
+        *,
+        only: Callable[[str], bool] | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> Awaitable[Path]: ...
+
+    def pin(self, folder: Path) -> None: ...
+
+    def unpin(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How engines of this worker are started. Sizes in bytes, times in seconds."""
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 0
+    block_size: int = 16
+    kv_memory_bytes: int = 256 * 1024 * 1024
+    token_budget: int = 512
+    max_sequences: int = 64
+    null_step_s: float = 0.0
+    slow_reader_s: float = 30.0
+    drain_s: float = 30.0
+    crash_backoff_first_s: float = 0.5
+    crash_backoff_most_s: float = 30.0
+    failed_backoff_first_s: float = 30.0
+    failed_backoff_most_s: float = 600.0
+    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContext:
+    """What the slots of a worker share. ``woke`` is called when a slot changed."""
+
+    settings: EngineSettings
+    host: SequenceHost
+    ledger: MemoryLedger
+    files: ModelSource
+    clock: Clock
+    supervisor: Supervisor
+    woke: Callable[[], None]
+
+
+class VersionSlot:
+    """State machine of one version. Actions start work and return; its end is a new phase and ``woke``."""
+
+    def __init__(self, version: AssignedVersion, context: SlotContext) -> None:
+        self.version = version
+        self.phase = Phase.FETCHING
+        self.message = ""
+        self.progress_ratio = 0.0
+        self.restarts = 0
+        self.table: SequenceTable | None = None
+        self.gone = False
+        self._failed = False  # BROKEN for a reason that a restart does not heal
+        self._context = context
+        self._failures = 0
+        self._too_large = ""  # why an engine that had loaded was stopped at once
+        self._retry_at_s = 0.0
+        self._drain_until_s = 0.0
+        self._ready_s = 0.0
+        self._folder: Path | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._engine: EngineProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def digest(self) -> str:
+        return self.version.version_digest
+
+    @property
+    def engine_pid(self) -> int:
+        return 0 if self._engine is None else self._engine.pid
+
+    def observed(self) -> Slot:
+        return Slot(
+            version=self.version,
+            phase=self.phase,
+            running=0 if self.table is None else len(self.table),
+            has_files=self._folder is not None,
+            retry_at_s=self._retry_at_s,
+            drain_until_s=self._drain_until_s,
+        )
+
+    def record(self, deployment: str) -> LoadedVersion:
+        """Return what is published of it."""
+        limits = None if self.table is None else self.table.limits
+        return LoadedVersion(
+            deployment=deployment,
+            model=self.version.model,
+            version_digest=self.digest,
+            state=self._state(),
+            message=self.message,
+            progress_ratio=self.progress_ratio,
+            kv_blocks_total=0 if limits is None else limits.kv_blocks_total,
+            block_size=0 if limits is None else limits.block_size,
+            max_model_len=0 if limits is None else limits.max_model_len,
+            engine_restarts=self.restarts,
+        )
+
+    # --- actions --------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        self._enter(Phase.FETCHING)
+        self._task = self._context.supervisor.spawn(f"fetch-{self.digest[:19]}", self._fetch())
+
+    def load(self) -> None:
+        assert self._folder is not None, "nothing to load"
+        self._enter(Phase.LOADING, self.message if self.restarts else "")
+        self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load(self._folder))
+
+    def drain(self) -> None:
+        self._drain_until_s = self._context.clock.monotonic_s() + self._context.settings.drain_s
+        self._context.host.close_version(self.digest, True)
+        self._enter(Phase.DRAINING)
+
+    def undrain(self) -> None:
+        self._context.host.close_version(self.digest, False)
+        self._enter(Phase.READY)
+
+    def discard(self) -> None:
+        """Stop everything; ``gone`` turns true when it is done."""
+        self._enter(Phase.STOPPING)
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        self._context.supervisor.spawn(f"discard-{self.digest[:19]}", self._discard(task))
+
+    async def stop(self) -> None:
+        """Return once the engine is gone; for the end of the worker."""
+        if self._engine is not None:
+            await self._engine.stop()
+
+    # --- fetching and loading -------------------------------------------------------------------
+
+    async def _fetch(self) -> None:
+        only = _without_weights if self.version.executor == "null" else None
+        try:
+            folder = await self._context.files.fetch(
+                self.version.model, self.digest, only=only, progress=self._note_progress
+            )
+            self._context.files.pin(folder)
+        except (IntegrityError, NotFound) as error:
+            self._break(error.message, failed=True)
+        except FairwayError as error:
+            self._break(error.message, failed=not isinstance(error, Unavailable))
+        else:
+            self._folder = folder
+            self._failures = 0
+            self._enter(Phase.FETCHED)
+
+    async def _load(self, folder: Path) -> None:
+        """Start an engine; ``_on_ready`` or ``_on_exit`` say what became of it."""
+        try:
+            config = await self._config(folder)
+            if self._vocabulary is None:
+                self._vocabulary = await asyncio.to_thread(load_vocabulary, folder)
+            engine = EngineProcess(
+                config,
+                events=self._events(),
+                clock=self._context.clock,
+                supervisor=self._context.supervisor,
+                timeouts=self._context.settings.timeouts,
+            )
+            self._engine = engine
+            await engine.start()
+        except DoesNotFit as error:
+            self._break(error.message, failed=True, retry_s=MEMORY_RETRY_S)
+        except FairwayError as error:
+            self._context.ledger.release(self.digest)
+            self._break(error.message, failed=True)
+
+    async def _config(self, folder: Path) -> EngineConfig:
+        """Return the configuration, its memory granted."""
+        settings = self._context.settings
+        kv_bytes = settings.kv_memory_bytes
+        if self.version.executor != "null":  # a null engine allocates nothing
+            weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
+            grant = self._context.ledger.grant(self.digest, weight_bytes=weights, kv_bytes=kv_bytes)
+            kv_bytes = grant.kv_bytes
+        return EngineConfig(
+            socket_path="",
+            model_dir=str(folder),
+            executor="null" if self.version.executor == "null" else "torch",
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            block_size=settings.block_size,
+            kv_memory_bytes=kv_bytes,
+            token_budget=settings.token_budget,
+            max_sequences=settings.max_sequences,
+            null_step_s=settings.null_step_s,
+        )
+
+    # --- what the engine says -------------------------------------------------------------------
+
+    def _events(self) -> EngineEvents:
+        return EngineEvents(
+            on_progress=self._on_progress,
+            on_ready=self._on_ready,
+            on_stepped=self._on_stepped,
+            on_heartbeat=self._on_heartbeat,
+            on_exit=self._on_exit,
+        )
+
+    def _on_progress(self, event: Progress) -> None:
+        self._note_progress(event.done_ratio)
+
+    def _on_ready(self, event: Ready) -> None:
+        assert self._engine is not None, "ready without an engine"
+        assert self._vocabulary is not None, "ready without a vocabulary"
+        if self.phase is not Phase.LOADING:  # it is being discarded
+            return
+        if not self._settle_memory(event, self._engine):
+            return
+        self._vocabulary.cover(event.vocab_size)
+        self.table = SequenceTable(
+            self.digest,
+            limits=PoolLimits(
+                event.kv_blocks_total,
+                event.block_size,
+                event.max_model_len,
+                self._context.settings.max_sequences,
+            ),
+            vocabulary=self._vocabulary,
+            send=self._engine.send,
+            clock=self._context.clock,
+            tally=self._context.host.tally,
+            changed=self._context.host.note_change,
+            slow_reader_s=self._context.settings.slow_reader_s,
+        )
+        self._context.host.add(self.table)
+        self._ready_s = self._context.clock.monotonic_s()
+        self._failed = False
+        self._enter(Phase.READY)
+
+    def _settle_memory(self, event: Ready, engine: EngineProcess) -> bool:
+        """Book what the engine really took; stop an engine that took what is not there."""
+        if self.version.executor == "null":
+            return True
+        kv_bytes = event.kv_blocks_total * event.kv_bytes_per_block
+        try:
+            self._context.ledger.settle(self.digest, weight_bytes=event.weight_bytes, kv_bytes=kv_bytes)
+        except DoesNotFit as error:
+            self._too_large = error.message
+            self._context.supervisor.spawn(f"stop-{self.digest[:19]}", engine.stop())
+            return False
+        return True
+
+    def _on_stepped(self, event: Stepped) -> None:
+        if self.table is not None:
+            self.table.on_stepped(event)
+            if self.phase is Phase.DRAINING and not len(self.table):
+                self._context.woke()
+
+    def _on_heartbeat(self, event: Heartbeat) -> None:
+        if self.table is not None:
+            self.table.on_heartbeat(event)
+
+    def _on_exit(self, exit_: EngineExit) -> None:
+        self._engine = None
+        self._context.ledger.release(self.digest)
+        table, self.table = self.table, None
+        if table is not None:
+            self._context.host.remove(table)
+        if self.phase is Phase.STOPPING:
+            return
+        if table is not None and self._context.clock.monotonic_s() - self._ready_s > CALM_S:
+            self._failures = 0
+        match exit_:
+            case LoadRefused(reason, message):
+                self._break(f"{reason}: {message}", failed=True)
+            case Crashed(_, message):
+                self.restarts += 1
+                self._break(message, failed=False)
+            case _:
+                message, self._too_large = self._too_large, ""
+                self._break(message or "the engine was stopped", failed=bool(message))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    async def _discard(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            await asyncio.wait({task})
+        if self._engine is not None:
+            await self._engine.stop()
+        self._context.ledger.release(self.digest)
+        if self._folder is not None:
+            self._context.files.unpin(self._folder)
+            self._folder = None
+        self.gone = True
+        self._context.woke()
+
+    def _break(self, message: str, *, failed: bool, retry_s: float | None = None) -> None:
+        if self.phase is Phase.STOPPING:
+            return
+        settings = self._context.settings
+        self._failures += 1
+        self._failed = failed
+        if retry_s is None:
+            first_s, most_s = (
+                (settings.failed_backoff_first_s, settings.failed_backoff_most_s)
+                if failed
+                else (settings.crash_backoff_first_s, settings.crash_backoff_most_s)
+            )
+            retry_s = backoff_s(self._failures, first_s=first_s, most_s=most_s)
+        self._retry_at_s = self._context.clock.monotonic_s() + retry_s
+        log.warning("version.broke", digest=self.digest, reason=message, failed=failed, retry_s=retry_s)
+        self._enter(Phase.BROKEN, message)
+
+    def _enter(self, phase: Phase, message: str = "") -> None:
+        if phase is not self.phase:
+            log.info("version.changed", digest=self.digest, phase=phase, before=self.phase)
+        self.phase = phase
+        self.message = message
+        self.progress_ratio = 1.0 if phase in (Phase.READY, Phase.DRAINING) else 0.0
+        self._context.woke()
+
+    def _note_progress(self, done_ratio: float) -> None:
+        if done_ratio >= 1.0 or abs(done_ratio - self.progress_ratio) >= PROGRESS_STEP:
+            self.progress_ratio = done_ratio
+            self._context.woke()
+
+    def _state(self) -> VersionState:
+        match self.phase:
+            case Phase.FETCHING | Phase.FETCHED:
+                return VersionState.FETCHING
+            case Phase.LOADING:
+                return VersionState.RESTARTING if self.restarts else VersionState.LOADING
+            case Phase.READY:
+                return VersionState.READY
+            case Phase.DRAINING | Phase.STOPPING:
+                return VersionState.DRAINING
+            case Phase.BROKEN:
+                return VersionState.FAILED if self._failed else self._waiting_state()
+
+    def _waiting_state(self) -> VersionState:
+        return VersionState.FETCHING if self._folder is None else VersionState.RESTARTING
+
+
+def _without_weights(path: str) -> bool:
+    return not path.endswith(".safetensors")

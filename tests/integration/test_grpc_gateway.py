@@ -1,0 +1,410 @@
+"""The gRPC face over a real socket: events in order, one terminal event, nothing left when a client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+
+from fairway.v1 import inference_pb2 as pb
+from fairway.v1 import inference_pb2_grpc
+from services.adapters.memory_limiter import MemoryLimiter
+from services.core import errors
+from services.core.generation import (
+    FinishReason,
+    GenerationSpec,
+    Grant,
+    PlaceSpec,
+    Principal,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+)
+from services.core.records import KeyRole, Meta, Tenant
+from services.gateway.events import Received
+from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.gateway.servicer import InferenceServicer
+from services.ports.worker import SequenceSink
+from services.rpc.server import RpcServer, Service
+from services.rpc.status import by_reason, from_rpc_error
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+
+CLOCK = SystemClock()
+AUTH = (("authorization", "Bearer key"),)
+
+
+class Validator:
+    """Takes the prompt's length for its tokens; refuses the model "none"."""
+
+    async def resolve(self, principal: Principal, generation: pb.Generation, request_id: str) -> GenerationSpec:
+        if generation.model == "none":
+            raise errors.ModelNotFound("no model none", model="none")
+        return GenerationSpec(
+            request_id=request_id,
+            model=generation.model,
+            version_digest="sha256:x",
+            route_revision=1,
+            prompt_ids=list(range(len(generation.prompt))),
+            sampling=SamplingParams(generation.sampling.seed),
+            max_output_tokens=generation.max_output_tokens or 8,
+            choices=max(1, generation.choices),
+        )
+
+
+class Identity:
+    def tenant(self, tenant_id: str) -> Tenant:
+        return Tenant(Meta(tenant_id), max_concurrency=40)
+
+
+class Placement:
+    async def place(self, spec: PlaceSpec) -> Grant:
+        return Grant("w0", "127.0.0.1:1", 1, 1, 1, 4, 5.0, spec.version_digest)
+
+    def give_back(self, grant: Grant) -> None: ...
+
+
+@dataclass
+class Running:
+    """Emits a token every millisecond within its credit; prompts of one character never end."""
+
+    spec: StartSpec
+    sink: SequenceSink
+    credits: int
+    live: set["Running"]
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    __hash__ = object.__hash__
+
+    def credit(self, tokens: int) -> None:
+        self.credits += tokens
+        self.wake.set()
+
+    def cancel(self) -> None:
+        self.live.discard(self)
+
+    async def run(self) -> None:
+        self.sink.on_accepted()
+        limit = self.spec.generation.max_output_tokens
+        endless = len(self.spec.generation.prompt_ids) == 1
+        offset = 0
+        while self in self.live and (endless or offset < limit):
+            if offset >= self.credits:
+                self.wake.clear()
+                await self.wake.wait()
+                continue
+            self.sink.on_tokens(offset, [offset], f"{offset} ", ())
+            offset += 1
+            await asyncio.sleep(0.001)
+        if self in self.live:
+            self.live.discard(self)
+            self.sink.on_finished(SequenceEnd(FinishReason.LENGTH, output_tokens=offset))
+
+
+class Workers:
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+        self.live: set[Running] = set()
+        self.started: list[Running] = []
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> Running:
+        running = Running(spec, sink, spec.initial_credit_tokens, self.live)
+        self.live.add(running)
+        self.started.append(running)
+        self.supervisor.spawn("run", running.run())
+        return running
+
+
+@dataclass
+class Gateway:
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub
+    service: GatewayService
+    workers: Workers
+    limiter: MemoryLimiter
+
+    async def at_rest(self) -> None:
+        """Return once nothing runs and no slot is held."""
+        async with asyncio.timeout(3):
+            while self.workers.live or self.service.running or await self.limiter.concurrency("acme"):
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    supervisor = Supervisor(CLOCK)
+    workers, limiter = Workers(supervisor), MemoryLimiter(CLOCK)
+    numbers = iter(range(10**6))
+    service = GatewayService(
+        validator=Validator(),  # type: ignore[arg-type]
+        identity=Identity(),  # type: ignore[arg-type]
+        catalog=None,  # type: ignore[arg-type]
+        ports=Ports(
+            limiter=limiter,
+            placement=Placement(),
+            workers=workers,
+            clock=CLOCK,
+            supervisor=supervisor,
+            rng=Random(0),
+            sign_ticket=lambda tenant, request, expiry: b"t",
+            new_incident=lambda: "inc_1",
+            error_of=by_reason,
+        ),
+        limits=GatewayLimits(heartbeat_s=0.15, window_tokens=16),
+    )
+
+    def received() -> Received:
+        return Received(CLOCK.monotonic_s(), 1, f"req_{next(numbers)}")
+
+    server = RpcServer(
+        [
+            Service(
+                pb.DESCRIPTOR.services_by_name["InferenceService"],
+                inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                InferenceServicer(service, received, heartbeat_s=0.15),
+            )
+        ],
+        listen="127.0.0.1:0",
+        internal_token="i" * 32,
+        new_incident=lambda: "inc_2",
+        authenticate=lambda token: Principal("k", KeyRole.TENANT, "acme"),
+    )
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield Gateway(inference_pb2_grpc.InferenceServiceStub(channel), service, workers, limiter)
+    await server.stop(0)
+    await supervisor.close()
+
+
+def generation(**values: Any) -> pb.Generation:
+    return pb.Generation(**{"model": "m", "prompt": "hello", **values})
+
+
+async def test_generate_streams_in_order_and_ends_once(gateway: Gateway) -> None:
+    request = pb.GenerateRequest(generation=generation(max_output_tokens=50))
+    events = [event async for event in gateway.stub.Generate(request, metadata=AUTH)]
+    assert [e.WhichOneof("event") for e in events][0] == "accepted"
+    assert [e.WhichOneof("event") for e in events].count("finished") == 1
+    assert events[-1].HasField("finished")
+    assert [i for e in events for i in e.chunk.ids] == list(range(50))
+    assert events[-1].finished.usage.output_tokens == 50
+    clock = events[-1].finished.clock
+    assert clock.decode_us >= 45_000
+    await gateway.at_rest()
+
+
+async def test_complete_returns_the_whole_answer(gateway: Gateway) -> None:
+    request = pb.CompleteRequest(generation=generation(max_output_tokens=3, choices=2))
+    answer = await gateway.stub.Complete(request, metadata=AUTH)
+    assert [choice.text for choice in answer.choices] == ["0 1 2 ", "0 1 2 "]
+    assert answer.finished.usage.output_tokens == 6
+
+
+async def test_an_error_is_a_rich_status(gateway: Gateway) -> None:
+    request = pb.GenerateRequest(generation=generation(model="none"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [event async for event in gateway.stub.Generate(request, metadata=AUTH)]
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, errors.ModelNotFound)
+    assert error.metadata["model"] == "none"
+    assert error.metadata["request_id"].startswith("req_")
+
+
+async def test_a_client_that_goes_away_frees_everything(gateway: Gateway) -> None:
+    call = gateway.stub.Generate(pb.GenerateRequest(generation=generation(prompt="x")), metadata=AUTH)
+    async for event in call:
+        if event.HasField("chunk"):
+            break
+    assert len(gateway.workers.live) == 1
+    call.cancel()
+    await gateway.at_rest()
+
+
+async def test_a_reader_that_stops_stops_the_worker(gateway: Gateway) -> None:
+    call = gateway.stub.Generate(pb.GenerateRequest(generation=generation(prompt="x")), metadata=AUTH)
+    await call.read()
+    await asyncio.sleep(0.5)
+    # Nothing is read: the transport's buffers fill, then credit stops.
+    produced = [run.credits for run in gateway.workers.started]
+    await asyncio.sleep(0.3)
+    call.cancel()
+    await gateway.at_rest()
+    assert produced[0] >= 16
+
+
+async def test_a_silent_stream_has_heartbeats(gateway: Gateway) -> None:
+    request = pb.GenerateRequest(generation=generation(prompt="x"))
+    call = gateway.stub.Generate(request, metadata=AUTH)
+    await call.read()
+    for running in gateway.workers.started:
+        running.credits = -(10**9)  # the worker stays silent
+    kinds = []
+    async with asyncio.timeout(3):
+        while kinds.count("heartbeat") < 2:
+            kinds.append((await call.read()).WhichOneof("event"))
+    call.cancel()
+
+
+async def test_the_deadline_of_the_rpc_ends_the_request(gateway: Gateway) -> None:
+    request = pb.GenerateRequest(generation=generation(prompt="x"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [event async for event in gateway.stub.Generate(request, metadata=AUTH, timeout=0.2)]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await gateway.at_rest()
+
+
+# --- Session ---------------------------------------------------------------------------------------
+
+
+async def requests(messages: Sequence[pb.SessionRequest], hold: asyncio.Event) -> AsyncIterator[pb.SessionRequest]:
+    for message in messages:
+        yield message
+    await hold.wait()
+
+
+def start(stream_id: int, credit: int = 0, **values: Any) -> pb.SessionRequest:
+    return pb.SessionRequest(
+        start=pb.SessionStart(
+            stream_id=stream_id, generation=generation(**values), initial_credit_tokens=credit
+        )
+    )
+
+
+class Heard:
+    """What came over a session, by stream."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, pb.SessionFinished] = {}
+        self.accepted: list[int] = []
+
+    def add(self, message: pb.SessionResponse) -> None:
+        self.accepted += [accepted.stream_id for accepted in message.accepted]
+        frame, at = message.tokens, 0
+        for handle, offset, count in zip(frame.handles, frame.offsets, frame.counts, strict=True):
+            got = self.tokens.setdefault(handle >> 4, [])
+            assert (handle >> 4) not in self.finished, "tokens after the terminal event"
+            assert offset == len(got)
+            got += frame.ids[at : at + count]
+            at += count
+        for finished in message.finished:
+            assert finished.stream_id not in self.finished, "two terminal events"
+            self.finished[finished.stream_id] = finished
+
+
+async def test_a_session_runs_many_and_ends_each_once(gateway: Gateway) -> None:
+    hold = asyncio.Event()
+    hold.set()
+    messages = [start(number, max_output_tokens=10 + number) for number in range(32)]
+    heard = Heard()
+    async for message in gateway.stub.Session(requests(messages, hold), metadata=AUTH):
+        heard.add(message)
+    assert sorted(heard.finished) == list(range(32))
+    assert all(heard.tokens[number] == list(range(10 + number)) for number in range(32))
+    await gateway.at_rest()
+
+
+async def test_a_bad_generation_ends_alone(gateway: Gateway) -> None:
+    hold = asyncio.Event()
+    hold.set()
+    messages = [start(1, max_output_tokens=3), start(2, model="none"), start(3, choices=99), start(4)]
+    heard = Heard()
+    async for message in gateway.stub.Session(requests(messages, hold), metadata=AUTH):
+        heard.add(message)
+    assert heard.finished[2].error.reason == "MODEL_NOT_FOUND"
+    assert heard.finished[3].error.reason == "INVALID_INPUT"
+    assert heard.finished[3].error.metadata["field"] == "start.generation.choices"
+    assert heard.finished[1].HasField("finished")
+    assert heard.finished[4].HasField("finished")
+
+
+async def test_a_window_holds_a_stream_until_credit_comes(gateway: Gateway) -> None:
+    hold = asyncio.Event()
+    call = gateway.stub.Session(metadata=AUTH)
+    await call.write(start(7, credit=5, max_output_tokens=12))
+    await call.write(start(8, max_output_tokens=12))
+    heard = Heard()
+    async with asyncio.timeout(5):
+        while 8 not in heard.finished:
+            heard.add(await call.read())
+        assert heard.tokens[7] == list(range(5))
+        credit = pb.SessionCredit(stream_ids=[7], tokens=[100])
+        await call.write(pb.SessionRequest(credit=credit))
+        while 7 not in heard.finished:
+            heard.add(await call.read())
+    assert heard.tokens[7] == list(range(12))
+    await call.done_writing()
+    hold.set()
+    await gateway.at_rest()
+
+
+async def test_cancelling_one_stream_leaves_the_others(gateway: Gateway) -> None:
+    call = gateway.stub.Session(metadata=AUTH)
+    await call.write(start(1, prompt="x"))
+    await call.write(start(2, max_output_tokens=30))
+    heard = Heard()
+    async with asyncio.timeout(5):
+        while not heard.tokens.get(1):
+            heard.add(await call.read())
+        await call.write(pb.SessionRequest(cancel=pb.SessionCancel(stream_ids=[1, 99])))
+        while len(heard.finished) < 2:
+            heard.add(await call.read())
+    assert heard.finished[1].error.reason == "CANCELLED"
+    assert heard.tokens[2] == list(range(30))
+    call.cancel()
+    await gateway.at_rest()
+
+
+async def test_a_session_that_breaks_frees_everything(gateway: Gateway) -> None:
+    call = gateway.stub.Session(metadata=AUTH)
+    for number in range(16):
+        await call.write(start(number, prompt="x"))
+    heard = Heard()
+    async with asyncio.timeout(5):
+        while len(heard.tokens) < 16:
+            heard.add(await call.read())
+    assert len(gateway.workers.live) == 16
+    call.cancel()
+    await gateway.at_rest()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.SessionRequest(),
+        pb.SessionRequest(credit=pb.SessionCredit(stream_ids=[1], tokens=[1, 2])),
+        pb.SessionRequest(credit=pb.SessionCredit(stream_ids=[1], tokens=[2**31])),
+        pb.SessionRequest(credit=pb.SessionCredit(stream_ids=[1] * 5000, tokens=[1] * 5000)),
+    ],
+)
+async def test_a_senseless_message_ends_the_session_clearly(gateway: Gateway, message: pb.SessionRequest) -> None:
+    call = gateway.stub.Session(metadata=AUTH)
+    await call.write(start(1, prompt="x"))
+    await call.write(message)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(3):
+            async for _ in call:
+                pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await gateway.at_rest()
+
+
+async def test_concurrency_is_exact_across_faces(gateway: Gateway) -> None:
+    call = gateway.stub.Session(metadata=AUTH)
+    for number in range(45):
+        await call.write(start(number, prompt="x"))
+    heard = Heard()
+    async with asyncio.timeout(5):
+        while len(heard.tokens) < 40 or len(heard.finished) < 5:
+            heard.add(await call.read())
+    assert {end.error.reason for end in heard.finished.values()} == {"CONCURRENCY_EXCEEDED"}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await gateway.stub.Complete(pb.CompleteRequest(generation=generation()), metadata=AUTH)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    call.cancel()
+    await gateway.at_rest()
+    await gateway.stub.Complete(pb.CompleteRequest(generation=generation()), metadata=AUTH)

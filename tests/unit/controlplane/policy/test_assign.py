@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.controlplane.policy.assign import (
+    MAX_VERSIONS_PER_WORKER,
+    Action,
+    DropAssignment,
+    PutAssignment,
+    Unplaced,
+    plan,
+    rejection,
+)
+from services.core.records import (
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    LoadedVersion,
+    Meta,
+    Node,
+    Priority,
+    VersionState,
+    Worker,
+)
+
+
+def deployment(name: str, replicas: int = 1, **fields: object) -> Deployment:
+    return Deployment(Meta(name), "m", "v", "sha256:1", replicas, **fields)  # type: ignore[arg-type]
+
+
+def worker(worker_id: str, zone: str = "", **fields: object) -> Worker:
+    return Worker(worker_id, "127.0.0.1:1", zone, **fields)  # type: ignore[arg-type]
+
+
+def version(name: str, digest: str = "sha256:1") -> AssignedVersion:
+    return AssignedVersion(name, "m", digest)
+
+
+def apply(assignments: dict[str, Assignment], actions: tuple[Action, ...]) -> dict[str, Assignment]:
+    after = dict(assignments)
+    for action in actions:
+        if isinstance(action, PutAssignment):
+            after[action.assignment.worker_id] = action.assignment
+        elif isinstance(action, DropAssignment):
+            del after[action.worker_id]
+    return after
+
+
+def all_ready(workers: list[Worker], assignments: dict[str, Assignment]) -> list[Worker]:
+    def loaded(one: Worker) -> tuple[LoadedVersion, ...]:
+        assigned = assignments.get(one.worker_id, Assignment(one.worker_id)).versions
+        return tuple(LoadedVersion(v.deployment, v.model, v.version_digest, VersionState.READY) for v in assigned)
+
+    return [replace(one, versions=loaded(one)) for one in workers]
+
+
+def placed(assignments: dict[str, Assignment], name: str) -> list[str]:
+    return sorted(a.worker_id for a in assignments.values() if any(v.deployment == name for v in a.versions))
+
+
+def put(action: Action) -> PutAssignment:
+    assert isinstance(action, PutAssignment)
+    return action
+
+
+def test_places_on_the_least_loaded_and_says_why() -> None:
+    busy = Assignment("w0", (version("other"),))
+    actions = plan([deployment("other"), deployment("d")], [worker("w0"), worker("w1")], [], [busy])
+    assert put(actions[0]).assignment == Assignment("w1", (version("d"),))
+    assert put(actions[0]).reasons == ("d: placed",)
+    assert len(actions) == 1
+
+
+def test_spreads_zones_before_load() -> None:
+    workers = [worker("a0", "a"), worker("a1", "a"), worker("b0", "b")]
+    held = [Assignment("a0", (version("d"),)), Assignment("b0", (version("x"), version("y")))]
+    actions = plan([deployment("d", 2), deployment("x"), deployment("y")], workers, [], held)
+    assert put(actions[0]).assignment.worker_id == "b0"
+
+
+def test_cordoned_keeps_what_it_has_and_gets_nothing() -> None:
+    nodes = [Node("w0", cordoned=True)]
+    held = [Assignment("w0", (version("d"),))]
+    assert plan([deployment("d")], [worker("w0"), worker("w1")], nodes, held) == ()
+    actions = plan([deployment("d"), deployment("e", 2)], [worker("w0"), worker("w1")], nodes, held)
+    assert [put(a).assignment.worker_id for a in actions[:1]] == ["w1"]
+    assert actions[1] == Unplaced("e", 1, (("w0", "cordoned"), ("w1", "has_a_replica")))
+
+
+def test_drained_node_moves_its_replica_only_once_it_is_ready_elsewhere() -> None:
+    nodes = [Node("w0", cordoned=True, draining=True)]
+    workers = all_ready([worker("w0"), worker("w1")], {"w0": Assignment("w0", (version("d"),))})
+    held = {"w0": Assignment("w0", (version("d"),))}
+    held = apply(held, plan([deployment("d")], workers, nodes, list(held.values())))
+    assert placed(held, "d") == ["w0", "w1"]
+    assert plan([deployment("d")], workers, nodes, list(held.values())) == ()
+    held = apply(held, plan([deployment("d")], all_ready(workers, held), nodes, list(held.values())))
+    assert placed(held, "d") == ["w1"]
+    assert held["w0"].versions == ()
+
+
+def test_drain_with_nowhere_to_go_keeps_serving_and_says_why() -> None:
+    nodes = [Node("w0", cordoned=True, draining=True)]
+    held = [Assignment("w0", (version("d"),))]
+    assert plan([deployment("d")], [worker("w0")], nodes, held) == (
+        Unplaced("d", 1, (("w0", "has_a_replica"),)),
+    )
+
+
+def test_selector_is_honoured_and_a_changed_one_moves_the_replica() -> None:
+    wanted = deployment("d", node_selector={"gpu": "h200"})
+    workers = [worker("w0"), worker("w1", labels={"gpu": "h200"})]
+    assert put(plan([wanted], workers, [], [])[0]).assignment.worker_id == "w1"
+    held = {"w0": Assignment("w0", (version("d"),))}
+    held = apply(held, plan([wanted], workers, [], list(held.values())))
+    held = apply(held, plan([wanted], all_ready(workers, held), [], list(held.values())))
+    assert placed(held, "d") == ["w1"]
+    assert plan([wanted], [worker("w0")], [], []) == (Unplaced("d", 1, (("w0", "lacks_a_label"),)),)
+
+
+def test_dead_workers_assignment_is_dropped_and_its_replica_placed_elsewhere() -> None:
+    held = [Assignment("gone", (version("d"),))]
+    actions = plan([deployment("d")], [worker("w1")], [], held)
+    assert actions == (
+        DropAssignment("gone"),
+        PutAssignment(Assignment("w1", (version("d"),)), ("d: placed",)),
+    )
+
+
+def test_new_version_replaces_in_place() -> None:
+    held = [Assignment("w0", (version("d", "sha256:0"),))]
+    actions = plan([deployment("d")], [worker("w0"), worker("w1")], [], held)
+    assert actions == (PutAssignment(Assignment("w0", (version("d"),)), ("d: other version",)),)
+
+
+def test_deleted_deployment_leaves_an_empty_assignment() -> None:
+    actions = plan([], [worker("w0")], [], [Assignment("w0", (version("d"),))])
+    assert actions == (PutAssignment(Assignment("w0"), ("d: deployment deleted",)),)
+
+
+def test_surplus_gives_up_what_is_not_ready_first() -> None:
+    held = {name: Assignment(name, (version("d"),)) for name in ("w0", "w1", "w2")}
+    workers = all_ready([worker("w0"), worker("w1"), worker("w2")], held)
+    workers[1] = replace(workers[1], versions=())
+    actions = plan([deployment("d", 2)], workers, [], list(held.values()))
+    assert actions == (PutAssignment(Assignment("w1"), ("d: surplus",)),)
+
+
+def test_higher_priority_is_placed_first_when_room_is_short() -> None:
+    full = tuple(version(f"f{n:02}") for n in range(MAX_VERSIONS_PER_WORKER - 1))
+    fill = [deployment(f"f{n:02}") for n in range(MAX_VERSIONS_PER_WORKER - 1)]
+    low, high = deployment("a", priority=Priority.BATCH), deployment("z", priority=Priority.INTERACTIVE)
+    actions = plan([low, high, *fill], [worker("w0")], [], [Assignment("w0", full)])
+    assert version("z") in put(actions[0]).assignment.versions
+    assert actions[1] == Unplaced("a", 1, (("w0", "full"),))
+
+
+# --- whatever the fleet looks like -----------------------------------------------------------------
+
+names = st.sampled_from(["d0", "d1", "d2", "d3"])
+ids = st.sampled_from([f"w{n}" for n in range(6)])
+labels = st.sampled_from([{}, {"gpu": "a"}, {"gpu": "b"}])
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[list[Deployment], list[Worker], list[Node], dict[str, Assignment]]:
+    deployments = [
+        deployment(
+            name,
+            draw(st.integers(0, 6)),
+            node_selector=draw(labels),
+            priority=draw(st.sampled_from(list(Priority))),
+        )
+        for name in draw(st.sets(names))
+    ]
+    workers = [
+        worker(one, draw(st.sampled_from("ab")), labels=draw(labels), draining=draw(st.booleans()))
+        for one in draw(st.sets(ids))
+    ]
+    nodes = [Node(one, draw(st.booleans()), draw(st.booleans())) for one in draw(st.sets(ids))]
+    assignments = {
+        one: Assignment(
+            one,
+            tuple(
+                version(name, draw(st.sampled_from(["sha256:0", "sha256:1"])))
+                for name in sorted(draw(st.sets(names)))
+            ),
+        )
+        for one in draw(st.sets(ids))
+    }
+    return deployments, workers, nodes, assignments
+
+
+@settings(max_examples=300, deadline=None)
+@given(fleets(), st.randoms(use_true_random=False))
+def test_converges_and_then_rests(
+    fleet: tuple[list[Deployment], list[Worker], list[Node], dict[str, Assignment]], rng: random.Random
+) -> None:
+    deployments, workers, nodes, assignments = fleet
+    first = plan(deployments, workers, nodes, list(assignments.values()))
+    shuffled = [list(deployments), list(workers), list(nodes), list(assignments.values())]
+    for one in shuffled:
+        rng.shuffle(one)
+    assert plan(*shuffled) == first, "the order of its inputs matters"  # type: ignore[arg-type]
+
+    for _ in range(4):
+        actions = plan(deployments, workers, nodes, list(assignments.values()))
+        by_id = {one.worker_id: one for one in workers}
+        by_node = {one.worker_id: one for one in nodes}
+        for action in actions:
+            if isinstance(action, PutAssignment):
+                _check_additions(action, assignments, deployments, by_id, by_node)
+        assignments = apply(assignments, actions)
+        again = plan(deployments, workers, nodes, list(assignments.values()))
+        assert not [a for a in again if not isinstance(a, Unplaced)], "a second pass writes"
+        workers = all_ready(workers, assignments)
+    _check_rest(deployments, workers, nodes, assignments)
+
+
+def _check_additions(
+    action: PutAssignment,
+    assignments: dict[str, Assignment],
+    deployments: list[Deployment],
+    workers: dict[str, Worker],
+    nodes: dict[str, Node],
+) -> None:
+    worker_id = action.assignment.worker_id
+    before = {v.deployment for v in assignments.get(worker_id, Assignment(worker_id)).versions}
+    wanted = {one.meta.name: one for one in deployments}
+    assert len(action.assignment.versions) <= max(MAX_VERSIONS_PER_WORKER, len(before))
+    for name in {v.deployment for v in action.assignment.versions} - before:
+        node = nodes.get(worker_id, Node(worker_id))
+        assert rejection(wanted[name], workers[worker_id], node, ()) == ""
+
+
+def _check_rest(
+    deployments: list[Deployment], workers: list[Worker], nodes: list[Node], assignments: dict[str, Assignment]
+) -> None:
+    live = {one.worker_id for one in workers}
+    assert set(assignments) <= live
+    unplaced = {
+        a.deployment: a
+        for a in plan(deployments, workers, nodes, list(assignments.values()))
+        if isinstance(a, Unplaced)
+    }
+    for held in assignments.values():
+        assert max(Counter(v.deployment for v in held.versions).values(), default=1) == 1
+        assert all(v.version_digest == "sha256:1" for v in held.versions), "an old version is left"
+    for one in deployments:
+        where = placed(assignments, one.meta.name)
+        missing = unplaced[one.meta.name].missing if one.meta.name in unplaced else 0
+        staying = [w for w in where if _stays(one, w, workers, nodes)]
+        assert len(staying) == one.replicas - missing
+        assert len(where) <= one.replicas, "a replica that moves stayed though it is served elsewhere"
+        if missing:
+            free = [w for w in live - set(where) if _eligible(one, w, workers, nodes)]
+            assert free == [], "a worker could take it"
+
+
+def _stays(wanted: Deployment, worker_id: str, workers: list[Worker], nodes: list[Node]) -> bool:
+    one = next(w for w in workers if w.worker_id == worker_id)
+    node = next((n for n in nodes if n.worker_id == worker_id), Node(worker_id))
+    matches = all(one.labels.get(k) == v for k, v in wanted.node_selector.items())
+    return matches and not node.draining and not one.draining
+
+
+def _eligible(wanted: Deployment, worker_id: str, workers: list[Worker], nodes: list[Node]) -> bool:
+    node = next((n for n in nodes if n.worker_id == worker_id), Node(worker_id))
+    return _stays(wanted, worker_id, workers, nodes) and not node.cordoned

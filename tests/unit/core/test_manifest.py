@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.errors import IntegrityError, InvalidInput
+from services.core.manifest import (
+    CHUNK_BYTES,
+    Manifest,
+    ManifestFile,
+    canonical_json,
+    check_manifest,
+    check_path,
+    digest_of,
+    parse,
+    sha256_of,
+)
+
+D = sha256_of(b"x")
+CONFIG = ManifestFile("config.json", 1, D, (D,))
+
+
+def make(*paths: str) -> Manifest:
+    return Manifest(tuple(ManifestFile(path, 1, D, (D,)) for path in sorted({"config.json", *paths})))
+
+
+def test_canonical_json_is_sorted_without_blanks_and_has_every_field() -> None:
+    manifest = make("model.safetensors")
+    body = canonical_json(manifest)
+    parsed = json.loads(body)
+    assert body == json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()
+    assert set(parsed) == {
+        "schema", "files", "kind", "tokenizer_digest", "chat_template_digest", "sampling_defaults_digest",
+        "safety_policy_digest", "max_context_tokens",
+    }
+    assert digest_of(manifest) == sha256_of(body)
+
+
+def test_digest_of_a_known_manifest_never_changes() -> None:
+    """A change here renames every published version."""
+    assert digest_of(Manifest((CONFIG,))) == (
+        "sha256:" + __import__("hashlib").sha256(
+            b'{"chat_template_digest":"","files":[{"chunks":["' + D.encode() + b'"],"digest":"' + D.encode()
+            + b'","path":"config.json","size_bytes":1}],"kind":"causal-lm","max_context_tokens":0,'
+            b'"safety_policy_digest":"","sampling_defaults_digest":"","schema":1,"tokenizer_digest":""}'
+        ).hexdigest()
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_context_tokens": 1}, {"tokenizer_digest": D}, {"kind": "fixed-cost"}, {"files": ()}],
+)
+def test_every_field_changes_the_digest(change: dict[str, object]) -> None:
+    assert digest_of(replace(make(), **change)) != digest_of(make())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "", "/config.json", "../config.json", "a/../config.json", "a/..", "..", ".", "./a.json", "a//b.json",
+        "a/", "a\\b.json", "..\\a.json", "C:\\a.json", "C:/a.json", "a\0.json", "a\n.json", "a/./b.json",
+        ".hidden.json", "a/.git/b.json", "ümlaut.json", "a b.json", "con\u202ejson.json", "trailing.json.",
+        "x" * 600 + ".json", "/".join(["d"] * 9) + "/a.json", "~/a.json", "a.json/", "%2e%2e/a.json", "\ud800.json",
+    ],
+)
+def test_paths_that_climb_or_hide_are_refused(path: str) -> None:
+    with pytest.raises(InvalidInput):
+        check_path(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "pytorch_model.bin", "PYTORCH_MODEL.BIN", "a/model.pt", "m.pth", "m.pkl", "m.ckpt", "m.pickle", "m.joblib",
+        "m.npy", "m.npz", "flax_model.msgpack", "model.pkl.json", "pytorch_model.bin.index.json", "README.pt",
+        "tf_model.h5", "m.zip", "modeling_x.py", "x.so", "setup.sh", "x.pyc", "unknown", "data.csv", "a.onnx",
+    ],
+)
+def test_pickles_code_and_the_unknown_are_refused(path: str) -> None:
+    with pytest.raises(InvalidInput):
+        check_path(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+        "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "model.safetensors", "LICENSE",
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja", "README.md",
+        "LICENSE.txt", "sub/config.json", "Qwen2.5-0.5B/config.json",
+    ],
+)
+def test_what_a_model_folder_holds_is_taken(path: str) -> None:
+    check_path(path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "text"),
+    [
+        (("a.json", "A.json"), "one name"),
+        (("a.json", "a.json/b.json"), "folder"),
+        (("d/a.json", "D/b.json"), "another case"),
+    ],
+)
+def test_paths_that_collide_are_refused(paths: tuple[str, ...], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        check_manifest(make(*paths))
+
+
+def test_duplicates_and_disorder_are_refused() -> None:
+    with pytest.raises(InvalidInput):
+        check_manifest(Manifest((CONFIG, CONFIG)))
+    with pytest.raises(InvalidInput, match="sorted"):
+        check_manifest(Manifest((CONFIG, replace(CONFIG, path="a.json"))))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(()),
+        replace(make(), schema=2),
+        replace(make(), kind="pickle"),
+        replace(make(), tokenizer_digest=sha256_of(b"absent")),
+        replace(make(), max_context_tokens=-1),
+        Manifest((replace(CONFIG, digest="sha256:XYZ"),)),
+        Manifest((replace(CONFIG, chunks=("md5:1",)),)),
+        Manifest((replace(CONFIG, chunks=()),)),
+        Manifest((replace(CONFIG, chunks=(D, D)),)),
+        Manifest((replace(CONFIG, size_bytes=0),)),
+        Manifest((replace(CONFIG, size_bytes=-1),)),
+        Manifest((replace(CONFIG, size_bytes=CHUNK_BYTES + 1),)),
+        Manifest((replace(CONFIG, path="tokenizer.json"),)),
+    ],
+)
+def test_malformed_manifests_are_refused(manifest: Manifest) -> None:
+    with pytest.raises(InvalidInput):
+        check_manifest(manifest)
+
+
+def test_chunk_sizes_follow_from_the_file_size() -> None:
+    file = ManifestFile("a.safetensors", 2 * CHUNK_BYTES + 7, D, (D, D, D))
+    assert [file.chunk_bytes(index) for index in range(3)] == [CHUNK_BYTES, CHUNK_BYTES, 7]
+
+
+def test_parse_takes_only_the_canonical_bytes_of_the_digest() -> None:
+    manifest = make("model.safetensors")
+    body = canonical_json(manifest)
+    assert parse(body, digest_of(manifest)) == manifest
+    for other in (body + b" ", body.replace(b'"size_bytes":1', b'"size_bytes":2'), b"[" * 100_000, b"", b"null"):
+        with pytest.raises(IntegrityError):
+            parse(other, digest_of(manifest))
+        with pytest.raises(IntegrityError):
+            parse(other, sha256_of(other))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=40))
+def test_a_path_that_passes_stays_below_its_folder(path: str) -> None:
+    try:
+        check_path(path)
+    except InvalidInput:
+        return
+    import posixpath
+
+    assert posixpath.normpath(path) == path
+    assert not posixpath.isabs(path)
+    assert ".." not in path.split("/")
+    assert path.isascii()

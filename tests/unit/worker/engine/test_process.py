@@ -1,0 +1,354 @@
+"""The process over a real Unix socket: loading, streaming, and every way it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.worker.engine.connection import Connection
+from services.worker.engine.process import ExitCode, step_until_told
+from services.worker.engine_protocol import (
+    LENGTH_PREFIX,
+    Cancel,
+    Credit,
+    EngineConfig,
+    Event,
+    Heartbeat,
+    LoadFailed,
+    Message,
+    Progress,
+    Ready,
+    Shutdown,
+    Stepped,
+    decode_event,
+    encode,
+)
+
+ROOT = Path(__file__).parents[4]
+PATIENCE_S = 60.0
+
+
+class Agent:
+    """The other end of the socket, as plain as possible."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        path = folder / "s"
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(path))
+        self.server.listen(1)
+        self.server.settimeout(PATIENCE_S)
+        config = msgspec.structs.replace(config, socket_path=str(path))
+        command = [sys.executable, "-m", "services.worker.engine.process", "--config"]
+        self.log = folder / "stderr"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([*command, msgspec.json.encode(config).decode()], cwd=ROOT, stderr=log)
+        self.channel, _ = self.server.accept()
+        self.channel.settimeout(PATIENCE_S)
+        self.stream = self.channel.makefile("rb")
+
+    def send(self, message: Message) -> None:
+        self.channel.sendall(encode(message))
+
+    def receive(self) -> Event:
+        (length,) = LENGTH_PREFIX.unpack(self.stream.read(LENGTH_PREFIX.size))
+        return decode_event(self.stream.read(length))
+
+    def ready(self) -> Ready:
+        while isinstance(event := self.receive(), Progress):
+            assert 0.0 <= event.done_ratio <= 1.0
+        assert isinstance(event, Ready), event
+        return event
+
+    def until(self, done: Callable[[Stepped], bool]) -> list[Stepped]:
+        steps = []
+        while True:
+            event = self.receive()
+            if isinstance(event, Stepped):
+                steps.append(event)
+                if done(event):
+                    return steps
+
+    def exit_code(self) -> int:
+        return self.process.wait(timeout=PATIENCE_S)
+
+    def hang_up(self) -> None:
+        self.stream.close()
+        self.channel.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self.server.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    """Start an engine process: a null one unless told."""
+    agents: list[Agent] = []
+
+    def run(model_dir: Path | None = None, **options: Any) -> Agent:
+        folder = tmp_path / f"agent{len(agents)}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 1000, "eos_token_id": 2}))
+        defaults: dict[str, Any] = {"executor": "null" if model_dir is None else "torch", "kv_blocks": 64}
+        defaults |= {"threads": 1, "block_size": 4, "token_budget": 32, "max_sequences": 8}
+        config = EngineConfig(socket_path="", model_dir=str(model_dir or folder), **(defaults | options))
+        agents.append(Agent(folder, config))
+        return agents[-1]
+
+    yield run
+    for agent in agents:
+        agent.close()
+
+
+def test_a_null_engine_streams_and_shuts_down(start: Any, submit: Any) -> None:
+    agent = start()
+    assert agent.ready().vocab_size == 1000
+    for handle in range(12):
+        agent.send(submit(handle, [1, 2, 3], 5))
+    tokens: dict[int, list[int]] = {}
+    finished: dict[int, str] = {}
+    previous = 0
+    while len(finished) < 12:
+        (event,) = agent.until(lambda _: True)
+        assert event.step == previous + 1
+        previous = event.step
+        finished |= event.finished
+        for handle, token in zip(event.handles, event.tokens, strict=True):
+            tokens.setdefault(handle, []).append(token)
+    assert all(len(made) == 5 for made in tokens.values())
+    assert set(finished.values()) == {"length"}
+    agent.send(Shutdown())
+    assert agent.exit_code() == ExitCode.DONE
+
+
+def test_a_null_engine_keeps_its_pace(start: Any, submit: Any) -> None:
+    agent = start(null_step_s=0.01)
+    agent.ready()
+    agent.send(submit(0, [1], 100))
+    started_s = time.monotonic()
+    agent.until(lambda step: 0 in step.finished)
+    assert 0.95 < time.monotonic() - started_s < 3.0
+
+
+def test_credit_holds_a_stream_and_lets_it_go(start: Any, submit: Any) -> None:
+    agent = start()
+    agent.ready()
+    agent.send(submit(0, [1], 9, credit=3))
+    assert len([token for step in agent.until(lambda step: step.step == 3) for token in step.tokens]) == 3
+    beat = agent.receive()  # nothing to step: the loop says that it lives
+    assert isinstance(beat, Heartbeat)
+    assert (beat.running, beat.waiting, beat.kv_blocks_used) == (1, 0, 1)
+    agent.send(Credit([0], [9]))
+    steps = agent.until(lambda step: 0 in step.finished)
+    assert sum(len(step.tokens) for step in steps) == 6
+
+
+def test_a_cancel_frees_kv_within_a_step(start: Any, submit: Any) -> None:
+    agent = start(null_step_s=0.05)
+    agent.ready()
+    agent.send(submit(0, [1] * 40, 100))
+    agent.send(submit(1, [1], 100))
+    agent.until(lambda step: step.handles == [0, 1])
+    agent.send(Cancel([0]))
+    steps = agent.until(lambda step: step.running == 1)
+    assert len(steps) <= 2  # the step under way, and the next
+    assert steps[-1].handles == [1]
+    assert steps[-1].kv_blocks_used <= 3
+
+
+def test_an_error_of_one_sequence_leaves_the_others(start: Any, submit: Any) -> None:
+    agent = start()
+    agent.ready()
+    agent.send(submit(0, [1], 30))
+    agent.send(submit(1, [5000], 4))
+    agent.send(submit(2, [1], 4, logit_bias={5000: 1.0}))
+    steps = agent.until(lambda step: 0 in step.finished)
+    finished = {handle: reason for step in steps for handle, reason in step.finished.items()}
+    errors = {handle: text for step in steps for handle, text in step.errors.items()}
+    assert finished == {0: "length", 1: "error", 2: "error"}
+    assert "prompt_ids" in errors[1]
+    assert "logit_bias" in errors[2]
+
+
+def test_an_idle_engine_beats_and_does_not_spin(start: Any) -> None:
+    agent = start()
+    agent.ready()
+    beats = [agent.receive() for _ in range(2)]
+    before = cpu_s(agent.process.pid)
+    started_s = time.monotonic()
+    beats.append(agent.receive())
+    assert all(isinstance(beat, Heartbeat) for beat in beats)
+    assert 0.5 < time.monotonic() - started_s < 3.0
+    assert cpu_s(agent.process.pid) - before < 0.2
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_it_ends_with_its_agent(start: Any, submit: Any, busy: bool) -> None:
+    agent = start(kv_blocks=40_000, max_model_len=32_000)
+    agent.ready()
+    if busy:  # its sends fill the socket and block
+        for handle in range(8):
+            agent.send(submit(handle, [1], 19_000))
+        time.sleep(0.5)
+    agent.hang_up()
+    assert agent.exit_code() == ExitCode.ORPHANED
+
+
+def test_it_ends_with_its_agent_while_it_loads(start: Any, save_model: Any) -> None:
+    _, folder = save_model("Llama")
+    agent = start(folder)
+    assert isinstance(agent.receive(), Progress)
+    started_s = time.monotonic()
+    agent.hang_up()
+    assert agent.exit_code() in (ExitCode.ORPHANED, -signal.SIGKILL)
+    assert time.monotonic() - started_s < 10.0
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """The socket stays open in this test, so only the death of the parent can end it."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / "s"))
+    server.listen(1)
+    server.settimeout(PATIENCE_S)
+    config = EngineConfig(socket_path=str(tmp_path / "s"), model_dir=str(tmp_path), executor="null")
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'services.worker.engine.process', '--config', sys.argv[1]])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, msgspec.json.encode(config).decode()]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert parent.stdout is not None
+    with server, parent.stdout:
+        child = int(parent.stdout.readline())
+        channel, _ = server.accept()
+        with channel:
+            channel.settimeout(PATIENCE_S)
+            channel.recv(1)  # it runs
+            parent.kill()
+            parent.wait()
+            deadline_s = time.monotonic() + 10
+            while is_alive(child) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            assert not is_alive(child)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LENGTH_PREFIX.pack(3) + b"abc",
+        LENGTH_PREFIX.pack(1 << 31) + b"abc",
+        LENGTH_PREFIX.pack(0),
+        LENGTH_PREFIX.pack(5) + msgspec.msgpack.encode("abcd"),
+        encode(Ready(1, 1, 1, 1, 1, 1)),  # an event is no command
+        LENGTH_PREFIX.pack(100_000) + b"\x91" * 100_000,  # nested beyond any stack
+    ],
+)
+def test_a_malformed_command_ends_it(start: Any, raw: bytes) -> None:
+    agent = start()
+    agent.ready()
+    agent.channel.sendall(raw)
+    assert agent.exit_code() == ExitCode.BAD_INPUT
+    assert "command.refused" in agent.log.read_text()
+
+
+def test_a_handle_that_is_live_ends_it(start: Any, submit: Any) -> None:
+    agent = start(null_step_s=0.05)
+    agent.ready()
+    agent.send(submit(0, [1], 50))
+    agent.send(submit(0, [1], 50))
+    assert agent.exit_code() == ExitCode.BAD_INPUT
+
+
+def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
+    """Whatever the executor raises is fatal: the agent restarts the process and isolates the request."""
+
+    def fail(handle: int, position: int) -> int:
+        raise RuntimeError("device assert")
+
+    bench = make_bench()
+    bench.executor.token_of = fail
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+    with ours, theirs:
+        connection = Connection(ours, on_end=lambda was_told: ended.set(), on_malformed=lambda error: None)
+        theirs.sendall(encode(submit(0, [1])))
+        assert step_until_told(bench.engine, connection) == ExitCode.STEP_FAILED
+        theirs.close()
+        assert ended.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("config", ["{", "{}", '{"socket_path": "s", "model_dir": "m", "unknown": 1}'])
+def test_a_configuration_that_cannot_be_read_ends_it(config: str) -> None:
+    command = [sys.executable, "-m", "services.worker.engine.process", "--config", config]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == ExitCode.BAD_INPUT
+    assert b"config.refused" in done.stderr
+
+
+def test_a_model_that_is_not_served_fails_to_load(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    agent = start(tmp_path)
+    event = agent.receive()
+    assert isinstance(event, LoadFailed)
+    assert event.reason == "unsupported_model"
+    assert "GPT2LMHeadModel" in event.message
+    assert agent.exit_code() == ExitCode.LOAD_FAILED
+
+
+def test_a_torch_engine_streams(start: Any, submit: Any, save_model: Any, load_engine: Any, drive: Any) -> None:
+    """The same tokens as the same engine in this process; the log says nothing of prompt or output."""
+    _, folder = save_model("Llama")
+    submits = [submit(handle, range(3, 9 + handle), 8, temperature=handle % 2, ignore_eos=True) for handle in range(6)]
+    expected = drive(load_engine(folder), submits).tokens
+    agent = start(folder)
+    ready = agent.ready()
+    assert (ready.kv_blocks_total, ready.block_size, ready.vocab_size, ready.max_model_len) == (64, 4, 101, 128)
+    assert ready.kv_bytes_per_block == 2 * 3 * 2 * 8 * 4 * 4
+    assert ready.weight_bytes == (folder / "model.safetensors").stat().st_size // 4 * 4 - header_bytes(folder)
+    for one in submits:
+        agent.send(one)
+    tokens: dict[int, list[int]] = {}
+    finished: dict[int, str] = {}
+    while len(finished) < len(submits):
+        (event,) = agent.until(lambda _: True)
+        finished |= event.finished
+        for handle, token in zip(event.handles, event.tokens, strict=True):
+            tokens.setdefault(handle, []).append(token)
+    assert tokens == expected
+    agent.send(Shutdown())
+    assert agent.exit_code() == ExitCode.DONE
+    events = [json.loads(line)["event"] for line in agent.log.read_text().splitlines()]
+    assert events == ["model.loaded", "engine.stopped"]
+
+
+def header_bytes(folder: Path) -> int:
+    with (folder / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")

@@ -1,0 +1,168 @@
+"""Streamed text equals a full decode, for every kind of decoder and every way to cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from services.core.errors import FailedPrecondition
+from services.worker.detokenizer import (
+    ByteLevelVocabulary,
+    Detokenizer,
+    WindowedVocabulary,
+    byte_of_char,
+    is_byte_level,
+    load_vocabulary,
+)
+
+SAMPLES = ("plain text", "naïve café", "日本語のテキスト", "😀👩‍👩‍👧‍👦🏳️‍🌈", "a😀é\n\tb  c", "", " leading", "x" * 200)
+words = st.text(alphabet=st.characters(codec="utf-8"), max_size=30) | st.sampled_from(SAMPLES)
+lax = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> str:
+    return "".join([detokenizer.feed(token) for token in ids]) + detokenizer.flush()
+
+
+def fast(vocabulary: ByteLevelVocabulary, ids: list[int]) -> str:
+    """The way of the token path: the table while nothing is pending."""
+    detokenizer = vocabulary.open()
+    text = ""
+    for token in ids:
+        piece = vocabulary.texts[token] if detokenizer.clean else None
+        text += detokenizer.feed(token) if piece is None else piece
+    return text + detokenizer.flush()
+
+
+@lax
+@given(ids=st.lists(st.integers(0, 310), max_size=60))
+def test_byte_level_equals_a_full_decode_of_any_ids(byte_level: Tokenizer, ids: list[int]) -> None:
+    vocabulary = ByteLevelVocabulary(byte_level)
+    vocabulary.cover(320)
+    expected = byte_level.decode(ids)
+    assert stream(vocabulary.open(), ids) == expected
+    assert fast(vocabulary, ids) == expected
+
+
+@lax
+@given(text=words)
+def test_byte_level_gives_the_text_back(byte_level: Tokenizer, text: str) -> None:
+    vocabulary = ByteLevelVocabulary(byte_level)
+    assert fast(vocabulary, byte_level.encode(text).ids) == text
+
+
+def test_partial_characters_are_held_back(byte_level: Tokenizer) -> None:
+    detokenizer = ByteLevelVocabulary(byte_level).open()
+    pieces = [detokenizer.feed(byte) for byte in "😀é".encode()]
+    assert pieces == ["", "", "", "😀", "", "é"]
+    assert detokenizer.feed(0xF0) == ""
+    assert not detokenizer.clean
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_special_tokens_have_no_text_but_a_name(byte_level: Tokenizer) -> None:
+    vocabulary = ByteLevelVocabulary(byte_level)
+    vocabulary.cover(400)
+    assert vocabulary.texts[300] == ""
+    assert vocabulary.alone(300) == "<eos>"
+    assert vocabulary.alone(0x61) == "a"
+    assert vocabulary.alone(0xC3) == "\ufffd"
+    assert vocabulary.alone(399) == ""
+    assert vocabulary.alone(10_000) == ""
+    assert vocabulary.open().feed(10_000) == ""
+
+
+def test_the_byte_table_is_a_bijection() -> None:
+    table = byte_of_char()
+    assert sorted(table.values()) == list(range(256))
+    assert all(byte_of_char()[char] == ord(char) for char in "aZ09!~")
+    assert table["Ġ"] == 0x20
+    assert table["Ċ"] == 0x0A
+
+
+# --- decoders whose tokens depend on each other ----------------------------------------------------
+
+
+def llama_like() -> Tokenizer:
+    """Metaspace by normaliser, byte fallback: the tokenizer of the Llama 2 and Mistral family."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz.", "ab", "▁a", "▁ab", "▁▁", "th", "▁th"]:
+        vocab[piece] = len(vocab)
+    merges = [("a", "b"), ("▁", "a"), ("▁a", "b"), ("▁", "▁"), ("t", "h"), ("▁", "th")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    pieces = ["<unk>", "▁", *"abcdefghij", "▁a", "▁b", "ab", "▁ab"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(index)) for index, piece in enumerate(pieces)], 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+LLAMA = llama_like()
+METASPACE = metaspace()
+
+
+@lax
+@given(text=words)
+def test_byte_fallback_gives_the_text_back(text: str) -> None:
+    ids = LLAMA.encode(text).ids
+    assert stream(WindowedVocabulary(LLAMA).open(), ids) == LLAMA.decode(ids)
+
+
+@lax
+@given(ids=st.lists(st.sampled_from([1, 2, *range(259, 293)]), max_size=40))
+def test_byte_fallback_equals_a_full_decode_of_any_pieces(ids: list[int]) -> None:
+    assert stream(WindowedVocabulary(LLAMA).open(), ids) == LLAMA.decode(ids)
+
+
+@lax
+@given(ids=st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), max_size=40))
+def test_metaspace_equals_a_full_decode_of_any_ids(ids: list[int]) -> None:
+    assert stream(WindowedVocabulary(METASPACE).open(), ids) == METASPACE.decode(ids)
+
+
+@lax
+@given(ids=st.lists(st.integers(3, 258), max_size=40))
+def test_invalid_bytes_are_replaced_and_never_held_for_long(ids: list[int]) -> None:
+    detokenizer = WindowedVocabulary(LLAMA).open()
+    since = 0
+    for token in ids:
+        since = 0 if detokenizer.feed(token) else since + 1
+        assert since <= 8
+    text = detokenizer.flush()
+    assert text.count("\ufffd") <= 9
+
+
+# --- loading ---------------------------------------------------------------------------------------
+
+
+def test_the_decoder_decides(byte_level: Tokenizer, save: Callable[[Tokenizer], Path]) -> None:
+    assert isinstance(load_vocabulary(save(byte_level)), ByteLevelVocabulary)
+    assert isinstance(load_vocabulary(save(LLAMA)), WindowedVocabulary)
+    assert is_byte_level({"type": "Sequence", "decoders": [{"type": "ByteLevel"}]})
+    assert not is_byte_level({"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Fuse"}]})
+    assert not is_byte_level(None)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"model": 3}', "\udcff"])
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(FailedPrecondition, match=r"tokenizer\.json"):
+        load_vocabulary(tmp_path)
