@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace ``path`` by the JSON of ``value`` in one step, readable by its owner only."""
-    write_private(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+    write_private(path, json.dumps(value, indent=2) + "\n")
 
 
 def ensure_secrets(state: StateDir) -> None:

@@ -116,12 +116,15 @@ class MemoryStore:
                 raise Compacted(f"the history before revision {self._compacted} is gone")
             now_s = self._clock.monotonic_s()
             events = self._events(prefix, seen)
-            seen = max(seen, self._revision)
-            if events or now_s >= bookmark_due_s:
+            due = now_s >= bookmark_due_s
+            if events or due:
                 bookmark_due_s = now_s + self._bookmark_s
-                yield WatchBatch(seen, events)
-            else:
-                await self._wait_changed(bookmark_due_s - now_s)
+            if self._revision >= seen:  # else the reader has seen more than this store ever held
+                seen = self._revision
+                if events or due:
+                    yield WatchBatch(seen, events)
+                    continue
+            await self._wait_changed(bookmark_due_s - now_s)
 
     def compact(self, revision: int) -> None:
         """Forget the history up to a revision: watches that resume from before it raise Compacted."""

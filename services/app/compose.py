@@ -59,10 +59,12 @@ from services.registry.servicer import RegistryServicer
 from services.rpc.channel import open_channel
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import read_secret
+from services.runtime.config import Settings, read_secret
 from services.runtime.informer import Informer
 from services.runtime.leadership import Election
 from services.runtime.secrets import Ticket, issue_ticket
+from services.scheduler.fleet_view import FleetLimits
+from services.scheduler.flow_queue import QueueLimits
 from services.scheduler.service import SchedulerService
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.term import TermSettings
@@ -114,3 +116,202 @@ def controlplane(environment: Environment) -> Role:
         identity=environment.identity(),
     )
     return Role(server, start=start)
+
+
+def scheduler(environment: Environment) -> Role:
+    """The scheduler: places for whoever asks while it leads; a standby otherwise."""
+    settings = environment.settings
+    service = SchedulerService(
+        read_secret(settings.ticket_key_file).encode(),
+        term_settings(settings),
+        environment.clock,
+        environment.rng,
+    )
+    election = _election(environment, "scheduler")
+
+    async def open_doors() -> None:
+        # Only now does the address answer, and only then may others be sent to it.
+        environment.supervisor.spawn("election", election.run())
+        environment.supervisor.spawn("scheduler", service.run(election))
+
+    server = environment.server(
+        Service(
+            scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
+            SchedulerServicer(service),
+        )
+    )
+    return Role(server, start=_nothing, open=open_doors)
+
+
+def worker(environment: Environment) -> Role:
+    """The worker: its agent, and the engines that the agent starts."""
+    settings, clock = environment.settings, environment.clock
+    directory = _directory(environment)
+    host = SequenceHost(changed=_ignore)
+    agent = WorkerAgent(
+        WorkerIdentity(
+            worker_id=settings.worker_id,
+            address=settings.advertised,
+            zone=settings.zone,
+            device=settings.device,
+            memory_bytes=settings.memory_bytes,
+            lease_ttl_s=settings.lease_ttl_s,
+        ),
+        settings=EngineSettings(
+            device=settings.device,
+            threads=settings.engine_threads,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            token_budget=settings.token_budget,
+            max_sequences=settings.max_sequences,
+            null_step_s=settings.null_step_s,
+        ),
+        host=host,
+        store=environment.store,
+        files=_model_files(environment),
+        clock=clock,
+        supervisor=environment.supervisor,
+    )
+    reporter = Reporter(directory, environment.internal_token, clock, environment.supervisor, agent.take_snapshot)
+    host.changed = reporter.changed
+
+    async def open_doors() -> None:
+        environment.supervisor.spawn("agent", agent.run())
+        environment.supervisor.spawn("reporter", reporter.run())
+        environment.closing.push_async_callback(agent.close)
+
+    identity = environment.identity()
+    server = environment.server(
+        Service(
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            WorkerServicer(host, agent, clock),
+        ),
+        identity=identity,
+    )
+    return Role(server, start=_nothing, open=open_doors, drain=agent.drain)
+
+
+def gateway(environment: Environment) -> Role:
+    """The gateway: both faces over one service."""
+    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
+    identity = environment.identity()
+    threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
+    environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
+    catalog = ModelCatalog(
+        environment.informer(DEPLOYMENTS, Deployment),
+        environment.informer(WORKERS, Worker),
+        _model_files(environment),
+        clock,
+        executor=threads,
+    )
+    gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
+    limiter = RedisLimiter(settings.redis_url, clock)
+    environment.closing.push_async_callback(limiter.close)
+    workers = GrpcWorkers(environment.internal_token, gateway_id, clock, supervisor)
+    environment.closing.push_async_callback(workers.close)
+    placement = GrpcPlacement(
+        _directory(environment), environment.internal_token, gateway_id, clock, supervisor, environment.rng
+    )
+    ticket_key = read_secret(settings.ticket_key_file).encode()
+
+    def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
+        return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
+
+    limits = GatewayLimits(queue_ttl_s=settings.queue_ttl_s, heartbeat_s=settings.heartbeat_s)
+    service = GatewayService(
+        validator=Validator(catalog, identity, environment.rng, executor=threads),
+        identity=identity,
+        catalog=catalog,
+        ports=Ports(
+            limiter=FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock),
+            placement=placement,
+            workers=workers,
+            clock=clock,
+            supervisor=supervisor,
+            rng=environment.rng,
+            sign_ticket=sign_ticket,
+            new_incident=environment.ids.incident_id,
+            error_of=by_reason,
+        ),
+        limits=limits,
+    )
+
+    def received() -> Received:
+        return Received(clock.monotonic_s(), int(clock.unix_s() * 1e6), environment.ids.request_id())
+
+    server = environment.server(
+        Service(
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(service, received, heartbeat_s=limits.heartbeat_s),
+        ),
+        identity=identity,
+    )
+    app = build_app(service, identity, clock, environment.ids, max_body_bytes=settings.max_body_bytes)
+    host, _, port = settings.http_listen.rpartition(":")
+    http = HttpServer(app, host, int(port))
+
+    async def open_doors() -> None:
+        await http.start()
+        supervisor.spawn("renew", service.renew_forever())
+
+    async def drain(timeout_s: float) -> None:
+        await service.drain(timeout_s)
+        await http.stop(1.0)
+
+    return Role(server, start=_nothing, open=open_doors, drain=drain)
+
+
+def term_settings(settings: Settings) -> TermSettings:
+    """The scheduler's limits from the process settings."""
+    return TermSettings(
+        fleet=FleetLimits(grant_ttl_s=settings.grant_ttl_s),
+        queue=QueueLimits(
+            predicted_output_tokens=settings.predicted_output_tokens, max_per_pool=settings.queue_limit
+        ),
+    )
+
+
+ROLES: Final[Mapping[str, Callable[[Environment], Role]]] = {
+    "registry": registry,
+    "controlplane": controlplane,
+    "scheduler": scheduler,
+    "worker": worker,
+    "gateway": gateway,
+}
+
+
+async def _nothing() -> None:
+    return None
+
+
+def _ignore() -> None:
+    return None
+
+
+def _election(environment: Environment, role: str) -> Election:
+    settings = environment.settings
+    record = Leader(leader_id=environment.ids.request_id(), address=settings.advertised)
+    return Election(
+        environment.store,
+        leader_key(role),
+        dump(record),
+        settings.lease_ttl_s,
+        environment.clock,
+        rng=environment.rng,
+    )
+
+
+def _directory(environment: Environment) -> SchedulerDirectory:
+    key = leader_key("scheduler")
+    return SchedulerDirectory(environment.informer(key, Leader), key)
+
+
+def _model_files(environment: Environment) -> ModelFiles:
+    settings = environment.settings
+    channel = open_channel(settings.registry)
+    environment.closing.push_async_callback(channel.close)
+    client = RegistryClient(channel, environment.internal_token)
+    root: Path = settings.state_dir / "models"
+    return ModelFiles(client, root, environment.clock, max_bytes=settings.model_cache_bytes)

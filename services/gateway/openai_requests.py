@@ -131,7 +131,7 @@ def _sampling(body: Options) -> common_pb2.Sampling:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
-        seed=None if body.seed is None else body.seed & 0xFFFF_FFFF_FFFF_FFFF,
+        seed=_seed(body.seed),
     )
     for text, value in (body.logit_bias or {}).items():
         token = int(text) if _TOKEN_ID.fullmatch(text, endpos=11) else -1
@@ -141,6 +141,13 @@ def _sampling(body: Options) -> common_pb2.Sampling:
             raise InvalidInput(f"logit_bias names token {token} twice", field="logit_bias")
         sampling.logit_bias[token] = value
     return sampling
+
+
+def _seed(seed: int | None) -> int | None:
+    """Seeds may be negative in this dialect; they are taken modulo 2**64."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise InvalidInput("seed does not fit into 64 bits", field="seed")
+    return None if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

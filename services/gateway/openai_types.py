@@ -19,8 +19,6 @@ from services.core.errors import InvalidInput, UnsupportedFeature
 
 _UINT32: Final = 0xFFFF_FFFF
 UInt32 = Annotated[int, Meta(ge=0, le=_UINT32)]
-# A seed may be negative in this dialect; it is taken modulo 2**64.
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**64 - 1)]
 TopK = Annotated[int, Meta(ge=-1, le=_UINT32)]
 Short = Annotated[str, Meta(max_length=4096)]
 
@@ -65,7 +63,7 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
-    seed: Seed | None = None
+    seed: int | None = None
     user: Short | None = None
 
     top_k: TopK | None = None

@@ -14,7 +14,7 @@ from services.core.errors import FairwayError, Unimplemented, first_of
 from services.gateway.events import Received
 from services.gateway.messages import complete_response, generate_response
 from services.gateway.service import GatewayService
-from services.gateway.session import Session
+from services.gateway.session import MuxedSession
 from services.rpc.interceptors.access import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,7 +28,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._received = received
         self._heartbeat_s = heartbeat_s
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def Generate(  # type: ignore[override]  # the stubs know generators only
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
         # A coroutine that writes: when the client goes away it is cancelled at an await, and aclosing
         # frees the request at once.
         events = self._service.stream(
@@ -52,10 +54,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         return complete_response(completion)
 
-    async def Session(
+    async def Session(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context
     ) -> None:
-        session = Session(self._service, principal(), self._received)
+        session = MuxedSession(self._service, principal(), self._received)
         try:
             async with asyncio.TaskGroup() as group:
                 reading = group.create_task(self._read(session, request_iterator, context))
@@ -101,13 +103,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         raise Unimplemented("this server has no tensor models yet; Generate and Complete work")
 
     async def _read(
-        self, session: Session, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context
+        self, session: MuxedSession, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context
     ) -> None:
         async for message in requests:
             session.handle(message, context.time_remaining())
         session.wake()
 
-    async def _write(self, session: Session, reading: asyncio.Task[None], context: Context) -> None:
+    async def _write(self, session: MuxedSession, reading: asyncio.Task[None], context: Context) -> None:
         """Write until the client closed its side and every generation ended."""
         while not (reading.done() and session.idle):
             message = await session.next_message(self._heartbeat_s)

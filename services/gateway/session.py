@@ -26,7 +26,7 @@ class SessionStream:
 
     __slots__ = ("_base", "_session", "_stream_id", "manual", "request")
 
-    def __init__(self, session: Session, stream_id: int, manual: bool) -> None:
+    def __init__(self, session: MuxedSession, stream_id: int, manual: bool) -> None:
         self._session = session
         self._stream_id = stream_id
         self._base = stream_id << CHOICE_BITS
@@ -56,7 +56,7 @@ class SessionStream:
         self._session.wake()
 
 
-class Session:
+class MuxedSession:
     """State of one Session RPC: its streams and the message being put together.
 
     Token columns are bounded by the streams' credit windows: a stream without a window of the client's

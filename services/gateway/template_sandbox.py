@@ -240,6 +240,9 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         known = owner is None or isinstance(owner, LoopContext)
         return known and super().is_safe_callable(obj)
 
+    def wrap_str_format(self, value: Any) -> None:
+        """Keep ``str.format`` a plain method, which is then refused: its widths are bombs."""
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _budget(__context).charge()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")

@@ -1,4 +1,4 @@
-"""One gateway's stream at the scheduler, without a wire; the gRPC servicer and the in-process client drive it.
+"""One gateway's stream at the scheduler, without a wire: for the gRPC servicer and the in-process client.
 
 The scheduler gathers everything that ended into one frame per ``take``, so that a reader that lags gets
 fewer and larger frames; what can gather is bounded by what the gateway has pending.

@@ -54,7 +54,7 @@ class Settings(BaseModel):
 
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
     queue_limit: int = Field(default=4096, ge=1, le=1_000_000)
-    grant_ttl_s: float = Field(default=5.0, gt=0, le=600)
+    grant_ttl_s: float = Field(default=2.0, gt=0, le=20)
     predicted_output_tokens: int = Field(default=256, ge=1, le=1_048_576)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
     heartbeat_s: float = Field(default=5.0, gt=0, le=300)

@@ -7,6 +7,7 @@ import sys
 from typing import Literal
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 
 
 def configure(level: str = "info", output: Literal["json", "console"] = "json", *, role: str = "") -> None:
@@ -19,11 +20,16 @@ def configure(level: str = "info", output: Literal["json", "console"] = "json", 
     ]
     if output == "json":
         rendering: list[structlog.typing.Processor] = [
-            structlog.processors.dict_tracebacks,
+            # Without the frames' variables: they hold prompts and keys.
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ]
     else:
-        rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        rendering = [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     structlog.configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(number),

@@ -30,7 +30,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._leader_id = leader_id
         self._heartbeat_s = heartbeat_s
 
-    async def Connect(
+    async def Connect(  # type: ignore[override]  # a coroutine that writes
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: Context
     ) -> None:
         hello = await _hello(request_iterator)
@@ -46,7 +46,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             stream.close()
 
-    async def Report(
+    async def Report(  # type: ignore[override]  # a coroutine that writes
         self, request_iterator: AsyncIterator[scheduler_pb2.ReportRequest], context: Context
     ) -> None:
         woken = asyncio.Event()

@@ -176,8 +176,8 @@ class Heartbeat(Message, frozen=True):
 Event = Progress | Ready | LoadFailed | Stepped | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
-_commands: Final = msgspec.msgpack.Decoder(Command)
-_events: Final = msgspec.msgpack.Decoder(Event)
+_commands: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
+_events: Final[msgspec.msgpack.Decoder[Event]] = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Message) -> bytes:

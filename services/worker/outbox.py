@@ -73,7 +73,7 @@ class Outbox:
                 if not sequence.queued and not sequence.dropped
             ]
             self._ended = waiting
-        return frame
+        return frame if frame.handles or frame.finished or frame.accepted or frame.not_admitted else None
 
     def _take_tokens(self, frame: StepFrame) -> None:
         dirty, self.dirty = self.dirty, []

@@ -66,7 +66,8 @@ async def test_concurrency_is_capped_until_one_settles(limiter: AnyLimiter, tena
 
 async def test_simultaneous_requests_get_exactly_the_cap(limiter: AnyLimiter, tenant: str) -> None:
     outcomes = await asyncio.gather(
-        *(limiter.admit(tenant, f"r{n}", Limits(max_concurrency=7)) for n in range(40)), return_exceptions=True
+        *(limiter.admit(tenant, f"r{n}", Limits(max_concurrency=7)) for n in range(40)),
+        return_exceptions=True,
     )
     assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 7
     assert sum(isinstance(outcome, ConcurrencyExceeded) for outcome in outcomes) == 33

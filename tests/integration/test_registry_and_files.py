@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
+import signal
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,7 +21,6 @@ import pytest_asyncio
 from fairway.client.publish import Progress, publish
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
-from services.adapters import model_folders
 from services.adapters.folder_blobs import FolderBlobs
 from services.adapters.memory_store import MemoryStore
 from services.adapters.model_files import ModelFiles
@@ -124,7 +126,9 @@ def files(registry: Any, root: Path, **options: Any) -> ModelFiles:
 
 
 def same(left: Path, right: Path) -> bool:
-    names = sorted(p.relative_to(left).as_posix() for p in left.rglob("*") if p.is_file() and ".cache" not in str(p))
+    names = sorted(
+        p.relative_to(left).as_posix() for p in left.rglob("*") if p.is_file() and ".cache" not in str(p)
+    )
     assert names == sorted(p.relative_to(right).as_posix() for p in right.rglob("*") if p.is_file())
     return all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
 
@@ -177,6 +181,7 @@ class Counting:
         self.broken = 0
         self.flip: dict[str, int] = {}
         self.stop_after = -1
+        self.stopped = asyncio.Event()
 
     async def get_version(self, model: str, version: str) -> tuple[VersionRecord, Manifest]:
         return await self.inner.get_version(model, version)
@@ -184,6 +189,7 @@ class Counting:
     async def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
         self.downloads.append((digest, offset_bytes))
         if len(self.downloads) == self.stop_after:
+            self.stopped.set()
             await asyncio.sleep(3600)
         async with aclosing(self.inner.download(digest, offset_bytes)) as pieces:
             async for piece in pieces:
@@ -196,7 +202,9 @@ class Counting:
                     raise Unavailable("cut")
 
 
-async def test_concurrent_fetches_share_one_download(registry: Registry, folder: Path, tmp_path: Path) -> None:
+async def test_concurrent_fetches_share_one_download(
+    registry: Registry, folder: Path, tmp_path: Path
+) -> None:
     done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
     models = files(source, tmp_path / "cache")
@@ -205,7 +213,9 @@ async def test_concurrent_fetches_share_one_download(registry: Registry, folder:
     assert len(source.downloads) == 7
 
 
-async def test_broken_connection_resumes_at_the_byte(registry: Registry, folder: Path, tmp_path: Path) -> None:
+async def test_broken_connection_resumes_at_the_byte(
+    registry: Registry, folder: Path, tmp_path: Path
+) -> None:
     done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
     source.broken = 3
@@ -254,8 +264,7 @@ async def test_killed_fetch_resumes_and_cuts_a_torn_chunk(
     first.stop_after = 5  # stands in the last chunk of the weights
     models = files(first, tmp_path / "cache")
     fetching = asyncio.ensure_future(models.fetch("tiny", done.digest))
-    while len(first.downloads) < 5:
-        await asyncio.sleep(0.01)
+    await first.stopped.wait()
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetching
@@ -270,6 +279,62 @@ async def test_killed_fetch_resumes_and_cuts_a_torn_chunk(
     path = await files(second, tmp_path / "cache").fetch("tiny", done.digest)
     assert same(folder, path)
     assert len(second.downloads) == 7 - 4, "verified chunks were fetched again"
+
+
+_CHILD = """
+import asyncio, sys
+from contextlib import aclosing
+from pathlib import Path
+from services.adapters.model_files import ModelFiles
+from services.adapters.registry_client import RegistryClient
+from services.rpc.channel import open_channel
+from services.runtime.clock import SystemClock
+
+class Slow(RegistryClient):
+    started = 0
+    async def download(self, digest, offset_bytes=0):
+        Slow.started += 1
+        async with aclosing(super().download(digest, offset_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece
+                if Slow.started == 4:
+                    print("amid", flush=True)
+                    await asyncio.sleep(3600)
+
+async def main():
+    address, root, digest = sys.argv[1:]
+    files = ModelFiles(Slow(open_channel(address), "t" * 40), Path(root), SystemClock(), max_bytes=10**9)
+    await files.fetch("tiny", digest)
+
+asyncio.run(main())
+"""
+
+
+async def test_fetch_goes_on_after_sigkill(registry: Registry, folder: Path, tmp_path: Path) -> None:
+    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        _CHILD,
+        registry.address,
+        str(tmp_path / "cache"),
+        done.digest,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            assert await child.stdout.readline() == b"amid\n"
+        with pytest.raises(StoreUnavailable, match="another process"):
+            await files(registry.client, tmp_path / "cache").fetch("tiny", done.digest)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+    assert list((tmp_path / "cache" / "ready").iterdir()) == []
+    source = Counting(registry.client)
+    path = await files(source, tmp_path / "cache").fetch("tiny", done.digest)
+    assert same(folder, path)
+    assert len(source.downloads) == 7 - 3
 
 
 async def test_damaged_kept_folder_is_found_at_the_next_start(
@@ -304,7 +369,9 @@ async def test_kept_version_needs_no_registry(registry: Registry, folder: Path, 
         await nowhere.close()
 
 
-async def test_least_recently_used_goes_first_and_never_a_pinned_one(registry: Registry, tmp_path: Path) -> None:
+async def test_least_recently_used_goes_first_and_never_a_pinned_one(
+    registry: Registry, tmp_path: Path
+) -> None:
     digests = []
     for number in range(4):
         root = tmp_path / f"m{number}"
@@ -339,17 +406,16 @@ async def test_full_disk_is_clear_and_leaves_nothing(
 ) -> None:
     done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
     models = files(registry.client, tmp_path / "cache")
-    real = model_folders.append_chunk
-    written = 0
+    real, written = os.write, 0
 
-    def full(path: Path, index: int, data: bytes, whole: Any) -> None:
+    def full(target: int, data: memoryview) -> int:
         nonlocal written
         written += 1
         if written == 5:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, index, data, whole)
+        return real(target, data)
 
-    monkeypatch.setattr(model_folders, "append_chunk", full)  # the operating system's answer, not our code
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(StoreUnavailable, match="full"):
         await models.fetch("tiny", done.digest)
     assert list((tmp_path / "cache" / "partial").iterdir()) == []
@@ -464,11 +530,11 @@ async def test_version_of_missing_chunks_is_refused(registry: Registry) -> None:
 async def test_version_whose_sizes_or_digests_lie_is_refused(registry: Registry) -> None:
     config = _file("config.json", b"{}")
     await _stored(registry, b"{}", b"abc")
+    lying = ManifestFile("a.safetensors", 4, sha256_of(b"abc"), (sha256_of(b"abc"),))
     with pytest.raises(IntegrityError, match="not 4"):
-        lying = ManifestFile("a.safetensors", 4, sha256_of(b"abc"), (sha256_of(b"abc"),))
         await registry.service.create_version("tiny", _manifest(config, lying))
+    lying = ManifestFile("a.safetensors", 3, sha256_of(b"abd"), (sha256_of(b"abc"),))
     with pytest.raises(IntegrityError, match="are not the file"):
-        lying = ManifestFile("a.safetensors", 3, sha256_of(b"abd"), (sha256_of(b"abc"),))
         await registry.service.create_version("tiny", _manifest(config, lying))
     with pytest.raises(InvalidInput, match="tokenizer_digest"):
         await registry.service.create_version("tiny", _manifest(config, tokenizer_digest=sha256_of(b"other")))
@@ -552,7 +618,9 @@ async def test_lists_come_in_pages(registry: Registry) -> None:
     assert (pages, len(seen), seen) == (3, 5, sorted(set(seen)))
     models, _ = await registry.service.list_models()
     assert [(model.name, model.versions) for model in models] == [
-        ("a", 5), ("a.b", 5), *((f"m{n}", 1) for n in range(5))
+        ("a", 5),
+        ("a.b", 5),
+        *((f"m{n}", 1) for n in range(5)),
     ]
     with pytest.raises(InvalidInput):
         await registry.service.list_versions("a", token="\x00!")

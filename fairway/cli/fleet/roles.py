@@ -17,7 +17,7 @@ from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_a
 from fairway.cli.fleet.process import ProcessSpec
 from fairway.cli.state import StateDir
 
-PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 9090}
+PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 50051}
 # Read by the commands of `fairway`, unknown to the roles.
 CLIENT_VARIABLES: Final = (
     "FAIRWAY_API_KEY",

@@ -1,1 +1,1 @@
-"""The engine process: plans, runs and commits steps of one language model. The only place that imports torch."""
+"""The engine process: plans, runs and commits steps of one language model. It alone imports torch."""

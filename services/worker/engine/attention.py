@@ -18,7 +18,7 @@ from services.worker.engine.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows ``first_row`` to ``first_row + rows`` of a step are one sequence's tokens, up to position ``length``.
+    """``rows`` rows of a step from ``first_row`` on are one sequence's tokens, the last at ``length`` - 1.
 
     ``blocks`` is its block table; ``contiguous`` says that the blocks are consecutive.
     """
@@ -37,7 +37,7 @@ class Attention(Protocol):
         """Prepare a step: ``slots`` [rows] int64 is where each row's key and value go."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v [rows, kv_heads, dim]; return the result [rows, heads * dim] for q [rows, heads, dim]."""
+        """Store k, v [rows, kv_heads, dim]; return [rows, heads * dim] for q [rows, heads, dim]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UnsupportedModel for anything else, or one that is too large."""
+    """Return the object in a JSON file. Raises UnsupportedModel for anything else and for a huge file."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise UnsupportedModel(path.name, f"{path.stat().st_size} bytes")
@@ -161,12 +161,13 @@ def eos_ids(model_dir: Path, fields: Mapping[str, Any], vocab_size: int) -> froz
 
 def _family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     architectures = fields.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or str(architectures[0]) not in FAMILIES:
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if len(names) != 1 or names[0] not in FAMILIES:
         raise UnsupportedModel("architectures", architectures)
-    family = FAMILIES[str(architectures[0])]
+    family = FAMILIES[names[0]]
     if fields.get("model_type", family.model_type) != family.model_type:
         raise UnsupportedModel("model_type", fields["model_type"])
-    return str(architectures[0]), family
+    return names[0], family
 
 
 def _kv_heads(fields: Mapping[str, Any], family: Family, heads: int) -> int:
@@ -221,7 +222,9 @@ def _typed_windows(
     if not isinstance(layer_types, list) or len(layer_types) != layers:
         raise UnsupportedModel("layer_types", layer_types)
     for kind in layer_types:
-        if not isinstance(kind, str) or kind not in kinds or (kind == "sliding_attention" and sliding is None):
+        if not isinstance(kind, str) or kind not in kinds:
+            raise UnsupportedModel("layer_types", kind)
+        if kind == "sliding_attention" and sliding is None:
             raise UnsupportedModel("layer_types", kind)
     windows = tuple(kinds[kind] for kind in layer_types)
     if family.model_type == "mistral" and windows != (sliding,) * layers:

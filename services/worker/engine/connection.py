@@ -72,7 +72,7 @@ class Connection:
         threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """The message is in the kernel's hands; blocks while the agent is slow. Raises OSError when it is gone."""
+        """The kernel has the message; blocks while the agent is slow. Raises OSError when it is gone."""
         self._channel.sendall(encode(message))
 
     def receive_ready(self) -> list[Command]:

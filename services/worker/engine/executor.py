@@ -46,7 +46,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One token per sampling row. ``logprobs`` and ``errors`` are by row; a row in ``errors`` has no token."""
+    """One token per sampling row. ``logprobs`` and ``errors`` are by row; the token of an error is void."""
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -37,11 +37,7 @@ def _pack(weight: torch.Tensor) -> Any:
 
 def _packs(weight: torch.Tensor) -> bool:
     """Whether this build of torch packs such a weight and computes with it what ``F.linear`` does."""
-    if (
-        weight.device.type != "cpu"
-        or weight.dtype != torch.float32
-       
-    ):
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return False
     try:
         probe = torch.eye(4)

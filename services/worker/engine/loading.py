@@ -26,7 +26,7 @@ Report = Callable[[str, float], None]  # phase, done 0..1
 
 
 def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
-    """Return an engine that has run a prefill and a decode. Raises LoadError for what a retry would meet again."""
+    """Return an engine that has run a prefill and a decode. Raises LoadError where a retry would not help."""
     try:
         limits = PlannerLimits(config.token_budget, config.max_sequences)
     except ValueError as error:

@@ -14,7 +14,7 @@ STRIDE = 7919  # a prime, so that the tokens of a stream differ from one positio
 
 
 class NullExecutor:
-    """``step_s`` seconds a step by an absolute schedule, so that oversleeping does not add up; 0: flat out."""
+    """``step_s`` seconds a step on an absolute schedule: oversleeping does not add up; 0: flat out."""
 
     def __init__(
         self,

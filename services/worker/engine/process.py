@@ -103,7 +103,7 @@ def step_until_told(engine: Engine, connection: Connection) -> ExitCode:
 
 
 def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float]) -> None:
-    """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle, and what a step raises."""
+    """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
     spoken_s = clock()
     checked_step = -1
     while True:

@@ -33,7 +33,7 @@ class Rope:
     def cos_sin(
         self, positions: torch.Tensor, prompt_tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, each [rows, dim/2], for int64 [rows] positions; both arguments are on the CPU."""
+        """Return cos and sin, each [rows, dim/2]; the arguments are int64 [rows] on the CPU."""
         if self._config.depends_on_length:
             lengths = torch.maximum(positions + 1, prompt_tokens)
             if int(lengths.max()) > self._config.original_positions:
@@ -100,7 +100,7 @@ def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig) -> torch.Tensor:
-    """Blend interpolation and extrapolation by how often a dimension turns within the original context (YaRN)."""
+    """Interpolate the dimensions that turn seldom within the original context, keep the others (YaRN)."""
     dim = config.dim
 
     def turning(rotations: float) -> float:

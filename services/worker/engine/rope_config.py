@@ -1,4 +1,4 @@
-"""The rotary embedding that a config asks for, from ``rope_scaling`` (older) or ``rope_parameters`` (newer)."""
+"""The rotary embedding of a config, from ``rope_scaling`` (older) or ``rope_parameters`` (newer)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMON_KEYS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rota
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """``original_positions``: the context of pre-training. Fields that a kind does not read keep their default.
+    """``original_positions``: the context of pre-training. A field that its kind ignores has its default.
 
     None for ``attention_factor`` means that it is derived as the kind's paper says.
     """

@@ -56,7 +56,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> Samples:
 
 
 def uniforms(keys: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Return ``keyed.uniform`` of each pair, float64 [pairs]; int64 arithmetic wraps as that of 64-bit words does."""
+    """Return ``keyed.uniform`` of each pair, float64 [pairs]; int64 wraps as 64-bit words do."""
     words = torch.tensor([_signed(key) for key in keys]) + (torch.tensor(positions) + 1) * _signed(GOLDEN)
     words = (words ^ _shifted(words, 30)) * _signed(MULTIPLIER_1)
     words = (words ^ _shifted(words, 27)) * _signed(MULTIPLIER_2)
@@ -195,7 +195,7 @@ def _mask_stops(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> Non
 def _places(
     logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each token of each row, its place in the flattened logits and the row's index in ``rows``."""
+    """Return each token's place in the flattened logits, and the index in ``rows`` of its row."""
     width = logits.shape[1]
     places = torch.cat([torch.tensor(ids) + row * width for row, ids in zip(rows, tokens, strict=True)])
     lengths = torch.tensor([len(ids) for ids in tokens])

@@ -54,7 +54,7 @@ class _Rows:
         self.spans: list[Span] = []
 
     def add(self, sequence: SequenceState, start: int, end: int, *, samples: bool) -> None:
-        """Append the sequence's tokens ``start`` to ``end``; the last one is sampled from if it ``samples``."""
+        """Append the sequence's tokens ``start`` to ``end``; the last gets logits if it ``samples``."""
         first_row, size, blocks = len(self.tokens), self._block_size, sequence.blocks
         self.spans.append(Span(first_row, end - start, end, blocks, sequence.contiguous))
         self.tokens += sequence.tokens[start:end]

@@ -23,7 +23,7 @@ class ModelLimits:
 
 
 def refusal(submit: Submit, limits: ModelLimits) -> str | None:
-    """Return why the sequence cannot run on this model, or None. Sizes are checked before anything is built."""
+    """Return why the sequence cannot run on this model, or None. Sizes come first: nothing is built yet."""
     prompt, produced, sampling = len(submit.prompt_ids), len(submit.produced_ids), submit.sampling
     if prompt == 0:
         return "the prompt is empty"

@@ -34,8 +34,14 @@ def test_canonical_json_is_sorted_without_blanks_and_has_every_field() -> None:
     parsed = json.loads(body)
     assert body == json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()
     assert set(parsed) == {
-        "schema", "files", "kind", "tokenizer_digest", "chat_template_digest", "sampling_defaults_digest",
-        "safety_policy_digest", "max_context_tokens",
+        "schema",
+        "files",
+        "kind",
+        "tokenizer_digest",
+        "chat_template_digest",
+        "sampling_defaults_digest",
+        "safety_policy_digest",
+        "max_context_tokens",
     }
     assert digest_of(manifest) == sha256_of(body)
 
@@ -43,11 +49,17 @@ def test_canonical_json_is_sorted_without_blanks_and_has_every_field() -> None:
 def test_digest_of_a_known_manifest_never_changes() -> None:
     """A change here renames every published version."""
     assert digest_of(Manifest((CONFIG,))) == (
-        "sha256:" + __import__("hashlib").sha256(
-            b'{"chat_template_digest":"","files":[{"chunks":["' + D.encode() + b'"],"digest":"' + D.encode()
+        "sha256:"
+        + __import__("hashlib")
+        .sha256(
+            b'{"chat_template_digest":"","files":[{"chunks":["'
+            + D.encode()
+            + b'"],"digest":"'
+            + D.encode()
             + b'","path":"config.json","size_bytes":1}],"kind":"causal-lm","max_context_tokens":0,'
             b'"safety_policy_digest":"","sampling_defaults_digest":"","schema":1,"tokenizer_digest":""}'
-        ).hexdigest()
+        )
+        .hexdigest()
     )
 
 
@@ -62,10 +74,35 @@ def test_every_field_changes_the_digest(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "", "/config.json", "../config.json", "a/../config.json", "a/..", "..", ".", "./a.json", "a//b.json",
-        "a/", "a\\b.json", "..\\a.json", "C:\\a.json", "C:/a.json", "a\0.json", "a\n.json", "a/./b.json",
-        ".hidden.json", "a/.git/b.json", "ümlaut.json", "a b.json", "con\u202ejson.json", "trailing.json.",
-        "x" * 600 + ".json", "/".join(["d"] * 9) + "/a.json", "~/a.json", "a.json/", "%2e%2e/a.json", "\ud800.json",
+        "",
+        "/config.json",
+        "../config.json",
+        "a/../config.json",
+        "a/..",
+        "..",
+        ".",
+        "./a.json",
+        "a//b.json",
+        "a/",
+        "a\\b.json",
+        "..\\a.json",
+        "C:\\a.json",
+        "C:/a.json",
+        "a\0.json",
+        "a\n.json",
+        "a/./b.json",
+        ".hidden.json",
+        "a/.git/b.json",
+        "ümlaut.json",
+        "a b.json",
+        "con\u202ejson.json",
+        "trailing.json.",
+        "x" * 600 + ".json",
+        "/".join(["d"] * 9) + "/a.json",
+        "~/a.json",
+        "a.json/",
+        "%2e%2e/a.json",
+        "\ud800.json",
     ],
 )
 def test_paths_that_climb_or_hide_are_refused(path: str) -> None:
@@ -76,9 +113,29 @@ def test_paths_that_climb_or_hide_are_refused(path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "pytorch_model.bin", "PYTORCH_MODEL.BIN", "a/model.pt", "m.pth", "m.pkl", "m.ckpt", "m.pickle", "m.joblib",
-        "m.npy", "m.npz", "flax_model.msgpack", "model.pkl.json", "pytorch_model.bin.index.json", "README.pt",
-        "tf_model.h5", "m.zip", "modeling_x.py", "x.so", "setup.sh", "x.pyc", "unknown", "data.csv", "a.onnx",
+        "pytorch_model.bin",
+        "PYTORCH_MODEL.BIN",
+        "a/model.pt",
+        "m.pth",
+        "m.pkl",
+        "m.ckpt",
+        "m.pickle",
+        "m.joblib",
+        "m.npy",
+        "m.npz",
+        "flax_model.msgpack",
+        "model.pkl.json",
+        "pytorch_model.bin.index.json",
+        "README.pt",
+        "tf_model.h5",
+        "m.zip",
+        "modeling_x.py",
+        "x.so",
+        "setup.sh",
+        "x.pyc",
+        "unknown",
+        "data.csv",
+        "a.onnx",
     ],
 )
 def test_pickles_code_and_the_unknown_are_refused(path: str) -> None:
@@ -89,10 +146,24 @@ def test_pickles_code_and_the_unknown_are_refused(path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-        "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "model.safetensors", "LICENSE",
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja", "README.md",
-        "LICENSE.txt", "sub/config.json", "Qwen2.5-0.5B/config.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "model.safetensors",
+        "LICENSE",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "chat_template.jinja",
+        "README.md",
+        "LICENSE.txt",
+        "sub/config.json",
+        "Qwen2.5-0.5B/config.json",
     ],
 )
 def test_what_a_model_folder_holds_is_taken(path: str) -> None:
@@ -151,7 +222,10 @@ def test_parse_takes_only_the_canonical_bytes_of_the_digest() -> None:
     manifest = make("model.safetensors")
     body = canonical_json(manifest)
     assert parse(body, digest_of(manifest)) == manifest
-    for other in (body + b" ", body.replace(b'"size_bytes":1', b'"size_bytes":2'), b"[" * 100_000, b"", b"null"):
+    with pytest.raises(IntegrityError):
+        parse(body.replace(b'"size_bytes":1', b'"size_bytes":2'), digest_of(manifest))
+    climbing = body.replace(b"model.safetensors", b"../../x.safetensors")
+    for other in (body + b" ", b"[" * 100_000, b"{" * 100_000, b"", b"null", climbing):
         with pytest.raises(IntegrityError):
             parse(other, digest_of(manifest))
         with pytest.raises(IntegrityError):

@@ -31,8 +31,20 @@ def test_secrets_differ_and_have_256_bits() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "fw_", "fw_a_", "fw_a_short", "sk_a_" + "x" * 40, "fw_A_" + "x" * 40, "fw_-a_" + "x" * 40,
-     "fw_a_" + "x" * 200, "fw_a_" + "x" * 40 + "\n", "fw_a_" + "ü" * 40, "x" * 10_000, "fw_a/b_" + "x" * 40],
+    [
+        "",
+        "fw_",
+        "fw_a_",
+        "fw_a_short",
+        "sk_a_" + "x" * 40,
+        "fw_A_" + "x" * 40,
+        "fw_-a_" + "x" * 40,
+        "fw_a_" + "x" * 200,
+        "fw_a_" + "x" * 40 + "\n",
+        "fw_a_" + "ü" * 40,
+        "x" * 10_000,
+        "fw_a/b_" + "x" * 40,
+    ],
 )
 def test_what_is_no_key_is_refused_without_repeating_it(text: str) -> None:
     with pytest.raises(Unauthenticated) as caught:

@@ -56,6 +56,7 @@ class Bench:
     connected: bool = True
     changes: int = 0
     step: int = 0
+    tokens: int = 0  # those of sequences that lived
     _sequence: int = 0
 
     def spec(
@@ -119,6 +120,8 @@ class Bench:
     ) -> None:
         """One engine step that made these tokens, by the engine's handle."""
         self.step += 1
+        live = {sequence.number for sequence in self.table.sequences()}
+        self.tokens += sum(number in live for number in tokens)
         self.table.on_stepped(
             wire.Stepped(
                 step=self.step,
@@ -157,7 +160,16 @@ class FakeClock:
 
 
 @pytest.fixture
+def bench_factory(byte_level: Tokenizer) -> Callable[[], Bench]:
+    return lambda: new_bench(byte_level)
+
+
+@pytest.fixture
 def bench(byte_level: Tokenizer) -> Bench:
+    return new_bench(byte_level)
+
+
+def new_bench(byte_level: Tokenizer) -> Bench:
     """Total 10 blocks of 16 tokens, at most 8 sequences; slow readers after 30 s."""
     clock = FakeClock()
     host = SequenceHost(changed=lambda: None)

@@ -54,7 +54,9 @@ def apply(assignments: dict[str, Assignment], actions: tuple[Action, ...]) -> di
 def all_ready(workers: list[Worker], assignments: dict[str, Assignment]) -> list[Worker]:
     def loaded(one: Worker) -> tuple[LoadedVersion, ...]:
         assigned = assignments.get(one.worker_id, Assignment(one.worker_id)).versions
-        return tuple(LoadedVersion(v.deployment, v.model, v.version_digest, VersionState.READY) for v in assigned)
+        return tuple(
+            LoadedVersion(v.deployment, v.model, v.version_digest, VersionState.READY) for v in assigned
+        )
 
     return [replace(one, versions=loaded(one)) for one in workers]
 
@@ -203,10 +205,13 @@ def test_converges_and_then_rests(
 ) -> None:
     deployments, workers, nodes, assignments = fleet
     first = plan(deployments, workers, nodes, list(assignments.values()))
-    shuffled = [list(deployments), list(workers), list(nodes), list(assignments.values())]
-    for one in shuffled:
-        rng.shuffle(one)
-    assert plan(*shuffled) == first, "the order of its inputs matters"  # type: ignore[arg-type]
+    mixed = plan(
+        rng.sample(deployments, len(deployments)),
+        rng.sample(workers, len(workers)),
+        rng.sample(nodes, len(nodes)),
+        rng.sample(list(assignments.values()), len(assignments)),
+    )
+    assert mixed == first, "the order of its inputs matters"
 
     for _ in range(4):
         actions = plan(deployments, workers, nodes, list(assignments.values()))
@@ -239,7 +244,10 @@ def _check_additions(
 
 
 def _check_rest(
-    deployments: list[Deployment], workers: list[Worker], nodes: list[Node], assignments: dict[str, Assignment]
+    deployments: list[Deployment],
+    workers: list[Worker],
+    nodes: list[Node],
+    assignments: dict[str, Assignment],
 ) -> None:
     live = {one.worker_id for one in workers}
     assert set(assignments) <= live

@@ -60,7 +60,9 @@ class CheckingExecutor:
         tokens = [self.token_of(s.handle, s.output_tokens) for s in sampled]
         errors = {row: self.errors[s.handle] for row, s in enumerate(sampled) if s.handle in self.errors}
         logprobs = {
-            row: TokenLogprobs(-0.5, [], []) for row, s in enumerate(sampled) if s.sampling.logprobs is not None
+            row: TokenLogprobs(-0.5, [], [])
+            for row, s in enumerate(sampled)
+            if s.sampling.logprobs is not None
         }
         return Samples(tokens, logprobs, errors)
 
@@ -202,7 +204,7 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def drive() -> Callable[..., Outcome]:
-    """Run submits to their end; a sequence that is handed back is resumed under a new handle, as an agent does."""
+    """Run submits to their end; one that is handed back is resumed under a new handle, as an agent does."""
 
     def run(engine: Engine, submits: Sequence[Submit]) -> Outcome:
         outcome = Outcome()

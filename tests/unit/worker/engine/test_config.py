@@ -64,7 +64,10 @@ def of(family: str, **changes: Any) -> dict[str, Any]:
         ({"rope_scaling": {"type": []}}, "rope_type"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
-        ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, "rope_parameters.mrope_section"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}},
+            "rope_parameters.mrope_section",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
@@ -97,7 +100,10 @@ def test_a_family_of_several_windows_is_refused_where_it_has_one() -> None:
         (of("MistralForCausalLM", sliding_window=8), (8,) * 4),
         (of("Qwen2ForCausalLM", sliding_window=8), (None,) * 4),
         (of("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=True), (None,) * 4),
-        (of("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=True, max_window_layers=3), (None,) * 3 + (8,)),
+        (
+            of("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=True, max_window_layers=3),
+            (None,) * 3 + (8,),
+        ),
         (
             of(
                 "Qwen3ForCausalLM",
@@ -109,7 +115,9 @@ def test_a_family_of_several_windows_is_refused_where_it_has_one() -> None:
         ),
     ],
 )
-def test_windows_are_read_as_the_family_reads_them(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_windows_are_read_as_the_family_reads_them(
+    fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
     assert parse_config(fields).windows == windows
 
 
@@ -151,7 +159,7 @@ def test_scaled_contexts_reach_as_far_as_they_say() -> None:
 @pytest.mark.parametrize("content", ["[1]", "{", '"x"', "[" * 100_000])
 def test_a_file_that_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UnsupportedModel, match="config.json"):
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
         read_json(tmp_path / "config.json")
 
 
@@ -175,7 +183,9 @@ def test_a_missing_or_huge_file_is_refused(tmp_path: Path) -> None:
         (1000, -1, set()),  # outside the vocabulary: never sampled, never masked
     ],
 )
-def test_eos_ids_are_those_of_both_files(tmp_path: Path, config: Any, generation: Any, expected: set[int]) -> None:
+def test_eos_ids_are_those_of_both_files(
+    tmp_path: Path, config: Any, generation: Any, expected: set[int]
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert eos_ids(tmp_path, {"eos_token_id": config}, 100) == expected
 

@@ -41,9 +41,15 @@ LONG = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "llama-odd-heads": ("Llama", {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6, "hidden_size": 40}),
+    "llama-odd-heads": (
+        "Llama",
+        {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6, "hidden_size": 40},
+    ),
     "llama-no-gqa": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0}},
+    ),
     "llama-dynamic": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 24},
@@ -52,7 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "llama-yarn-mscale": (
         "Llama",
-        {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8.0, "truncate": False}},
+        {
+            "rope_parameters": YARN
+            | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8.0, "truncate": False}
+        },
     ),
     "llama-longrope": ("Llama", {"rope_parameters": LONG}),
     "mistral-window": ("Mistral", {"sliding_window": 9}),
@@ -120,7 +129,10 @@ def reference(save_model: Callable[..., Any]) -> Callable[[str], Reference]:
         initial = {key: value.clone() for key, value in model.named_buffers()}
         rotary = model.model.rotary_emb
         for prompt in result.prompts:
-            for key, value in initial.items():  # its length-dependent frequencies carry over from call to call
+            for (
+                key,
+                value,
+            ) in initial.items():  # its length-dependent frequencies carry over from call to call
                 model.get_buffer(key).copy_(value)
             rotary.max_seq_len_cached = rotary.original_max_seq_len
             answer = model.generate(
@@ -139,7 +151,8 @@ def reference(save_model: Callable[..., Any]) -> Callable[[str], Reference]:
 def generation_config() -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(
+    build: Any = GenerationConfig  # untyped in transformers
+    return build(
         max_new_tokens=OUTPUT,
         do_sample=False,
         pad_token_id=0,
@@ -165,13 +178,15 @@ def test_alone_it_answers_as_transformers_does(
     """Tokens equal, and the whole distribution close, at every position."""
     expected = reference(name)
     engine = load_engine(expected.folder, **options_of(name))
-    produced = {}
+    produced: dict[int, list[int]] = {}
     for one in greedy(submit, expected.prompts, logprobs=101):
         outcome = drive(engine, [one])
         produced |= outcome.tokens
         if outcome.tokens[one.handle] == expected.tokens[one.handle]:
             for entry, logits in zip(outcome.logprobs[one.handle], expected.logits[one.handle], strict=True):
-                mine = torch.empty(101).index_copy_(0, torch.tensor(entry.top_ids), torch.tensor(entry.top_logprobs))
+                mine = torch.empty(101).index_copy_(
+                    0, torch.tensor(entry.top_ids), torch.tensor(entry.top_logprobs)
+                )
                 torch.testing.assert_close(mine, logits.float().log_softmax(-1), atol=3e-4, rtol=0)
     assert_same(name, expected, produced)
 
@@ -209,16 +224,21 @@ def test_a_sampled_stream_resumes_identically(
     """At temperature 1: the draw is keyed by the output position, whatever run it happens in."""
     expected = reference(name)
     options = {"temperature": 1.0, "top_p": 0.95, "seed": 11, "ignore_eos": True, "frequency_penalty": 0.4}
-    whole = drive(load_engine(expected.folder), [submit(i, p, 20, **options) for i, p in enumerate(expected.prompts)])
+    whole = drive(
+        load_engine(expected.folder), [submit(i, p, 20, **options) for i, p in enumerate(expected.prompts)]
+    )
     for cut in (1, 7, 19):
         resumed = [
-            submit(i, p, 20, produced=whole.tokens[i][:cut], **options) for i, p in enumerate(expected.prompts)
+            submit(i, p, 20, produced=whole.tokens[i][:cut], **options)
+            for i, p in enumerate(expected.prompts)
         ]
         engine = load_engine(expected.folder, kv_blocks=30, token_budget=9, max_sequences=5)
         assert drive(engine, resumed).tokens == whole.tokens
 
 
-def test_an_adversarial_neighbour_changes_nothing(reference: Any, load_engine: Any, submit: Any, drive: Any) -> None:
+def test_an_adversarial_neighbour_changes_nothing(
+    reference: Any, load_engine: Any, submit: Any, drive: Any
+) -> None:
     """Slots and blocks that a hostile sequence used are reused by plain ones, during and after."""
     expected = reference("llama")
     engine = load_engine(expected.folder, kv_blocks=40, token_budget=16, max_sequences=6)
@@ -252,7 +272,9 @@ def test_end_of_sequence_comes_from_both_files(
     assert outcome.finished == {0: "stop"}
 
 
-def test_older_rope_keys_mean_the_same(reference: Any, load_engine: Any, submit: Any, drive: Any, tmp_path: Path) -> None:
+def test_older_rope_keys_mean_the_same(
+    reference: Any, load_engine: Any, submit: Any, drive: Any, tmp_path: Path
+) -> None:
     expected = reference("llama-llama3")
     for file in expected.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -28,7 +28,9 @@ class Time:
         self.now_s += seconds + self.late_s
 
 
-def make(time: Time, *, step_s: float = 0.0, vocab: int = 50, eos: frozenset[int] = frozenset()) -> NullExecutor:
+def make(
+    time: Time, *, step_s: float = 0.0, vocab: int = 50, eos: frozenset[int] = frozenset()
+) -> NullExecutor:
     return NullExecutor(vocab_size=vocab, eos_ids=eos, step_s=step_s, clock=time, sleep=time.sleep)
 
 

@@ -1,4 +1,4 @@
-"""Planning, through the engine: whatever is submitted, credited and cancelled, the promises hold at each step."""
+"""Planning, through the engine. Whatever is submitted, credited, cancelled, each step keeps the promises."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ class Agent:
         command = [sys.executable, "-m", "services.worker.engine.process", "--config"]
         self.log = folder / "stderr"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen([*command, msgspec.json.encode(config).decode()], cwd=ROOT, stderr=log)
+            self.process = subprocess.Popen(
+                [*command, msgspec.json.encode(config).decode()], cwd=ROOT, stderr=log
+            )
         self.channel, _ = self.server.accept()
         self.channel.settimeout(PATIENCE_S)
         self.stream = self.channel.makefile("rb")
@@ -232,7 +234,8 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     config = EngineConfig(socket_path=str(tmp_path / "s"), model_dir=str(tmp_path), executor="null")
     script = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'services.worker.engine.process', '--config', sys.argv[1]])\n"
+        "command = [sys.executable, '-m', 'services.worker.engine.process', '--config', sys.argv[1]]\n"
+        "child = subprocess.Popen(command)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -323,14 +326,24 @@ def test_a_model_that_is_not_served_fails_to_load(start: Any, tmp_path: Path) ->
     assert agent.exit_code() == ExitCode.LOAD_FAILED
 
 
-def test_a_torch_engine_streams(start: Any, submit: Any, save_model: Any, load_engine: Any, drive: Any) -> None:
+def test_a_torch_engine_streams(
+    start: Any, submit: Any, save_model: Any, load_engine: Any, drive: Any
+) -> None:
     """The same tokens as the same engine in this process; the log says nothing of prompt or output."""
     _, folder = save_model("Llama")
-    submits = [submit(handle, range(3, 9 + handle), 8, temperature=handle % 2, ignore_eos=True) for handle in range(6)]
+    submits = [
+        submit(handle, range(3, 9 + handle), 8, temperature=handle % 2, ignore_eos=True)
+        for handle in range(6)
+    ]
     expected = drive(load_engine(folder), submits).tokens
     agent = start(folder)
     ready = agent.ready()
-    assert (ready.kv_blocks_total, ready.block_size, ready.vocab_size, ready.max_model_len) == (64, 4, 101, 128)
+    assert (ready.kv_blocks_total, ready.block_size, ready.vocab_size, ready.max_model_len) == (
+        64,
+        4,
+        101,
+        128,
+    )
     assert ready.kv_bytes_per_block == 2 * 3 * 2 * 8 * 4 * 4
     assert ready.weight_bytes == (folder / "model.safetensors").stat().st_size // 4 * 4 - header_bytes(folder)
     for one in submits:

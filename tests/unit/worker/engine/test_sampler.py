@@ -38,7 +38,11 @@ def random_logits(rows: int, seed: int = 0, scale: float = 3.0, vocab: int = VOC
 # --- keyed draws ---------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 99), st.integers(0, 10**6)), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 99), st.integers(0, 10**6)), min_size=1
+    )
+)
 def test_the_batched_draw_is_the_plain_one(triples: list[tuple[int, int, int]]) -> None:
     keys = [keyed.sequence_key(seed, choice) for seed, choice, _ in triples]
     positions = [position for *_, position in triples]
@@ -114,7 +118,8 @@ def plain_keep(logits: list[float], sampling: Sampling) -> set[int]:
     if 0 < sampling.top_k < len(order):
         order = [token for token in order if scaled[token] >= scaled[order[sampling.top_k - 1]]]
     weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
-    total, before, kept = sum(weights), 0.0, []
+    kept: list[int] = []
+    total, before = sum(weights), 0.0
     for token, weight in zip(order, weights, strict=True):
         if kept and sampling.top_p < 1 and before >= sampling.top_p * total:
             break
@@ -140,7 +145,9 @@ samplings = st.builds(
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(samplings, min_size=1, max_size=5), st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 4.0]))
-def test_each_filter_keeps_what_sorting_everything_keeps(chosen: list[Sampling], seed: int, scale: float) -> None:
+def test_each_filter_keeps_what_sorting_everything_keeps(
+    chosen: list[Sampling], seed: int, scale: float
+) -> None:
     logits = random_logits(len(chosen), seed, scale).double()  # as exact as the reference
     temperatures = torch.tensor([[s.temperature] for s in chosen], dtype=torch.float64)
     scaled = (logits - logits.max(-1, keepdim=True).values) / temperatures
@@ -294,7 +301,9 @@ def test_the_draw_moves_with_seed_choice_and_position(sequence: Any) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_fail_their_row_alone(sequence: Any, temperature: float, value: float) -> None:
+def test_logits_that_are_no_numbers_fail_their_row_alone(
+    sequence: Any, temperature: float, value: float
+) -> None:
     logits = random_logits(3)
     clean = sample(logits.clone(), [sequence(temperature=temperature)] * 3).tokens
     logits[1, 5] = value

@@ -185,7 +185,8 @@ def test_shards_are_read_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", 7, None, "a\0.safetensors"]
+    "file",
+    ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", 7, None, "a\0.safetensors"],
 )
 def test_an_index_cannot_point_elsewhere(tmp_path: Path, file: Any) -> None:
     write_shards(tmp_path, **{NORM: file})
@@ -193,7 +194,9 @@ def test_an_index_cannot_point_elsewhere(tmp_path: Path, file: Any) -> None:
 
 
 def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
-    write_shards(tmp_path, **{NORM: "b.safetensors" if sorted(tensors()).index(NORM) % 2 == 0 else "a.safetensors"})
+    write_shards(
+        tmp_path, **{NORM: "b.safetensors" if sorted(tensors()).index(NORM) % 2 == 0 else "a.safetensors"}
+    )
     refused(tmp_path, f"disagree on {NORM}")
     write_shards(tmp_path, **{"model.ghost": "a.safetensors"})
     refused(tmp_path, "disagree on model.ghost")

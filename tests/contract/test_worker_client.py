@@ -1,0 +1,275 @@
+"""What every client of workers does, over a wire or in process: order, silence after the end, no lost word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer, decoders, models
+
+from fairway.v1 import worker_pb2_grpc
+from services.adapters.grpc_worker import GrpcWorkers
+from services.adapters.local_worker import LocalWorkers
+from services.core.generation import (
+    FinishReason,
+    GenerationSpec,
+    Grant,
+    NotAdmittedReason,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from services.worker import engine_protocol as wire
+from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
+from services.worker.host import SequenceHost
+from services.worker.sequences import PoolLimits, SequenceTable
+from services.worker.servicer import WorkerServicer
+
+DIGEST = "sha256:" + "c" * 64
+
+
+@dataclass
+class Rig:
+    """A worker whose engine is driven by hand, and a client of it."""
+
+    host: SequenceHost
+    table: SequenceTable
+    client: GrpcWorkers | LocalWorkers
+    address: str
+    frames: list[int]
+    sent: list[wire.Command] = field(default_factory=list)
+    server: grpc.aio.Server | None = None
+    _sequence: int = 0
+
+    def spec(self, **changes: object) -> StartSpec:
+        self._sequence += 1
+        values: dict[str, object] = {
+            "worker_id": "w1",
+            "address": self.address,
+            "incarnation": 5,
+            "epoch": 3,
+            "sequence": self._sequence,
+            "kv_blocks": 1,
+            "ttl_s": 5.0,
+            "version_digest": DIGEST,
+        }
+        credit = changes.pop("credit", 100)
+        logprobs = changes.pop("logprobs", None)
+        generation = GenerationSpec(
+            "r1", "m", DIGEST, 1, (1, 2, 3), SamplingParams(seed=2**64 - 1), 50, logprobs=logprobs
+        )
+        grant = Grant(**{**values, **changes})
+        return StartSpec(generation, 0, "t1", grant, credit)
+
+    def step(self, tokens: dict[int, int], **rest: object) -> None:
+        values = {"finished": {}, "prefill_tokens": 0, "kv_blocks_used": 0, "running": 1, "waiting": 0}
+        self.table.on_stepped(
+            wire.Stepped(step=1, step_s=0.0, handles=list(tokens), tokens=list(tokens.values()), **(values | rest))
+        )
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[TokenLogprobs] = []
+        self.end: SequenceEnd | None = None
+        self.refusal: NotAdmittedReason | None = None
+
+    def on_accepted(self) -> None:
+        self.heard.append("accepted")
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self.heard.append("not_admitted")
+        self.refusal = reason
+
+    def on_tokens(self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
+        assert offset == len(self.ids)
+        self.heard.append("tokens")
+        self.ids += ids
+        self.text += text
+        self.logprobs += logprobs
+
+    def on_finished(self, end: SequenceEnd) -> None:
+        self.heard.append("finished")
+        self.end = end
+
+    def on_lost(self, message: str) -> None:
+        assert message
+        self.heard.append("lost")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def new_host(clock: SystemClock, sent: list[wire.Command]) -> tuple[SequenceHost, SequenceTable]:
+    char_of = {byte: char for char, byte in byte_of_char().items()}
+    tokenizer = Tokenizer(models.BPE(vocab={char_of[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    host = SequenceHost(changed=lambda: None)
+    host.grants.registered(5)
+    table = SequenceTable(
+        DIGEST,
+        limits=PoolLimits(kv_blocks_total=64, block_size=16, max_model_len=1000, max_sequences=64),
+        vocabulary=ByteLevelVocabulary(tokenizer),
+        send=lambda command: sent.append(command) is None,
+        clock=clock,
+        tally=host.tally,
+        changed=host.note_change,
+    )
+    host.add(table)
+    return host, table
+
+
+@pytest_asyncio.fixture(params=["grpc", "local"])
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    clock = SystemClock()
+    supervisor = Supervisor(clock)
+    sent: list[wire.Command] = []
+    host, table = new_host(clock, sent)
+    frames: list[int] = []
+    server = None
+    if request.param == "local":
+        client: GrpcWorkers | LocalWorkers = LocalWorkers({"w1": host}, after_frame=lambda: frames.append(1))
+        address = "w1"
+    else:
+        server = grpc.aio.server()
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        agent = SimpleNamespace()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
+        await server.start()
+        client = GrpcWorkers("token", "g1", clock, supervisor, after_frame=lambda: frames.append(1))
+    yield Rig(host, table, client, address, frames, sent, server)
+    await client.close()
+    if server is not None:
+        await server.stop(0)
+    await supervisor.close()
+    assert supervisor.healthy
+    host.check_integrity()
+    assert table.reserved == 0, "the end of a stream frees everything"
+
+
+async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
+    sink = Sink()
+    rig.client.start(rig.spec(logprobs=1), sink)
+    assert sink.heard == [], "nothing is said from within start"
+    await until(lambda: sink.heard)
+    rig.step({1: 0x61}, logprobs={1: wire.TokenLogprobs(-0.5, [0x62], [-0.25])})
+    await until(lambda: sink.ids)
+    rig.step({1: 0x62}, finished={1: "length"}, logprobs={1: wire.TokenLogprobs(-1.0, [], [])})
+    await until(lambda: sink.end)
+    assert sink.heard == ["accepted", "tokens", "tokens", "finished"]
+    assert (sink.ids, sink.text) == ([0x61, 0x62], "ab")
+    assert sink.logprobs == [
+        TokenLogprobs(-0.5, (0x62,), (-0.25,), ("b",), "a"),
+        TokenLogprobs(-1.0, (), (), (), "b"),
+    ]
+    assert sink.end.reason is FinishReason.LENGTH
+    assert sink.end.output_tokens == 2
+
+
+async def test_the_start_arrives_as_it_was_meant(rig: Rig) -> None:
+    rig.client.start(rig.spec(credit=17), Sink())
+    await until(lambda: rig.sent)
+    (submit,) = rig.sent
+    assert isinstance(submit, wire.Submit)
+    assert (submit.prompt_ids, submit.credit_limit, submit.sampling.max_tokens) == ([1, 2, 3], 17, 50)
+    assert submit.sampling.seed == 2**64 - 1
+    assert submit.sampling.logprobs is None
+
+
+async def test_a_refusal_says_why_and_is_the_last_word(rig: Rig) -> None:
+    sink = Sink()
+    running = rig.client.start(rig.spec(incarnation=4), sink)
+    await until(lambda: sink.heard)
+    running.credit(3)
+    running.cancel()
+    assert (sink.heard, sink.refusal) == (["not_admitted"], NotAdmittedReason.STALE_INCARNATION)
+
+
+async def test_credit_adds_up(rig: Rig) -> None:
+    sink = Sink()
+    running = rig.client.start(rig.spec(credit=2), sink)
+    await until(lambda: sink.heard)
+    running.credit(3)
+    running.credit(4)
+    limits = lambda: [command.limits[0] for command in rig.sent if isinstance(command, wire.Credit)]  # noqa: E731
+    await until(lambda: limits() and limits()[-1] == 9)
+
+
+async def test_after_a_cancel_the_sink_hears_nothing_and_the_kv_is_free(rig: Rig) -> None:
+    sink = Sink()
+    running = rig.client.start(rig.spec(), sink)
+    await until(lambda: sink.heard)
+    rig.step({1: 0x61})
+    running.cancel()
+    running.cancel()
+    heard = list(sink.heard)
+    await until(lambda: rig.table.reserved == 0)
+    assert any(isinstance(command, wire.Cancel) and command.handles == [1] for command in rig.sent)
+    rig.step({1: 0x62})
+    await asyncio.sleep(0.05)
+    assert sink.heard == heard
+
+
+async def test_a_start_that_is_cancelled_at_once_leaves_nothing(rig: Rig) -> None:
+    sink = Sink()
+    rig.client.start(rig.spec(), sink).cancel()
+    other = Sink()
+    rig.client.start(rig.spec(), other)
+    await until(lambda: other.heard)
+    assert sink.heard == []
+    assert len(rig.table) == 1
+
+
+async def test_a_worker_that_is_not_there_is_lost_and_never_from_within_start(rig: Rig) -> None:
+    sink = Sink()
+    running = rig.client.start(rig.spec(address="127.0.0.1:1"), sink)
+    assert sink.heard == []
+    await until(lambda: sink.heard)
+    running.cancel()
+    assert sink.heard == ["lost"]
+
+
+async def test_closing_tells_every_sink_and_frees_the_worker(rig: Rig) -> None:
+    sinks = [Sink() for _ in range(3)]
+    for sink in sinks:
+        rig.client.start(rig.spec(), sink)
+    await until(lambda: all(sink.heard for sink in sinks))
+    await rig.client.close()
+    assert [sink.heard for sink in sinks] == [["accepted", "lost"]] * 3
+    await until(lambda: rig.table.reserved == 0)
+
+
+async def test_after_frame_comes_once_after_all_sinks_of_a_step(rig: Rig) -> None:
+    sinks = [Sink() for _ in range(8)]
+    for sink in sinks:
+        rig.client.start(rig.spec(), sink)
+    await until(lambda: all(sink.heard for sink in sinks))
+    before = len(rig.frames)
+    rig.step(dict.fromkeys(range(1, 9), 0x61))
+    await until(lambda: len(rig.frames) > before)
+    assert all(sink.ids == [0x61] for sink in sinks)
+    assert len(rig.frames) == before + 1
+
+
+async def test_an_engine_that_dies_is_told_to_every_sink(rig: Rig) -> None:
+    sink = Sink()
+    rig.client.start(rig.spec(), sink)
+    await until(lambda: sink.heard)
+    rig.host.remove(rig.table)
+    await until(lambda: sink.end)
+    assert sink.end.reason is FinishReason.ENGINE_LOST

@@ -1,0 +1,149 @@
+"""What an application does with the OpenAI SDK. Runs in an environment that has nothing of Fairway.
+
+Arguments: base URL, API key, model. The last line is JSON of what happened.
+"""
+
+import asyncio
+import json
+import sys
+import time
+
+import openai
+
+BASE, KEY, MODEL = sys.argv[1:4]
+
+
+async def stream_one(client: openai.AsyncOpenAI, number: int) -> dict:
+    """Stream a completion of a length of its own; count what came."""
+    started, first, text, usage, reasons = time.perf_counter(), None, "", None, []
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=f"def function_{number}(value):\n" * (1 + number % 5),
+        max_tokens=8 + 3 * number,
+        temperature=0 if number % 2 else 0.8,
+        seed=number,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in stream:
+        if chunk.usage is not None:
+            usage = chunk.usage
+        for choice in chunk.choices:
+            if choice.text and first is None:
+                first = time.perf_counter() - started
+            text += choice.text
+            if choice.finish_reason:
+                reasons.append(choice.finish_reason)
+    return {
+        "asked": 8 + 3 * number,
+        "got": usage.completion_tokens,
+        "text": len(text),
+        "reasons": reasons,
+        "ttft_s": first,
+    }
+
+
+async def chat(client: openai.AsyncOpenAI) -> dict:
+    messages = [
+        {"role": "system", "content": "You write Python."},
+        {"role": "user", "content": "Write a function `add` that adds two numbers."},
+    ]
+    whole = await client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=24, temperature=0, logprobs=True, top_logprobs=3
+    )
+    parts, roles, done = "", [], None
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=24, temperature=0, stream=True
+    )
+    async for chunk in stream:
+        delta = chunk.choices[0].delta
+        roles += [delta.role] if delta.role else []
+        parts += delta.content or ""
+        done = chunk.choices[0].finish_reason or done
+    two = await client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, n=2, temperature=1.0, seed=3
+    )
+    content = whole.choices[0].logprobs.content
+    return {
+        "whole": whole.choices[0].message.content,
+        "streamed": parts,
+        "roles": roles,
+        "finish": [whole.choices[0].finish_reason, done],
+        "usage": whole.usage.model_dump(),
+        "logprobs": len(content),
+        "top": len(content[0].top_logprobs),
+        "best_is_sampled": content[0].token == content[0].top_logprobs[0].token,
+        "choices": [choice.index for choice in two.choices],
+        "id": whole.id,
+        "request_id": whole._request_id,
+    }
+
+
+async def details(client: openai.AsyncOpenAI) -> dict:
+    seeded = [
+        (
+            await client.completions.create(
+                model=MODEL, prompt="import ", max_tokens=16, temperature=1.0, seed=11
+            )
+        ).choices[0].text
+        for _ in range(2)
+    ]
+    plain = await client.completions.create(
+        model=MODEL, prompt="class Stack:\n    def ", max_tokens=40, temperature=0
+    )
+    text = plain.choices[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    stopped = await client.completions.create(
+        model=MODEL, prompt="class Stack:\n    def ", max_tokens=40, temperature=0, stop=[stop], logprobs=2
+    )
+    models = [model.id for model in (await client.models.list()).data]
+    return {
+        "seeded_equal": seeded[0] == seeded[1],
+        "text": text,
+        "stop": stop,
+        "stopped": stopped.choices[0].text,
+        "stop_reason": stopped.choices[0].finish_reason,
+        "logprob_tokens": len(stopped.choices[0].logprobs.tokens),
+        "models": models,
+        "retrieved": (await client.models.retrieve(MODEL)).id,
+    }
+
+
+async def errors(client: openai.AsyncOpenAI) -> dict:
+    found = {}
+
+    async def expect(name: str, call) -> None:
+        try:
+            await call
+            found[name] = "no error"
+        except openai.APIStatusError as error:
+            body = error.body or {}
+            found[name] = [type(error).__name__, error.status_code, body.get("code"), body.get("param")]
+
+    bad = openai.AsyncOpenAI(base_url=client.base_url, api_key="fw_nobody_0000", max_retries=0)
+    await expect("key", bad.models.list())
+    await expect("model", client.completions.create(model="nope", prompt="x"))
+    await expect("temperature", client.completions.create(model=MODEL, prompt="x", temperature=99))
+    await expect("long", client.completions.create(model=MODEL, prompt="word " * 20000, max_tokens=4))
+    await expect("tools", client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]))
+    await bad.close()
+    return found
+
+
+async def main() -> None:
+    client = openai.AsyncOpenAI(base_url=BASE.rstrip("/") + "/v1", api_key=KEY, max_retries=0, timeout=120)
+    streams = await asyncio.gather(*(stream_one(client, number) for number in range(32)))
+    result = {
+        "streams": streams,
+        "chat": await chat(client),
+        "details": await details(client),
+        "errors": await errors(client),
+    }
+    await client.close()
+    print(json.dumps(result))
+
+
+asyncio.run(main())

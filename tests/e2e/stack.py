@@ -1,0 +1,156 @@
+"""An installation under test: its endpoints, its processes, and what its workers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+
+
+def fairway(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the command line. Raises AssertionError with its output when it fails."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "fairway.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, f"fairway {' '.join(arguments)}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def metadata(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    state: Path
+    endpoints: dict[str, Any]
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, state: Path, *, workers: int, replicas: int) -> Iterator[Stack]:
+        """Bring it up, check on the way out that nothing of it is left."""
+        fairway("up", "--detach", "--state-dir", str(state), "--workers", str(workers), "--replicas", str(replicas))
+        try:
+            yield cls(state, json.loads((state / "endpoints.json").read_text()))
+        finally:
+            fairway("down", "--state-dir", str(state))
+            assert processes(state) == [], "processes were left behind"
+
+    @property
+    def http(self) -> str:
+        return str(self.endpoints["http"])
+
+    @property
+    def api_key(self) -> str:
+        return str(self.endpoints["api_key"])
+
+    @property
+    def model(self) -> str:
+        return str(self.endpoints["model"])
+
+    @contextlib.asynccontextmanager
+    async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
+        async with grpc.aio.insecure_channel(self.endpoints["grpc"]) as channel:
+            yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+    async def workers(self) -> dict[str, worker_pb2.GetWorkerResponse]:
+        """Return what each live worker says of itself."""
+        admin = metadata(self.endpoints["admin_key"])
+        found = {}
+        async with grpc.aio.insecure_channel(self.endpoints["controlplane"]) as channel:
+            nodes = await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListNodes(
+                controlplane_pb2.ListNodesRequest(), metadata=admin, timeout=5
+            )
+        for node in nodes.nodes:
+            if not node.address:
+                continue
+            async with grpc.aio.insecure_channel(node.address) as channel:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                found[node.metadata.name] = await stub.GetWorker(
+                    worker_pb2.GetWorkerRequest(), metadata=admin, timeout=5
+                )
+        return found
+
+    async def wait_workers(
+        self, holds: Callable[[dict[str, worker_pb2.GetWorkerResponse]], bool], timeout_s: float
+    ) -> dict[str, worker_pb2.GetWorkerResponse]:
+        """Return the workers' state once it satisfies ``holds``."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        last: object = None
+        while loop.time() < deadline:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                last = state = await self.workers()
+                if holds(state):
+                    return state
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"the workers did not come to the awaited state in {timeout_s} s: {last}")
+
+    def pids(self, *fragments: str) -> list[int]:
+        """Return the processes of this installation whose command line has every fragment."""
+        return [
+            process.pid
+            for process in processes(self.state)
+            if all(fragment in " ".join(process.info["cmdline"]) for fragment in fragments)
+        ]
+
+    def worker_pid(self, worker_id: str) -> int:
+        for process in processes(self.state):
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("FAIRWAY_WORKER_ID") == worker_id and "services worker" in " ".join(
+                    process.info["cmdline"]
+                ):
+                    return int(process.pid)
+        raise AssertionError(f"no process of {worker_id}")
+
+
+def processes(state: Path) -> list[psutil.Process]:
+    """Return every live process that belongs to the installation in ``state``."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "pid", "status"]):
+        with contextlib.suppress(psutil.Error):
+            if process.pid == os.getpid() or process.info["status"] == psutil.STATUS_ZOMBIE:
+                continue
+            text = " ".join(process.info["cmdline"] or ())
+            if str(state) in text or process.environ().get("FAIRWAY_STATE_DIR", "").startswith(str(state)):
+                found.append(process)
+    return found
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def at_rest(state: dict[str, worker_pb2.GetWorkerResponse], workers: int = 2) -> bool:
+    """Every worker has its version READY and holds nothing."""
+    versions = [version for worker in state.values() for version in worker.versions]
+    return (
+        len(state) == workers
+        and len(versions) == workers
+        and all(
+            version.state == worker_pb2.VERSION_STATE_READY
+            and not (version.kv_blocks_reserved or version.kv_blocks_used or version.running or version.waiting)
+            for version in versions
+        )
+    )

@@ -1,0 +1,60 @@
+"""The OpenAI SDK, unchanged, against a whole installation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import run_client
+from tests.e2e.stack import Stack
+
+
+@pytest.fixture(scope="module")
+def heard(openai_python: str, stack: Stack) -> Any:
+    return run_client(openai_python, "openai_client.py", stack)
+
+
+def test_32_streams_of_mixed_lengths_are_complete(heard: Any) -> None:
+    assert len(heard["streams"]) == 32
+    for stream in heard["streams"]:
+        assert stream["got"] == stream["asked"]
+        assert stream["reasons"] == ["length"]
+        assert stream["text"] > 0
+
+
+def test_chat_streamed_and_whole_agree(heard: Any) -> None:
+    chat = heard["chat"]
+    assert chat["whole"] == chat["streamed"]
+    assert chat["whole"]
+    assert chat["roles"] == ["assistant"]
+    assert chat["finish"][0] == chat["finish"][1]
+    assert chat["finish"][0] in ("stop", "length")
+    usage = chat["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert chat["logprobs"] == usage["completion_tokens"] or chat["finish"][0] == "stop"
+    assert chat["top"] == 3
+    assert chat["best_is_sampled"]
+    assert chat["choices"] == [0, 1]
+    assert chat["request_id"]
+
+
+def test_seeds_stops_logprobs_and_models(heard: Any, stack: Stack) -> None:
+    details = heard["details"]
+    assert details["seeded_equal"]
+    assert details["stopped"] == details["text"].split(details["stop"])[0]
+    assert details["stop_reason"] == "stop"
+    assert details["logprob_tokens"] > 0
+    assert details["models"] == [stack.model]
+    assert details["retrieved"] == stack.model
+
+
+def test_errors_have_the_shape_that_the_sdk_knows(heard: Any) -> None:
+    errors = heard["errors"]
+    assert errors["key"][:2] == ["AuthenticationError", 401]
+    assert errors["model"][:2] == ["NotFoundError", 404]
+    assert errors["temperature"][:2] == ["BadRequestError", 400]
+    assert errors["temperature"][3] == "temperature"
+    assert errors["long"][:2] == ["BadRequestError", 400]
+    assert errors["tools"][:2] == ["BadRequestError", 400]
+    assert errors["tools"][3] == "tools"

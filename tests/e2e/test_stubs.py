@@ -1,0 +1,130 @@
+"""Plain generated stubs against a whole installation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from fairway.v1 import inference_pb2 as pb
+from services.core.generation import StageClock
+from tests.e2e.stack import Stack, at_rest, metadata
+
+
+def generation(stack: Stack, number: int = 0, **values: object) -> pb.Generation:
+    found = pb.Generation(
+        model=stack.model,
+        prompt=f"def function_{number}(value):\n" * (1 + number % 4),
+        max_output_tokens=8 + 2 * number,
+        ignore_eos=True,
+    )
+    found.sampling.temperature = 0
+    found.MergeFrom(pb.Generation(**values))  # type: ignore[arg-type]
+    return found
+
+
+async def stream(stack: Stack, stub: object, number: int) -> tuple[list[int], str, pb.Finished]:
+    ids: list[int] = []
+    text, finished = "", None
+    request = pb.GenerateRequest(generation=generation(stack, number))
+    async for event in stub.Generate(request, metadata=metadata(stack.api_key), timeout=120):  # type: ignore[attr-defined]
+        assert finished is None, "an event after the terminal one"
+        if event.HasField("chunk"):
+            assert event.chunk.offset == len(ids)
+            ids += event.chunk.ids
+            text += event.chunk.text
+        elif event.HasField("finished"):
+            finished = event.finished
+    assert finished is not None
+    return ids, text, finished
+
+
+async def test_32_streams_at_once_equal_each_alone(stack: Stack) -> None:
+    async with stack.inference() as stub:
+        together = await asyncio.gather(*(stream(stack, stub, number) for number in range(32)))
+        for number, (ids, text, finished) in enumerate(together):
+            assert len(ids) == 8 + 2 * number == finished.usage.output_tokens
+            assert text
+        for number in (0, 7, 31):
+            alone = await stream(stack, stub, number)
+            assert alone[0] == together[number][0]
+            assert alone[1] == together[number][1]
+    await stack.wait_workers(at_rest, 5)
+
+
+async def test_the_stage_clock_sums_to_the_latency(stack: Stack) -> None:
+    async with stack.inference() as stub:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        _, _, finished = await stream(stack, stub, 30)
+        latency_us = (loop.time() - started) * 1e6
+    stages = [name for name in StageClock.__dataclass_fields__ if name != "received_unix_us"]
+    total_us = sum(getattr(finished.clock, name) for name in stages)
+    assert 0.9 * latency_us <= total_us <= latency_us
+    assert finished.clock.decode_us > 0
+    assert finished.clock.prefill_us > 0
+
+
+async def test_complete_counts_and_models(stack: Stack) -> None:
+    key = metadata(stack.api_key)
+    async with stack.inference() as stub:
+        request = pb.CompleteRequest(generation=generation(stack, 3, choices=2))
+        answer = await stub.Complete(request, metadata=key, timeout=60)
+        assert [choice.text for choice in answer.choices] == [answer.choices[0].text] * 2
+        counted = await stub.CountTokens(
+            pb.CountTokensRequest(model=stack.model, prompt=generation(stack, 3).prompt), metadata=key, timeout=10
+        )
+        assert counted.prompt_tokens == answer.finished.usage.prompt_tokens
+        models = await stub.ListModels(pb.ListModelsRequest(), metadata=key, timeout=10)
+        assert [(model.name, model.ready_replicas) for model in models.models] == [(stack.model, 2)]
+        assert models.models[0].version_digest == answer.accepted.version_digest
+
+
+async def test_a_session_carries_32_generations(stack: Stack) -> None:
+    async with stack.inference() as stub:
+        call = stub.Session(metadata=metadata(stack.api_key), timeout=120)
+        for number in range(32):
+            start = pb.SessionStart(stream_id=number, generation=generation(stack, number))
+            await call.write(pb.SessionRequest(start=start))
+        await call.done_writing()
+        tokens: dict[int, int] = {}
+        finished: dict[int, pb.SessionFinished] = {}
+        async for message in call:
+            for handle, count in zip(message.tokens.handles, message.tokens.counts, strict=True):
+                tokens[handle >> 4] = tokens.get(handle >> 4, 0) + count
+            finished |= {end.stream_id: end for end in message.finished}
+    assert tokens == {number: 8 + 2 * number for number in range(32)}
+    assert all(end.HasField("finished") for end in finished.values())
+    assert len(finished) == 32
+
+
+async def test_clients_that_go_away_free_their_kv(stack: Stack) -> None:
+    async with stack.inference() as stub:
+        request = pb.GenerateRequest(generation=generation(stack, 0, max_output_tokens=900))
+        calls = [stub.Generate(request, metadata=metadata(stack.api_key)) for _ in range(8)]
+        for call in calls:
+            while not (await call.read()).HasField("chunk"):
+                pass
+        busy = await stack.workers()
+        assert sum(v.kv_blocks_used for w in busy.values() for v in w.versions) > 0
+        for call in calls:
+            call.cancel()
+        await stack.wait_workers(at_rest, 3)
+
+
+async def test_wrong_keys_open_nothing(stack: Stack) -> None:
+    async with stack.inference() as stub:
+        for key in (stack.endpoints["admin_key"], "fw_x_y", "", stack.api_key + "x"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ListModels(pb.ListModelsRequest(), metadata=metadata(key), timeout=10)
+            assert caught.value.code() in (
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.PERMISSION_DENIED,
+            )
+    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/fairway.v1.ControlPlaneService/ListTenants")(
+                b"", metadata=metadata(stack.api_key), timeout=10
+            )
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -1,0 +1,224 @@
+"""How the gateway's client meets workers that break, hang or fall idle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest_asyncio
+
+from fairway.v1 import worker_pb2, worker_pb2_grpc
+from services.adapters.grpc_worker import GrpcWorkers
+from services.core.generation import GenerationSpec, Grant, NotAdmittedReason, SamplingParams, StartSpec
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+
+Behaviour = Callable[["asyncio.Queue[worker_pb2.ExecuteRequest]", grpc.aio.ServicerContext], Awaitable[None]]
+
+
+class Scripted(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker that does what a test says."""
+
+    def __init__(self) -> None:
+        self.behaviour: Behaviour = wait
+        self.streams = 0
+        self.metadata: list[dict[str, str | bytes]] = []
+
+    async def Execute(self, request_iterator, context) -> None:
+        self.streams += 1
+        self.metadata.append(dict(context.invocation_metadata()))
+        requests: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
+
+        async def read() -> None:
+            async for request in request_iterator:
+                requests.put_nowait(request)
+
+        reader = asyncio.ensure_future(read())
+        try:
+            await self.behaviour(requests, context)
+        finally:
+            reader.cancel()
+
+
+async def wait(requests, context) -> None:
+    await asyncio.sleep(60)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.message = ""
+
+    def on_accepted(self) -> None:
+        self.heard.append("accepted")
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self.heard.append(reason.value)
+
+    def on_tokens(self, offset, ids, text, logprobs) -> None:
+        self.heard.append("tokens")
+
+    def on_finished(self, end) -> None:
+        self.heard.append("finished")
+
+    def on_lost(self, message: str) -> None:
+        self.heard.append("lost")
+        self.message = message
+
+
+class Rig:
+    def __init__(self, worker: Scripted, client: GrpcWorkers, server: grpc.aio.Server, address: str) -> None:
+        self.worker, self.client, self.server, self.address = worker, client, server, address
+
+    def spec(self, prompt_tokens: int = 3) -> StartSpec:
+        generation = GenerationSpec(
+            "r1", "m", "sha256:x", 1, [1] * prompt_tokens, SamplingParams(seed=1), 50
+        )
+        grant = Grant("w1", self.address, 5, 3, 1, 1, 5.0, "sha256:x")
+        return StartSpec(generation, 0, "t1", grant, 100)
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[Rig]:
+    clock = SystemClock()
+    supervisor = Supervisor(clock)
+    worker = Scripted()
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+    await server.start()
+    client = GrpcWorkers("secret", "g1", clock, supervisor, silence_s=1.5, idle_s=1.5)
+    yield Rig(worker, client, server, address)
+    await client.close()
+    await server.stop(0)
+    await supervisor.close()
+    assert supervisor.healthy, supervisor.failures
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 6.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_one_stream_carries_all_and_says_who_asks(rig: Rig) -> None:
+    seen: list[worker_pb2.ExecuteRequest] = []
+
+    async def note(requests, context) -> None:
+        while True:
+            seen.append(await requests.get())
+
+    rig.worker.behaviour = note
+    for _ in range(5):
+        rig.client.start(rig.spec(), Sink())
+    await until(lambda: sum(len(request.starts) for request in seen) == 5)
+    assert rig.worker.streams == 1
+    assert rig.worker.metadata[0]["authorization"] == "Bearer secret"
+    assert seen[0].hello.gateway_id == "g1"
+    assert [len(request.starts) for request in seen if request.starts] == [5], "one message for what came together"
+    assert sorted(start.handle for request in seen for start in request.starts) == [1, 2, 3, 4, 5]
+
+
+async def test_large_starts_are_split_and_credit_never_overtakes_its_start(rig: Rig) -> None:
+    seen: list[worker_pb2.ExecuteRequest] = []
+
+    async def note(requests, context) -> None:
+        while True:
+            seen.append(await requests.get())
+
+    rig.worker.behaviour = note
+    for _ in range(3):
+        rig.client.start(rig.spec(prompt_tokens=400_000), Sink()).credit(7)
+    await until(lambda: sum(len(request.starts) for request in seen) == 3)
+    assert max(len(request.starts) for request in seen) == 2
+    started: set[int] = set()
+    for request in seen:
+        started |= {start.handle for start in request.starts}
+        assert set(request.credit.handles) <= started
+    assert sum(len(request.credit.handles) for request in seen) == 3
+
+
+async def test_a_stream_that_breaks_loses_all_and_the_next_start_opens_another(rig: Rig) -> None:
+    async def abort(requests, context) -> None:
+        await requests.get()
+        await requests.get()
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no")
+
+    rig.worker.behaviour = abort
+    sinks = [Sink(), Sink()]
+    for sink in sinks:
+        rig.client.start(rig.spec(), sink)
+    await until(lambda: all(sink.heard for sink in sinks))
+    assert [sink.heard for sink in sinks] == [["lost"], ["lost"]]
+    assert "RESOURCE_EXHAUSTED" in sinks[0].message
+    await until(lambda: rig.client.links == 0)
+    rig.worker.behaviour = wait
+    rig.client.start(rig.spec(), Sink())
+    await until(lambda: rig.worker.streams == 2)
+
+
+async def test_a_worker_that_ends_its_stream_is_lost(rig: Rig) -> None:
+    async def leave(requests, context) -> None:
+        await requests.get()
+
+    rig.worker.behaviour = leave
+    sink = Sink()
+    rig.client.start(rig.spec(), sink)
+    await until(lambda: sink.heard)
+    assert sink.heard == ["lost"]
+
+
+async def test_silence_is_loss_and_heartbeats_are_not_silence(rig: Rig) -> None:
+    beats = 0
+
+    async def beat_then_hang(requests, context) -> None:
+        nonlocal beats
+        for _ in range(6):
+            await asyncio.sleep(0.5)
+            beats += 1
+            await context.write(worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat()))
+        await asyncio.sleep(60)
+
+    rig.worker.behaviour = beat_then_hang
+    sink = Sink()
+    rig.client.start(rig.spec(), sink)
+    await until(lambda: beats == 6)
+    assert sink.heard == [], "it was alive for twice the silence"
+    await until(lambda: sink.heard)
+    assert sink.heard == ["lost"]
+    assert "said nothing" in sink.message
+
+
+async def test_an_idle_stream_is_closed(rig: Rig) -> None:
+    async def refuse(requests, context) -> None:
+        request = worker_pb2.ExecuteRequest()
+        while not request.starts:
+            request = await requests.get()
+        refusal = worker_pb2.NotAdmitted(handle=1, reason=worker_pb2.NOT_ADMITTED_REASON_NO_ROOM)
+        await context.write(worker_pb2.ExecuteResponse(not_admitted=[refusal]))
+        while True:
+            await asyncio.sleep(0.2)
+            await context.write(worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat()))
+
+    rig.worker.behaviour = refuse
+    sink = Sink()
+    rig.client.start(rig.spec(), sink)
+    await until(lambda: sink.heard)
+    assert rig.client.links == 1
+    await until(lambda: rig.client.links == 0)
+    assert sink.heard == ["no_room"]
+
+
+async def test_a_frame_that_does_not_add_up_ends_the_stream(rig: Rig) -> None:
+    async def lie(requests, context) -> None:
+        await requests.get()
+        tokens = {"handles": [1], "offsets": [0], "counts": [2], "ids": [7], "texts": ["x"]}
+        await context.write(worker_pb2.ExecuteResponse(tokens=tokens))
+        await asyncio.sleep(60)
+
+    rig.worker.behaviour = lie
+    sink = Sink()
+    rig.client.start(rig.spec(), sink)
+    await until(lambda: sink.heard)
+    assert sink.heard == ["lost"]

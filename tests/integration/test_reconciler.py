@@ -1,0 +1,201 @@
+"""The reconciler under a real election on a real etcd: it acts, hands over, and is fenced when deposed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from services.adapters.etcd_store import EtcdStore
+from services.adapters.memory_store import MemoryStore
+from services.controlplane.reconciler import Reconciler, fleet_informer
+from services.core.records import (
+    ASSIGNMENTS,
+    DEPLOYMENTS,
+    WORKERS,
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    Leader,
+    Meta,
+    Worker,
+    dump,
+    leader_key,
+    load,
+)
+from services.ports.store import Delete, Put, Store
+from services.runtime.clock import SystemClock
+from services.runtime.leadership import Election
+from services.runtime.supervisor import Supervisor
+
+KEY = leader_key("controlplane")
+CLOCK = SystemClock()
+
+
+@dataclass
+class Plane:
+    election: Election
+    reconciler: Reconciler
+    supervisor: Supervisor
+    campaign: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def control_plane(store: Store, name: str) -> AsyncIterator[Plane]:
+    supervisor = Supervisor(CLOCK)
+    informer = fleet_informer(store, CLOCK)
+    election = Election(store, KEY, dump(Leader(name, "")), 2, CLOCK)
+    reconciler = Reconciler(store, informer, election, KEY, CLOCK)
+    supervisor.spawn("informer", informer.run())
+    campaign = supervisor.spawn("election", election.run())
+    supervisor.spawn("reconciler", reconciler.run())
+    try:
+        yield Plane(election, reconciler, supervisor, campaign)
+        assert supervisor.healthy, supervisor.failures
+    finally:
+        await supervisor.close()
+
+
+async def put(store: Store, key: str, record: object) -> None:
+    await store.commit([Put(key, dump(record))])
+
+
+async def assignments(store: Store) -> dict[str, list[str]]:
+    listing = await store.list(ASSIGNMENTS)
+    found = [load(entry.value, Assignment) for entry in listing.entries]
+    return {one.worker_id: [version.deployment for version in one.versions] for one in found}
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 8.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110  # the store is not ours to signal
+            await asyncio.sleep(0.02)
+
+
+async def until(store: Store, expected: dict[str, list[str]]) -> None:
+    async def check() -> bool:
+        return await assignments(store) == expected
+
+    await eventually(check)
+
+
+def deployment(name: str, replicas: int = 1) -> Deployment:
+    return Deployment(Meta(name), "m", "v", "sha256:1", replicas)
+
+
+async def test_follows_deployments_and_workers_and_hands_over(own_etcd: Any) -> None:
+    async with AsyncExitStack() as stack:
+        store = EtcdStore([own_etcd.address], CLOCK)
+        stack.push_async_callback(store.close)
+        first = await stack.enter_async_context(control_plane(store, "a"))
+        second = await stack.enter_async_context(control_plane(store, "b"))
+        await put(store, WORKERS + "w0", Worker("w0", "x"))
+        await put(store, DEPLOYMENTS + "d", deployment("d", 2))
+        await until(store, {"w0": ["d"]})
+        await put(store, WORKERS + "w1", Worker("w1", "x"))
+        await until(store, {"w0": ["d"], "w1": ["d"]})
+        await store.commit([Delete(WORKERS + "w0")])
+        await until(store, {"w1": ["d"]})
+
+        leading, standby = (first, second) if first.election.epoch else (second, first)
+        leading.campaign.cancel()
+        async with asyncio.timeout(6):
+            await standby.election.wait_leading()
+        await put(store, DEPLOYMENTS + "d", deployment("d", 0))
+        await until(store, {"w1": []})
+
+
+class Deposed:
+    """A leader that has not noticed yet that it is none."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch: int | None = epoch
+
+    async def wait_leading(self) -> int:
+        assert self.epoch is not None
+        return self.epoch
+
+
+async def synced(store: Store, supervisor: Supervisor) -> Any:
+    informer = fleet_informer(store, CLOCK)
+    supervisor.spawn("informer", informer.run())
+    await informer.wait_synced(5)
+    return informer
+
+
+async def test_deposed_leader_writes_nothing() -> None:
+    store = MemoryStore(CLOCK)
+    supervisor = Supervisor(CLOCK)
+    try:
+        await put(store, WORKERS + "w0", Worker("w0", "x"))
+        await put(store, DEPLOYMENTS + "d", deployment("d"))
+        await put(store, KEY, Leader("old", ""))
+        entry = await store.get(KEY)
+        assert entry is not None
+        informer = await synced(store, supervisor)
+        reconciler = Reconciler(store, informer, Deposed(entry.create_revision), KEY, CLOCK)
+        await store.commit([Delete(KEY)])
+        assert not await reconciler.reconcile(entry.create_revision)
+        assert await assignments(store) == {}
+        await put(store, KEY, Leader("new", ""))
+        assert not await reconciler.reconcile(entry.create_revision)
+        assert await assignments(store) == {}
+        new = await store.get(KEY)
+        assert new is not None
+        reconciler = Reconciler(store, informer, Deposed(new.create_revision), KEY, CLOCK)
+        assert await reconciler.reconcile(new.create_revision)
+        assert await assignments(store) == {"w0": ["d"]}
+    finally:
+        await supervisor.close()
+
+
+async def test_write_on_an_old_view_is_refused_and_planned_again() -> None:
+    store = MemoryStore(CLOCK)
+    supervisor = Supervisor(CLOCK)
+    try:
+        await put(store, WORKERS + "w0", Worker("w0", "x"))
+        await put(store, DEPLOYMENTS + "d", deployment("d"))
+        await put(store, KEY, Leader("me", ""))
+        entry = await store.get(KEY)
+        assert entry is not None
+        informer = await synced(store, supervisor)
+        reconciler = Reconciler(store, informer, Deposed(entry.create_revision), KEY, CLOCK)
+        other = Assignment("w0", (AssignedVersion("d", "m", "sha256:0"),))
+        await put(store, ASSIGNMENTS + "w0", other)  # the view does not know it yet
+        assert not await reconciler.reconcile(entry.create_revision)
+        supervisor.spawn("reconciler", reconciler.run())
+
+        async def new_version() -> bool:
+            held = await store.get(ASSIGNMENTS + "w0")
+            assert held is not None
+            return load(held.value, Assignment).versions[0].version_digest == "sha256:1"
+
+        await eventually(new_version)
+        settled = (await store.list("/")).revision
+        await asyncio.sleep(0.5)
+        assert (await store.list("/")).revision == settled, "it writes though nothing changed"
+    finally:
+        await supervisor.close()
+
+
+@pytest.mark.parametrize("epoch", [None, 99])
+async def test_epoch_is_asked_before_each_write(epoch: int | None) -> None:
+    store = MemoryStore(CLOCK)
+    supervisor = Supervisor(CLOCK)
+    try:
+        await put(store, WORKERS + "w0", Worker("w0", "x"))
+        await put(store, DEPLOYMENTS + "d", deployment("d"))
+        await put(store, KEY, Leader("me", ""))
+        entry = await store.get(KEY)
+        assert entry is not None
+        leadership = Deposed(entry.create_revision)
+        reconciler = Reconciler(store, await synced(store, supervisor), leadership, KEY, CLOCK)
+        leadership.epoch = epoch
+        assert not await reconciler.reconcile(entry.create_revision)
+        assert await assignments(store) == {}
+    finally:
+        await supervisor.close()

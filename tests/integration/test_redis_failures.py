@@ -1,0 +1,194 @@
+"""What the limiters do when Redis is frozen, gone, back, restarted or out of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import RedisLimiter
+from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, StoreUnavailable
+from services.core.generation import Usage
+from services.ports.limiter import Limits, Reservation
+from services.runtime.clock import SystemClock
+
+TIMEOUT_S = 0.25
+MARGIN_S = 0.3  # for a busy machine
+PAUSE_S = 1.1  # after which an open breaker lets one call through
+NONE = Limits()
+
+
+@pytest_asyncio.fixture
+async def limiter(own_redis: Any) -> AsyncIterator[RedisLimiter]:
+    limiter = RedisLimiter(f"redis://{own_redis.address}/0", SystemClock(), timeout_s=TIMEOUT_S)
+    yield limiter
+    await limiter.close()
+
+
+async def seconds_until_refused(limiter: RedisLimiter, request_id: str) -> float:
+    start_s = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await limiter.admit("t", request_id, NONE)
+    return time.monotonic() - start_s
+
+
+async def back_within(limiter: RedisLimiter, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                await limiter.concurrency("t")
+                return
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_frozen_redis_costs_one_timeout_then_nothing(own_redis: Any, limiter: RedisLimiter) -> None:
+    await limiter.admit("t", "before", NONE)
+    own_redis.freeze()
+    try:
+        waits_s = await asyncio.gather(*(seconds_until_refused(limiter, f"r{n}") for n in range(100)))
+        assert max(waits_s) < TIMEOUT_S + MARGIN_S
+        start_s = time.monotonic()
+        for number in range(100):
+            await seconds_until_refused(limiter, f"s{number}")
+        assert time.monotonic() - start_s < TIMEOUT_S, "an open breaker asks no more"
+        await asyncio.sleep(PAUSE_S)
+        waits_s = await asyncio.gather(*(seconds_until_refused(limiter, f"t{n}") for n in range(20)))
+        assert sum(wait_s > TIMEOUT_S / 2 for wait_s in waits_s) == 1, (
+            "one call tries, the others do not wait"
+        )
+    finally:
+        own_redis.thaw()
+    await back_within(limiter, 3.0)
+    await limiter.admit("t", "after", NONE)
+
+
+async def test_a_redis_that_is_gone_is_refused_at_once_and_found_again(
+    own_redis: Any, limiter: RedisLimiter
+) -> None:
+    held = await limiter.admit("t", "r1", Limits(2, 2))
+    await limiter.settle(held, Usage(5, 5))
+    await limiter.admit("t", "r2", Limits(2, 2))
+    own_redis.kill()
+    assert await seconds_until_refused(limiter, "r3") < TIMEOUT_S + MARGIN_S
+    await asyncio.to_thread(own_redis.start)
+    await back_within(limiter, 3.0)
+    assert await limiter.usage("t") == Usage(5, 5), "what was acknowledged is on disk"
+    assert await limiter.concurrency("t") == 1
+    with pytest.raises(RequestRateExceeded):
+        await limiter.admit("t", "r3", Limits(2, 2))
+
+
+async def test_scripts_that_redis_forgot_are_sent_again(own_redis: Any, limiter: RedisLimiter) -> None:
+    held = await limiter.admit("t", "r1", NONE)
+    client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
+    await client.script_flush()
+    await client.aclose()
+    await limiter.settle(held, Usage(1, 1))
+    assert await limiter.concurrency("t") == 0
+
+
+async def test_a_redis_without_memory_is_unavailable(own_redis: Any, limiter: RedisLimiter) -> None:
+    await limiter.admit("t", "r1", NONE)
+    client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
+    await client.config_set("maxmemory", "1")
+    with pytest.raises(StoreUnavailable):
+        await limiter.admit("t", "r2", NONE)
+    await client.config_set("maxmemory", "0")
+    await client.aclose()
+    await limiter.admit("t", "r2", NONE)
+
+
+async def test_every_key_expires_and_carries_the_tenants_tag(own_redis: Any, limiter: RedisLimiter) -> None:
+    for tenant in ("t1", "t2"):
+        held = await limiter.admit(tenant, "r1", Limits(10, 10))
+        await limiter.admit(tenant, "r2", Limits(10, 10))
+        await limiter.settle(held, Usage(1, 1))
+        await limiter.renew([Reservation(tenant, "r2")])
+    client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0", decode_responses=True)
+    keys = sorted([key async for key in client.scan_iter()])
+    expected = [f"fw:{{{t}}}:{kind}" for t in ("t1", "t2") for kind in ("rate", "settled", "slots", "usage")]
+    assert keys == expected
+    for key in keys:
+        assert 0 < await client.pttl(key) <= 63 * 86400 * 1000, key
+    await client.aclose()
+
+
+async def test_a_bucket_outlives_its_key_exactly(own_redis: Any, limiter: RedisLimiter) -> None:
+    """The rate's key is gone only when the bucket is empty anyway."""
+    for number in range(600):
+        await limiter.admit("t", f"r{number}", Limits(requests_per_minute=600))
+    client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
+    remaining_ms = await client.pttl("fw:{t}:rate")
+    await client.aclose()
+    assert 59_000 < remaining_ms <= 61_001
+
+
+async def test_cancelled_calls_leave_usable_connections(own_redis: Any, limiter: RedisLimiter) -> None:
+    for step in range(60):
+        task = asyncio.create_task(limiter.admit("t", f"r{step}", NONE))
+        for _ in range(step % 6):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+    for _ in range(5):
+        held = await limiter.admit("u", "r", Limits(max_concurrency=1))
+        assert await limiter.concurrency("u") == 1
+        await limiter.settle(held, Usage(1, 1))
+    assert (await limiter.usage("u")).prompt_tokens == 5
+
+
+async def test_two_gateways_share_one_limit(own_redis: Any) -> None:
+    gateways = [
+        RedisLimiter(f"redis://{own_redis.address}/0", SystemClock(), timeout_s=5.0) for _ in range(2)
+    ]
+    outcomes = await asyncio.gather(
+        *(gateways[n % 2].admit("t", f"r{n}", Limits(max_concurrency=5)) for n in range(30)),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 5
+    for gateway in gateways:
+        await gateway.close()
+
+
+async def test_an_outage_fails_open_to_the_local_cap_and_settles_afterwards(
+    own_redis: Any, limiter: RedisLimiter
+) -> None:
+    clock = SystemClock()
+    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
+    limits = Limits(requests_per_minute=4, max_concurrency=2)
+    before = await fallback.admit("t", "before", limits)
+    assert not before.local
+    own_redis.freeze()
+    try:
+        during = [await fallback.admit("t", f"d{n}", limits) for n in range(2)]
+        assert all(reservation.local for reservation in during)
+        with pytest.raises(ConcurrencyExceeded):
+            await fallback.admit("t", "d2", limits)
+        await fallback.settle(before, Usage(10, 1))
+        await fallback.settle(before, Usage(10, 1))
+        for reservation in during:
+            await fallback.settle(reservation, Usage(100, 1))
+        await fallback.renew([before])
+        assert await fallback.concurrency("t") == 0
+        for number in range(2):
+            await fallback.settle(await fallback.admit("t", f"e{number}", limits), Usage(1000, 1))
+        with pytest.raises(RequestRateExceeded):
+            await fallback.admit("t", "f", limits)
+        assert fallback.unsettled == 5
+    finally:
+        own_redis.thaw()
+    await back_within(limiter, 3.0)
+    await fallback.renew([])
+    assert fallback.unsettled == 0
+    assert await limiter.usage("t") == Usage(2210, 5)
+    assert await limiter.concurrency("t") == 0
+    after = await fallback.admit("t", "after", limits)
+    assert not after.local

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.errors import CliError
+from fairway.cli.state import StateDir, ensure_secrets, read_json, read_secret, write_private
+from services.runtime.secrets import parse_key
+
+SECRETS = ("admin_key", "internal_token", "ticket_key")
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    state = StateDir.at(tmp_path / "state")
+    state.create()
+    return state
+
+
+def test_secrets_are_private_distinct_and_kept(state: StateDir) -> None:
+    ensure_secrets(state)
+    first = {name: read_secret(state, name) for name in SECRETS}
+    assert len(set(first.values())) == 3
+    assert all(_mode(state.secret(name)) == 0o600 for name in SECRETS)
+    assert _mode(state.secrets) == 0o700
+    ensure_secrets(state)
+    assert {name: read_secret(state, name) for name in SECRETS} == first
+
+
+def test_widened_mode_is_narrowed_again(state: StateDir) -> None:
+    ensure_secrets(state)
+    state.secret("ticket_key").chmod(0o644)
+    ensure_secrets(state)
+    assert _mode(state.secret("ticket_key")) == 0o600
+
+
+def test_truncated_secret_is_replaced(state: StateDir) -> None:
+    state.secret("internal_token").write_text("short")
+    ensure_secrets(state)
+    assert len(read_secret(state, "internal_token")) == 64
+
+
+def test_admin_key_has_the_form_that_the_control_plane_parses(state: StateDir) -> None:
+    ensure_secrets(state)
+    name, _ = parse_key(read_secret(state, "admin_key"))
+    assert name == "admin"
+
+
+def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_private(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_private(path, "\ud800")
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_unusable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CliError, match="file") as caught:
+        StateDir.at(tmp_path / "file" / "state").create()
+    assert "--state-dir" in caught.value.next_step
+
+
+def test_endpoints_survive_a_round_trip_and_are_private(tmp_path: Path) -> None:
+    path = tmp_path / "endpoints.json"
+    endpoints = Endpoints(
+        http="http://127.0.0.1:1", grpc="127.0.0.1:2", api_key="fw_a_b", admin_key="fw_c_d", model="m",
+        workers=("127.0.0.1:3",), pids={"etcd": 4},
+    )  # fmt: skip
+    endpoints.save(path)
+    assert _mode(path) == 0o600
+    assert Endpoints.load(path) == endpoints
+    raw = read_json(path)
+    assert raw is not None
+    assert {"http", "grpc", "api_key", "admin_key", "model"} <= raw.keys()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"http": "x"}'])
+def test_incomplete_endpoints_count_as_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "endpoints.json"
+    path.write_text(text)
+    assert Endpoints.load(path) is None

@@ -1,0 +1,231 @@
+"""`fairway up` and `down` as commands, with real etcd and Redis and stand-ins for the roles."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import fairway
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
+from fairway.cli.state import StateDir
+
+STANDIN = Path(__file__).parent / "standin" / "__main__.py"
+PACKAGE = Path(fairway.__file__).parent
+
+
+class Installation:
+    """A folder whose `services` are the stand-ins and whose `fairway` is the real one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "services").mkdir()
+        shutil.copy(STANDIN, folder / "services" / "__main__.py")
+        (folder / "fairway").symlink_to(PACKAGE)
+        self.model = folder / "my-model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        self.state = StateDir.at(folder / "state")
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "fairway.cli.main", *arguments, "--state-dir", str(self.state.root)]
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("FAIRWAY_")}
+        return {**kept, "PYTHONPATH": str(self.folder), "COLUMNS": "200", **(extra or {})}
+
+    def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), cwd=self.folder, env=self.environment(env), capture_output=True, text=True,
+            timeout=90, check=False,
+        )  # fmt: skip
+
+    def record(self) -> FleetRecord:
+        record = FleetRecord.load(self.state.fleet)
+        assert record is not None
+        return record
+
+    def endpoints(self) -> Endpoints:
+        endpoints = Endpoints.load(self.state.endpoints)
+        assert endpoints is not None
+        return endpoints
+
+    def processes(self) -> list[ProcessId]:
+        """Every live process that was started for this folder, however it is related to the others."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command, environment = entry.read_bytes(), (entry.parent / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(self.folder).encode() in command + environment and int(entry.parent.name) != os.getpid():
+                identity = ProcessId.of(int(entry.parent.name))
+                found += [identity] if identity is not None else []
+        return found
+
+
+@pytest.fixture
+def installation(tmp_path: Path) -> Iterator[Installation]:
+    installation = Installation(tmp_path)
+    yield installation
+    installation.run("down")
+    assert wait_for_end(installation.processes(), timeout_s=10)
+
+
+def test_detached_life(installation: Installation) -> None:
+    done = installation.run("up", "--detach", "--no-model")
+    assert done.returncode == 0, done.stderr
+    endpoints = installation.endpoints()
+    assert stat.S_IMODE(installation.state.endpoints.stat().st_mode) == 0o600
+    assert stat.S_IMODE(installation.state.secret("api_key").stat().st_mode) == 0o600
+    assert endpoints.http in done.stdout
+    assert endpoints.grpc in done.stdout
+    assert endpoints.api_key in done.stdout
+    assert endpoints.model == ""
+    record = installation.record()
+    assert list(record.children) == [
+        "etcd", "redis", "registry", "controlplane", "scheduler", "worker-0", "gateway",
+    ]  # fmt: skip
+    assert installation.run("status").returncode == 0
+    again = installation.run("up", "--no-model")
+    assert again.returncode == 0
+    assert "runs already" in again.stderr
+    assert endpoints.grpc in again.stdout
+    assert installation.record() == record
+    down = installation.run("down")
+    assert down.returncode == 0, down.stderr
+    assert wait_for_end([record.supervisor, *record.children.values()], timeout_s=1)
+    assert not installation.state.endpoints.exists()
+    assert installation.run("status").returncode == 3
+
+
+def test_second_run_keeps_ports_and_key(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    first = installation.endpoints()
+    assert installation.run("down").returncode == 0
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    second = installation.endpoints()
+    assert (second.http, second.grpc, second.controlplane) == (first.http, first.grpc, first.controlplane)
+    assert (second.api_key, second.admin_key) == (first.api_key, first.admin_key)
+
+
+def test_key_that_the_stores_forgot_is_replaced(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    first = installation.endpoints()
+    assert installation.run("down").returncode == 0
+    (installation.state.root / "state" / "store" / "key-local").write_text("another")
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    assert installation.endpoints().api_key != first.api_key
+
+
+def test_model_is_published_deployed_and_named(installation: Installation) -> None:
+    done = installation.run("up", "--detach", "--model-dir", str(installation.model))
+    assert done.returncode == 0, done.stderr
+    endpoints = installation.endpoints()
+    assert endpoints.model == "my-model"
+    assert f"curl -sN {endpoints.http}/v1/completions" in done.stdout
+    assert '"model": "my-model"' in done.stdout
+    assert f"base_url='{endpoints.http}/v1', api_key='{endpoints.api_key}'" in done.stdout
+
+
+def test_replica_that_fails_ends_the_start_with_its_reason(installation: Installation) -> None:
+    done = installation.run(
+        "up", "--detach", "--model-dir", str(installation.model),
+        env={"STANDIN_REPLICA": "VERSION_STATE_FAILED"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "MODEL_FAILED: worker-0 cannot serve my-model: as told" in done.stderr
+    assert installation.processes() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel watches the parent on Linux only")
+def test_killed_supervisor_leaves_nothing_and_the_next_start_works(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    record = installation.record()
+    record.supervisor.signal(signal.SIGKILL)
+    assert wait_for_end([record.supervisor, *record.children.values()], timeout_s=10)
+    assert installation.run("status").returncode == 3
+    done = installation.run("up", "--detach", "--no-model")
+    assert done.returncode == 0, done.stderr
+    assert installation.run("status").returncode == 0
+
+
+def test_role_that_dies_at_start_is_named_with_its_last_line(installation: Installation) -> None:
+    done = installation.run("up", "--detach", "--no-model", env={"STANDIN_FAIL": "scheduler"})
+    assert done.returncode == 1
+    assert "START_FAILED: scheduler did not start" in done.stderr
+    assert "scheduler refuses to start, as told" in done.stderr
+    assert "next: " in done.stderr
+    assert installation.processes() == []
+    assert not installation.state.endpoints.exists()
+
+
+def test_taken_port_is_named_and_nothing_starts(installation: Installation) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = installation.run("up", "--detach", "--no-model", "--http-port", str(port))
+    assert done.returncode == 1
+    assert f"PORT_TAKEN: port {port} on 127.0.0.1 is taken" in done.stderr
+    assert "--http-port" in done.stderr.partition("next:")[2]
+    assert installation.processes() == []
+
+
+def test_role_that_dies_later_is_restarted(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    first = installation.record().children["worker-0"]
+    first.signal(signal.SIGKILL)
+    assert wait_for_end([first], timeout_s=5)
+    for _ in range(100):
+        status = installation.run("status", "--json")
+        processes = json.loads(status.stdout)["processes"]
+        if status.returncode == 0 and processes["worker-0"]["pid"] != first.pid:
+            break
+    else:
+        pytest.fail("the worker was not restarted")
+    log = installation.state.log("supervisor").read_text()
+    assert "worker-0      restarting  it was ended by SIGKILL" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_foreground_ends_on_a_signal(installation: Installation, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        installation.command("up", "--no-model"), cwd=installation.folder, env=installation.environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "stop" in line:
+                break
+        record = installation.record()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert not any(child.alive for child in record.children.values())
+    order = [line.split()[3] for line in errors.splitlines() if " stopped" in line]
+    assert order == ["gateway", "worker-0", "scheduler", "controlplane", "registry", "redis", "etcd"]
+
+
+def test_interrupted_start_leaves_nothing(installation: Installation) -> None:
+    with subprocess.Popen(
+        installation.command("up", "--no-model"), cwd=installation.folder, env=installation.environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "registry" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+    assert "INTERRUPTED" in errors
+    assert installation.processes() == []

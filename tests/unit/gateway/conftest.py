@@ -1,0 +1,200 @@
+"""A small real tokenizer, a model folder around it, and a clock that the test owns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from services.core.records import (
+    DEPLOYMENTS,
+    TENANTS,
+    WORKERS,
+    Deployment,
+    LoadedVersion,
+    Meta,
+    Priority,
+    Tenant,
+    VersionState,
+    Worker,
+)
+from services.gateway.catalog import ModelCatalog
+from services.gateway.text_model import TextModel, load_text_model
+from services.runtime.identity import KeyDirectory
+from services.runtime.informer import Versioned
+
+DIGEST = "sha256:" + "ab" * 32
+SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+TEMPLATE = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('the role must be system, user or assistant') }}{%- endif %}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] | trim) + eos_token }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+CORPUS = ("def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog. <b>Hi</b> x < y") * 20
+
+
+@dataclass
+class FakeClock:
+    now_s: float = 1_000.0
+    wall_s: float = 1_800_000_000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return self.wall_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass
+class View:
+    """An informer's view that a test writes."""
+
+    records: dict[str, Versioned[Any]] = field(default_factory=dict)
+
+    @property
+    def view(self) -> Mapping[str, Versioned[Any]]:
+        return self.records
+
+    def put(self, key: str, record: Any, revision: int = 1) -> None:
+        # A new mapping, as the informer makes one: readers keep indexes by its identity.
+        self.records = {**self.records, key: Versioned(record, 1, revision)}
+
+
+@dataclass
+class LocalFiles:
+    """Model files that are there already."""
+
+    folder: Path
+    fetched: list[tuple[str, str]] = field(default_factory=list)
+    pins: int = 0
+
+    async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
+        self.fetched.append((model, digest))
+        return self.folder
+
+    def pin(self, folder: Path) -> None:
+        self.pins += 1
+
+    def unpin(self, folder: Path) -> None:
+        self.pins -= 1
+
+
+def train() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    return tokenizer
+
+
+def write_folder(folder: Path, tokenizer: Tokenizer, *, context: int = 128, template: str = TEMPLATE) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context, "eos_token_id": 1}
+    generation = {"eos_token_id": [1], "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.25}
+    settings = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, "chat_template": template}
+    for name, value in (
+        ("config.json", config),
+        ("generation_config.json", generation),
+        ("tokenizer_config.json", settings),
+    ):
+        (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return train()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), tokenizer)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def text_model(model_folder: Path, clock: FakeClock) -> TextModel:
+    return load_text_model(model_folder, DIGEST, clock)
+
+
+@pytest.fixture
+def make_folder(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Path]:
+    """A model folder of its own, with another context or template."""
+
+    def make(**changes: Any) -> Path:
+        return write_folder(tmp_path / "model", tokenizer, **changes)
+
+    return make
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@dataclass
+class Fleet:
+    """One tenant, one deployment ``chat-small`` of model ``tiny``, one ready worker."""
+
+    keys: View
+    tenants: View
+    deployments: View
+    workers: View
+    files: LocalFiles
+    catalog: ModelCatalog
+    identity: KeyDirectory
+    clock: FakeClock
+
+    def ready(self, worker_id: str = "w0", *, max_model_len: int = 96, draining: bool = False) -> None:
+        version = LoadedVersion(
+            "chat-small", "tiny", DIGEST, VersionState.READY, max_model_len=max_model_len
+        )
+        worker = Worker(worker_id, f"{worker_id}:1", draining=draining, versions=(version,))
+        self.workers.put(WORKERS + worker_id, worker)
+
+
+@pytest.fixture
+def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) -> Fleet:
+    keys, tenants, deployments, workers = View(), View(), View(), View()
+    files = LocalFiles(model_folder)
+    found = Fleet(
+        keys,
+        tenants,
+        deployments,
+        workers,
+        files,
+        ModelCatalog(deployments, workers, files, clock, executor=executor),
+        KeyDirectory(keys, tenants, clock),
+        clock,
+    )
+    tenants.put(TENANTS + "acme", Tenant(Meta("acme"), max_priority=Priority.STANDARD))
+    deployments.put(DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v1", DIGEST, 1), 42)
+    found.ready()
+    return found

@@ -1,0 +1,144 @@
+"""Whatever a template computes, it ends soon and small."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import jinja2
+import pytest
+
+from services.gateway.template_sandbox import BUDGET, Budget, BudgetedEnvironment, BudgetExceeded, TemplateRefused
+
+BOMBS = {
+    "product of text": "{{ 'a' * 10**9 }}",
+    "product from the left": "{{ 10**9 * 'a' }}",
+    "product of a list": "{{ ['a'] * 10**9 }}",
+    "product of a variable": "{% set n = 1000000000 %}{{ text * n }}",
+    "doubling by plus": "{% set s = namespace(v='aaaaaaaa') %}{% for i in range(60) %}{% set s.v = s.v + s.v %}{% endfor %}",
+    "doubling by tilde": "{% set s = namespace(v='aaaaaaaa') %}{% for i in range(60) %}{% set s.v = s.v ~ s.v %}{% endfor %}",
+    "doubling of lists": "{% set s = namespace(v=[1]) %}{% for i in range(60) %}{% set s.v = s.v + s.v %}{% endfor %}",
+    "power": "{{ 10 ** 10 ** 10 }}",
+    "repeated squares": "{% set s = namespace(v=3) %}{% for i in range(60) %}{% set s.v = s.v * s.v %}{% endfor %}",
+    "format by percent": "{{ '%1000000000d' % 1 }}",
+    "format method": "{{ '{:>1000000000}'.format(1) }}",
+    "format_map method": "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
+    "format of an attribute": "{{ ['{:>1000000000}'] | map(attribute='format') | first }}{% set f = 'a'.format %}{{ f(1) }}",
+    "padding method": "{{ 'a'.ljust(10**9) }}",
+    "zero filling": "{{ 'a'.zfill(1000000000) }}",
+    "tab stops": "{{ ('\t' ~ 'a').expandtabs(1000000000) }}",
+    "bytes of a number": "{{ (2).to_bytes(1000000000, 'big') }}",
+    "padding filter": "{{ 'a' | center(1000000000) }}",
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loop with text": "{% for a in range(99999) %}" + "x" * 5000 + "{% endfor %}",
+    "loop into a variable": "{% set x %}{% for a in range(99999) %}{{ text }}{% endfor %}{% endset %}",
+    "large join": "{{ range(99999) | join(text) }}",
+    "large join method": "{{ text.join(range(9) | map('string') | list * 9999) }}",
+    "replace of nothing": "{{ text | replace('', text) }}",
+    "replace method": "{{ text.replace('a', text).replace('a', text) }}",
+    "text of a list": "{{ ([text] * 99999) | string }}",
+    "json of a list": "{{ ([text] * 99999) | tojson }}",
+    "json indent": "{{ [[1]] | tojson(indent=1000000000) }}",
+    "indent filter": "{{ text | indent(1000000000) }}",
+    "recursion of a macro": "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+    "doubling macro": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "large range": "{{ range(10**9) | list }}",
+    "filter in a condition": "{% for a in range(99999) if range(99999) | join(text) %}{% endfor %}",
+}
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ lipsum() }}",
+    "{{ messages.append(1) }}",
+    "{{ (messages | first).update({'role': 'system'}) }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ 'a'.encode() }}",
+]
+FILES = ["{% include 'x' %}", "{% import 'x' as y %}", "{% from 'x' import y %}", "{% extends 'x' %}"]
+
+
+def environment() -> BudgetedEnvironment:
+    return BudgetedEnvironment({})
+
+
+def render(source: str, *, seconds: float = 2.0) -> str:
+    template = environment().from_string(source)
+    budget = Budget(
+        max_chars=2_000_000,
+        max_steps=100_000,
+        deadline_s=time.monotonic() + seconds,
+        monotonic_s=time.monotonic,
+    )
+    variables = {BUDGET: budget, "text": "a" * 100_000, "messages": [{"role": "user", "content": "hi"}]}
+    return "".join(template.generate(variables))
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_stopped_before_it_is_large(name: str) -> None:
+    tracemalloc.start()
+    started_s = time.monotonic()
+    try:
+        with pytest.raises((BudgetExceeded, jinja2.TemplateError, RecursionError, OverflowError, TypeError)):
+            render(BOMBS[name])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 * 1024 * 1024
+    assert time.monotonic() - started_s < 5.0
+
+
+def test_time_ends_a_template_that_counts_within_its_steps() -> None:
+    with pytest.raises(BudgetExceeded, match="time"):
+        render("{% for a in range(5) %}{% endfor %}", seconds=-1.0)
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_python_is_out_of_reach(source: str) -> None:
+    try:
+        assert render(source) == ""
+    except (jinja2.TemplateError, TypeError):
+        pass
+
+
+@pytest.mark.parametrize("source", [*FILES, "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}"])
+def test_a_template_is_one_file_without_recursion(source: str) -> None:
+    with pytest.raises(jinja2.TemplateError):
+        environment().from_string(source)
+
+
+def test_the_budget_has_no_name_in_a_template() -> None:
+    assert render("{{ fairway }}{{ budget }}") == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'a' ~ 1 ~ none ~ 'b' }}", "a1Noneb"),
+        ("{% for m in messages %}{{ loop.index0 }}{{ m.role }}{% if loop.last %}!{% endif %}{% endfor %}", "0user!"),
+        ("{% for m in [1, 2, 3] if m != 2 %}{{ m }},{% else %}none{% endfor %}", "1,3,"),
+        ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
+        ("{% for m in [] %}x{% else %}none{% endfor %}", "none"),
+        ("{{ {'b': 1, 'a': '<é>'} | tojson }}", '{"b": 1, "a": "<é>"}'),
+        ("{{ [1, 2] | tojson(indent=2) }}", "[\n  1,\n  2\n]"),
+        ("{{ 'a-b' | replace('-', '+') }}{{ 'a-b'.replace('-', '*', 1) }}", "a+ba*b"),
+        ("{{ ' x ' | trim }}{{ 'x y'.split(' ')[-1] }}{{ ', '.join(['p', 'q']) }}", "xyp, q"),
+        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
+        ("{{ messages[::-1] | length + 2 * 3 }}", "7"),
+        ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}", "<a>"),
+        ("{% generation %}a{{ 1 }}{% endgeneration %}", "a1"),
+        ("{{ messages | map(attribute='role') | join('|') }}", "user"),
+        ("{% set ns = namespace(x='') %}{% for i in 'ab' %}{% set ns.x = ns.x + i %}{% endfor %}{{ ns.x }}", "ab"),
+        ("a\n{% if true %}\n  b\n{% endif %}\nc", "a\n  b\nc"),
+    ],
+)
+def test_what_chat_templates_do_still_works(source: str, expected: str) -> None:
+    assert render(source) == expected
+
+
+def test_an_author_can_refuse() -> None:
+    with pytest.raises(TemplateRefused, match="no tools"):
+        render("{{ raise_exception('no tools') }}")

@@ -1,0 +1,105 @@
+"""RegistryService on the in-memory ports, where the integration tests cannot reach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.adapters.memory_blobs import MemoryBlobs
+from services.adapters.memory_store import MemoryStore
+from services.core.errors import DeadlineExceeded, IntegrityError, ModelNotFound, StoreUnavailable
+from services.core.manifest import Manifest, ManifestFile, digest_of, sha256_of
+from services.ports.store import Committed, ConditionFailed
+from services.registry import service as module
+from services.registry.service import RegistryService
+from services.runtime.clock import SystemClock
+
+CLOCK = SystemClock()
+
+
+async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+def manifest(data: bytes) -> Manifest:
+    digest = sha256_of(data)
+    return Manifest((ManifestFile("config.json", len(data), digest, (digest,)),))
+
+
+async def test_silent_sender_is_given_up_and_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UPLOAD_IDLE_S", 0.05)
+    service = RegistryService(MemoryStore(CLOCK), MemoryBlobs(), CLOCK)
+
+    async def silent() -> AsyncIterator[bytes]:
+        yield b"he"
+        await asyncio.sleep(3600)
+
+    with pytest.raises(DeadlineExceeded):
+        await service.upload(sha256_of(b"hello"), 5, silent())
+    assert await service.find_missing([sha256_of(b"hello")]) == (sha256_of(b"hello"),)
+
+
+async def test_stored_chunk_is_not_read_again() -> None:
+    service = RegistryService(MemoryStore(CLOCK), MemoryBlobs(), CLOCK)
+    await service.upload(sha256_of(b"hello"), 5, pieces(b"hello"))
+    read = False
+
+    async def watched() -> AsyncIterator[bytes]:
+        nonlocal read
+        read = True
+        yield b"hello"
+
+    await service.upload(sha256_of(b"hello"), 5, watched())
+    assert not read
+
+
+async def test_full_store_is_a_clear_error_and_no_version() -> None:
+    data = b"{" + b" " * 200 + b"}"
+    service = RegistryService(MemoryStore(CLOCK), MemoryBlobs(capacity_bytes=250), CLOCK)
+    await service.upload(sha256_of(data), len(data), pieces(data))
+    with pytest.raises(StoreUnavailable):
+        await service.create_version("m", manifest(data))  # the chunk fits, the manifest does not
+    with pytest.raises(ModelNotFound):
+        await service.get_version("m", digest_of(manifest(data)))
+
+
+class Losing(MemoryStore):
+    """Another registry makes the same version between this one's check and its commit."""
+
+    async def commit(self, operations, conditions=()) -> Committed | ConditionFailed:  # type: ignore[no-untyped-def]
+        await super().commit(operations, conditions)
+        return await super().commit(operations, conditions)
+
+
+async def test_loser_of_a_race_returns_the_winners_version() -> None:
+    service = RegistryService(Losing(CLOCK), MemoryBlobs(), CLOCK)
+    await service.upload(sha256_of(b"{}"), 2, pieces(b"{}"))
+    record, created = await service.create_version("m", manifest(b"{}"))
+    assert not created
+    assert (await service.get_version("m", record.digest))[0] == record
+
+
+async def test_one_digest_of_two_models_is_two_versions() -> None:
+    service = RegistryService(MemoryStore(CLOCK), MemoryBlobs(), CLOCK)
+    await service.upload(sha256_of(b"{}"), 2, pieces(b"{}"))
+    one, _ = await service.create_version("a", manifest(b"{}"))
+    with pytest.raises(ModelNotFound):
+        await service.get_version("b", one.digest)
+    with pytest.raises(ModelNotFound):
+        await service.set_tag("b", "prod", one.digest)
+    two, created = await service.create_version("b", manifest(b"{}"))
+    assert created
+    assert one.digest == two.digest
+
+
+async def test_damaged_manifest_is_never_returned() -> None:
+    blobs = MemoryBlobs()
+    service = RegistryService(MemoryStore(CLOCK), blobs, CLOCK)
+    await service.upload(sha256_of(b"{}"), 2, pieces(b"{}"))
+    record, _ = await service.create_version("m", manifest(b"{}"))
+    blobs._blobs[record.digest] = blobs._blobs[record.digest].replace(b"causal-lm", b"fixed-lm!")
+    with pytest.raises(IntegrityError):
+        await service.get_version("m", record.digest)

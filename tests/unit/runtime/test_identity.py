@@ -1,0 +1,133 @@
+"""Who may come in, and that nothing tells which keys exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from services.core.errors import ModelNotFound, PermissionDenied, Unauthenticated
+from services.core.generation import Principal
+from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.runtime import secrets
+from services.runtime.identity import KeyDirectory, model_not_found
+from services.runtime.informer import Versioned
+
+NOW_S = 1_800_000_000.0
+TEXT, HASH = secrets.new_key("alpha", b"\x01" * 32)
+OLD_TEXT, OLD_HASH = secrets.new_key("alpha", b"\x02" * 32)
+OTHER_TEXT, _ = secrets.new_key("beta", b"\x01" * 32)
+
+
+class Wall:
+    def monotonic_s(self) -> float:
+        return 0.0
+
+    def unix_s(self) -> float:
+        return NOW_S
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("nothing here waits")
+
+
+class View:
+    def __init__(self, records: Mapping[str, Any]) -> None:
+        self.view = {key: Versioned(record, 1, 1) for key, record in records.items()}
+
+
+def directory(*, disabled: bool = False, tenant: bool = True, **changes: Any) -> KeyDirectory:
+    values: dict[str, Any] = {"role": KeyRole.TENANT, "tenant": "acme", "secret_hash": HASH, **changes}
+    tenants = {TENANTS + "acme": Tenant(Meta("acme"), disabled=disabled)} if tenant else {}
+    return KeyDirectory(View({KEYS + "alpha": ApiKey(Meta("alpha"), **values)}), View(tenants), Wall())
+
+
+@pytest.mark.parametrize("credentials", [f"Bearer {TEXT}", f"bearer  {TEXT}", TEXT])
+def test_a_valid_key_names_its_holder(credentials: str) -> None:
+    assert directory(models=("m",)).authenticate(credentials) == Principal("alpha", KeyRole.TENANT, "acme", ("m",))
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [
+        OTHER_TEXT,  # no such key
+        OLD_TEXT,  # the key exists, the secret is another
+        TEXT[:-1],
+        TEXT + "a",
+        "fw_alpha_",
+        "fw_../../alpha_" + "a" * 52,
+        "Bearer " + "x" * 5000,
+        "Bearer " + TEXT + " " + TEXT,
+        "Bearer \x00",
+    ],
+)
+def test_every_wrong_key_gets_one_answer(credentials: str) -> None:
+    with pytest.raises(Unauthenticated) as caught:
+        directory().authenticate(credentials)
+    assert caught.value.message == "the API key is not valid"
+    assert not caught.value.metadata
+
+
+@pytest.mark.parametrize("credentials", [None, ""])
+def test_a_missing_key_is_told_what_to_send(credentials: str | None) -> None:
+    with pytest.raises(Unauthenticated, match="Bearer"):
+        directory().authenticate(credentials)
+
+
+def test_another_scheme_is_refused() -> None:
+    with pytest.raises(Unauthenticated, match="scheme"):
+        directory().authenticate(f"Basic {TEXT}")
+
+
+def test_an_expired_key_opens_nothing() -> None:
+    with pytest.raises(Unauthenticated, match="expired"):
+        directory(expire_unix_s=NOW_S).authenticate(TEXT)
+    assert directory(expire_unix_s=NOW_S + 1).authenticate(TEXT).key_id == "alpha"
+
+
+def test_expiry_is_told_only_to_who_holds_the_secret() -> None:
+    with pytest.raises(Unauthenticated, match="not valid"):
+        directory(expire_unix_s=NOW_S - 1).authenticate(OLD_TEXT)
+
+
+def test_a_rotated_secret_works_until_its_own_end() -> None:
+    held = directory(previous_secret_hash=OLD_HASH, previous_expire_unix_s=NOW_S + 1)
+    assert held.authenticate(OLD_TEXT) == held.authenticate(TEXT)
+    with pytest.raises(Unauthenticated, match="rotated"):
+        directory(previous_secret_hash=OLD_HASH, previous_expire_unix_s=NOW_S).authenticate(OLD_TEXT)
+    # A rotation without an end has none.
+    with pytest.raises(Unauthenticated, match="rotated"):
+        directory(previous_secret_hash=OLD_HASH).authenticate(OLD_TEXT)
+
+
+@pytest.mark.parametrize("stored", ["", "0" * 64, secrets.secret_hash("")])
+def test_an_empty_or_filler_hash_matches_no_secret(stored: str) -> None:
+    with pytest.raises(Unauthenticated):
+        directory(secret_hash=stored).authenticate(TEXT)
+
+
+@pytest.mark.parametrize("state", [{"disabled": True}, {"tenant": False}])
+def test_a_key_of_an_inactive_tenant_opens_nothing(state: dict[str, bool]) -> None:
+    with pytest.raises(Unauthenticated, match="not active"):
+        directory(**state).authenticate(TEXT)
+
+
+def test_an_admin_key_needs_no_tenant_and_runs_no_model() -> None:
+    held = directory(role=KeyRole.ADMIN, tenant="")
+    # ``tenant`` above is the key's; the directory still has none to look up.
+    principal = KeyDirectory(
+        View({KEYS + "alpha": ApiKey(Meta("alpha"), KeyRole.ADMIN, HASH)}), View({}), Wall()
+    ).authenticate(TEXT)
+    assert principal.role is KeyRole.ADMIN
+    with pytest.raises(PermissionDenied):
+        held.authorise_model(principal, "m")
+
+
+def test_a_foreign_model_looks_like_a_missing_one() -> None:
+    held = directory()
+    principal = Principal("alpha", KeyRole.TENANT, "acme", ("mine",))
+    held.authorise_model(principal, "mine")
+    with pytest.raises(ModelNotFound) as caught:
+        held.authorise_model(principal, "theirs")
+    assert caught.value.message == model_not_found("theirs").message
+    held.authorise_model(Principal("alpha", KeyRole.TENANT, "acme"), "theirs")

@@ -1,0 +1,129 @@
+"""The plan brings any state to the desired one, and does nothing in the desired one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.records import AssignedVersion
+from services.worker.policy.lifecycle import (
+    Action,
+    Discard,
+    Drain,
+    Fetch,
+    Load,
+    Phase,
+    Slot,
+    Undrain,
+    backoff_s,
+    plan,
+    wanted,
+)
+
+DIGESTS = ("d1", "d2", "d3")
+NOW_S = 100.0
+versions = st.builds(
+    AssignedVersion,
+    deployment=st.sampled_from(("x", "y")),
+    model=st.just("m"),
+    version_digest=st.sampled_from(DIGESTS),
+    executor=st.sampled_from(("torch", "null")),
+)
+assignments = st.lists(versions, max_size=4)
+slots = st.lists(
+    st.builds(
+        Slot,
+        version=versions,
+        phase=st.sampled_from(Phase),
+        running=st.integers(0, 2),
+        has_files=st.booleans(),
+        retry_at_s=st.sampled_from((0.0, NOW_S + 10)),
+        drain_until_s=st.sampled_from((0.0, NOW_S + 10)),
+    ).map(lambda slot: replace(slot, has_files=slot.has_files or slot.phase not in (Phase.FETCHING, Phase.BROKEN))),
+    max_size=3,
+    unique_by=lambda slot: slot.version.version_digest,
+)
+
+
+def apply(state: dict[str, Slot], action: Action, now_s: float) -> None:
+    """The world as it goes when nothing fails."""
+    match action:
+        case Fetch(version):
+            before = state.get(version.version_digest)
+            assert before is None or before.phase is Phase.BROKEN
+            state[version.version_digest] = Slot(version, Phase.FETCHING)
+        case Load(digest):
+            assert state[digest].has_files
+            assert state[digest].phase in (Phase.FETCHED, Phase.BROKEN)
+            state[digest] = replace(state[digest], phase=Phase.LOADING)
+        case Drain(digest):
+            assert state[digest].phase is Phase.READY
+            state[digest] = replace(state[digest], phase=Phase.DRAINING, drain_until_s=now_s + 5)
+        case Undrain(digest):
+            assert state[digest].phase is Phase.DRAINING
+            state[digest] = replace(state[digest], phase=Phase.READY)
+        case Discard(digest):
+            assert state[digest].phase is not Phase.STOPPING
+            state[digest] = replace(state[digest], phase=Phase.STOPPING)
+
+
+def pass_time(state: dict[str, Slot]) -> None:
+    for digest, slot in list(state.items()):
+        match slot.phase:
+            case Phase.FETCHING:
+                state[digest] = replace(slot, phase=Phase.FETCHED, has_files=True)
+            case Phase.LOADING:
+                state[digest] = replace(slot, phase=Phase.READY)
+            case Phase.STOPPING:
+                del state[digest]
+
+
+@given(assignments, slots)
+def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], observed: list[Slot]) -> None:
+    desired = wanted(assigned)
+    state = {slot.version.version_digest: slot for slot in observed}
+    now_s = NOW_S
+    for _ in range(12):
+        actions = plan(desired, list(state.values()), now_s)
+        assert len({action.version.version_digest if isinstance(action, Fetch) else action.version_digest
+                    for action in actions}) == len(actions), "one action per version at a time"
+        for action in actions:
+            apply(state, action, now_s)
+        pass_time(state)
+        now_s += 4
+    assert {digest: slot.version.executor for digest, slot in state.items()} == {
+        digest: version.executor for digest, version in desired.items()
+    }
+    assert all(slot.phase is Phase.READY for slot in state.values())
+    assert plan(desired, list(state.values()), now_s) == ()
+
+
+@given(assignments, slots)
+def test_running_sequences_are_not_cut_short(assigned: list[AssignedVersion], observed: list[Slot]) -> None:
+    desired = wanted(assigned)
+    phases = {slot.version.version_digest: slot for slot in observed}
+    for action in plan(desired, observed, NOW_S):
+        if isinstance(action, Discard):
+            slot = phases[action.version_digest]
+            assert slot.phase is not Phase.READY
+            assert slot.phase is not Phase.DRAINING or slot.running == 0 or slot.drain_until_s <= NOW_S
+
+
+def test_what_frees_memory_comes_first() -> None:
+    old = Slot(AssignedVersion("x", "m", "d9"), Phase.BROKEN)
+    actions = plan(wanted([AssignedVersion("x", "m", "d1")]), [old], NOW_S)
+    assert [type(action) for action in actions] == [Discard, Fetch]
+
+
+def test_a_broken_version_waits_for_its_time() -> None:
+    version = AssignedVersion("x", "m", "d1")
+    slot = Slot(version, Phase.BROKEN, has_files=True, retry_at_s=NOW_S + 1)
+    assert plan({"d1": version}, [slot], NOW_S) == ()
+    assert plan({"d1": version}, [slot], NOW_S + 1) == (Load("d1"),)
+    assert plan({"d1": version}, [replace(slot, has_files=False)], NOW_S + 1) == (Fetch(version),)
+
+
+def test_backoff_doubles_up_to_a_cap() -> None:
+    assert [backoff_s(n, first_s=0.5, most_s=3) for n in (0, 1, 2, 3, 4, 10_000)] == [0.5, 0.5, 1, 2, 3, 3]
