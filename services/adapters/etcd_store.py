@@ -10,6 +10,7 @@ import grpc
 from aetcd import rpc
 
 from services.adapters import etcd_watch
+from services.adapters.commit_bounds import check_commit
 from services.adapters.etcd_channel import NEEDS_LEADER, EtcdChannel
 from services.adapters.etcd_watch import WatchTimes, entry_of, key_bytes, prefix_range
 from services.core.errors import StoreUnavailable
@@ -73,6 +74,7 @@ class EtcdStore:
     async def commit(
         self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
     ) -> Committed | ConditionFailed:
+        check_commit(operations)
         request = rpc.TxnRequest(
             compare=[_compare(condition) for condition in conditions],
             success=[_request_op(operation) for operation in operations],

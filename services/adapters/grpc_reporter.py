@@ -2,8 +2,8 @@
 
 The argument, in the terms of ``scheduler/fleet_view.py``:
 
-- A stream is opened, the leader says its epoch, ``hear_leader`` fences every older leader's grants, and only then
-  the first snapshot is taken. So what an earlier leader granted has either started, and is in
+- A stream is opened, the leader says its epoch, ``hear_leader`` fences every older leader's grants, and only
+  then the first snapshot is taken. So what an earlier leader granted has either started, and is in
   ``kv_blocks_reserved``, or can no longer start. The levels of the first report are authoritative.
 - Snapshots hand deltas over. A delta stays here until the leader answered the report that carried it. When
   the stream breaks, the unanswered ones go into the first report of the next stream: the grants that were
@@ -24,9 +24,8 @@ import asyncio
 import contextlib
 import math
 import random
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -34,9 +33,10 @@ import structlog
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.grpc_streams import LeaderCalls, read_within, stream_error
+from services.adapters.report_deltas import DeltaKeeper
 from services.adapters.scheduler_directory import LeaderDirectory
 from services.core.errors import FairwayError, NoLeader
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
+from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.ports.clock import Clock
 from services.rpc.channel import auth_metadata
 from services.rpc.convert_scheduler import report_to_proto
@@ -46,8 +46,6 @@ log = structlog.get_logger()
 ReportCall = grpc.aio.StreamStreamCall[Any, Any]
 
 _OPEN_S: Final = 2.0
-_MAX_SEEN: Final = 65536
-_MAX_TENANTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +59,6 @@ class ReporterSettings:
     max_unanswered: int = 64
     min_backoff_s: float = 0.05
     max_backoff_s: float = 1.0
-
-
-@dataclass(slots=True)
-class _Deltas:
-    """What a leader has not confirmed: grants seen of one epoch, tokens by tenant and version."""
-
-    epoch: int
-    seen: dict[int, None]
-    tokens: dict[tuple[str, str], tuple[int, int]]
-
-    @staticmethod
-    def of(snapshot: ReportSnapshot) -> _Deltas:
-        tokens = {(use.tenant, use.digest): (use.prefill, use.output) for use in snapshot.tenants}
-        return _Deltas(snapshot.epoch, dict.fromkeys(snapshot.grants_seen), tokens)
-
-    def add(self, later: _Deltas) -> None:
-        """Take what came later along; grants of an older epoch are nobody's concern any more."""
-        if later.epoch > self.epoch:
-            self.epoch, self.seen = later.epoch, {}
-        if later.epoch == self.epoch:
-            self.seen.update(later.seen)
-        for key, (prefill, output) in later.tokens.items():
-            had = self.tokens.get(key, (0, 0))
-            self.tokens[key] = had[0] + prefill, had[1] + output
-
-    def split(self) -> _Deltas:
-        """Take out what fits into one report."""
-        seen = dict.fromkeys(list(self.seen)[:_MAX_SEEN])
-        tokens = {key: self.tokens[key] for key in list(self.tokens)[:_MAX_TENANTS]}
-        for number in seen:
-            del self.seen[number]
-        for key in tokens:
-            del self.tokens[key]
-        return _Deltas(self.epoch, seen, tokens)
 
 
 class Reporter:
@@ -125,8 +89,7 @@ class Reporter:
         self._hear_leader = hear_leader
         self._settings = settings if settings is not None else ReporterSettings()
         self._rng = rng if rng is not None else random.Random()
-        self._unconfirmed: deque[tuple[int, _Deltas]] = deque()
-        self._carried: _Deltas | None = None
+        self._deltas = DeltaKeeper()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
         self._tight = False
@@ -186,8 +149,8 @@ class Reporter:
         call: ReportCall = stub.Report(metadata=auth_metadata(self._token))
         writer: asyncio.Task[None] | None = None
         try:
+            self._deltas.stream_opened()
             self._heard(await read_within(call, _OPEN_S))
-            self._carry_unconfirmed()
             writer = self._supervisor.spawn("reporter.writer", self._write(call))
             while True:
                 self._heard(await read_within(call, self._settings.silence_s))
@@ -208,21 +171,21 @@ class Reporter:
         self._leader_heard_s = self._clock.monotonic_s()
         if self._hear_leader is not None:
             self._hear_leader(epoch)
-        while self._unconfirmed and self._unconfirmed[0][0] <= response.report:
-            self._unconfirmed.popleft()
+        if self._deltas.confirm(response.report):
             self._answered.set()
 
     async def _write(self, call: ReportCall) -> None:
         """The stream's only writer: a full report, then reports on change and beats."""
-        number = 0
         try:
             while True:
                 self._changed.clear()
-                snapshot = self._take()
-                if snapshot is not None:
-                    number += 1
-                    self._unconfirmed.append((number, _Deltas.of(snapshot)))
-                    await call.write(report_to_proto(snapshot, number, full=number == 1))
+                snapshot = self._snapshot()
+                self._tight = any(_is_tight(pool) for pool in snapshot.pools)
+                if snapshot.incarnation:
+                    number, report = self._deltas.next_report(snapshot)
+                    await call.write(report_to_proto(report, number, full=number == 1))
+                else:  # not registered yet
+                    self._deltas.keep(snapshot)
                 await self._pause()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             reason = await stream_error(call, error)
@@ -235,45 +198,9 @@ class Reporter:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.beat_s):
                 await self._changed.wait()
-        while len(self._unconfirmed) >= settings.max_unanswered:
+        while self._deltas.unconfirmed >= settings.max_unanswered:
             self._answered.clear()
             await self._answered.wait()  # ends with the stream, whose reader waits for a bounded time
-
-    # --- deltas -----------------------------------------------------------------------------------
-
-    def _take(self) -> ReportSnapshot | None:
-        """Return a snapshot with the deltas that were carried; None, losing none, for an unregistered worker."""
-        snapshot = self._snapshot()
-        if self._carried is None and snapshot.incarnation:
-            deltas = None
-        else:
-            carried = self._carried if self._carried is not None else _Deltas(0, {}, {})
-            carried.add(_Deltas.of(snapshot))
-            self._carried = carried
-            if not snapshot.incarnation:
-                return None
-            deltas = carried.split()
-            if not carried.seen and not carried.tokens:
-                self._carried = None
-        self._tight = any(_is_tight(pool) for pool in snapshot.pools)
-        if deltas is None:
-            return snapshot
-        return replace(
-            snapshot,
-            grants_seen=tuple(deltas.seen),
-            tenants=tuple(TenantTokens(*key, *tokens) for key, tokens in deltas.tokens.items()),
-        )
-
-    def _carry_unconfirmed(self) -> None:
-        """What the last stream left unanswered goes into the first report of the next."""
-        carried = self._carried
-        self._carried = None
-        for _, deltas in (*self._unconfirmed, *(((0, carried),) if carried is not None else ())):
-            if self._carried is None:
-                self._carried = deltas
-            else:
-                self._carried.add(deltas)
-        self._unconfirmed.clear()
 
 
 def _is_tight(pool: PoolSnapshot) -> bool:

@@ -55,6 +55,11 @@ async def read_within(call: Call, timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             message = await call.read()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise NoLeader("the stream was closed on this side") from None  # grpc.aio cancels who reads
     except TimeoutError:
         raise NoLeader(f"the scheduler was silent for {timeout_s:g} s", retry_after_s=1.0) from None
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Final
 
 from services.adapters.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
+from services.core.errors import NoLeader
 from services.core.fleet import PlacementFrame
 from services.core.generation import PlaceSpec
 from services.ports.clock import Clock
@@ -56,6 +57,7 @@ class _LocalLink:
     def __init__(self, stream: PlacementStream, woken: asyncio.Event) -> None:
         self._stream = stream
         self._woken = woken
+        self._closed = False
 
     @property
     def epoch(self) -> int:
@@ -72,11 +74,15 @@ class _LocalLink:
             self._stream.cancel(cancelled)
 
     async def receive(self) -> PlacementFrame:
-        """Never silent for long in a way that matters: the stream's end wakes it too."""
-        while (frame := self._stream.take()) is None:
+        """Without heartbeats: the end of a stream of this process wakes its reader."""
+        while not self._closed:
+            if (frame := self._stream.take()) is not None:
+                return frame
             await self._woken.wait()
             self._woken.clear()
-        return frame
+        raise NoLeader("the stream was closed on this side")
 
     async def close(self) -> None:
+        self._closed = True
         self._stream.close()
+        self._woken.set()

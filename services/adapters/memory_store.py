@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
 
-from services.core.errors import InvalidInput
+from services.adapters.commit_bounds import check_commit
 from services.ports.clock import Clock
 from services.ports.store import (
     Changed,
@@ -78,8 +78,7 @@ class MemoryStore:
         self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
     ) -> Committed | ConditionFailed:
         self._end_leases()
-        if len({operation.key for operation in operations}) < len(operations):
-            raise InvalidInput("a key is written twice in one commit", field="operations")
+        check_commit(operations)
         if not all(self._holds(condition) for condition in conditions):
             return ConditionFailed(self._revision)
         for operation in operations:

@@ -46,7 +46,8 @@ class PlacementLink(Protocol):
         """Return the next frame, empty for a heartbeat. Raises FairwayError when the link broke or the
         leader was not heard for too long."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the stream; ``receive`` raises from now on. Idempotent."""
 
 
 class PlacementLinks(Protocol):
@@ -242,7 +243,7 @@ class MuxedPlacement:
         self._woken.set()
 
     async def _write(self, link: PlacementLink) -> None:
-        """The link's only writer. A link that broke is noticed by its reader."""
+        """The link's only writer. One that it cannot write to is closed, which ends its reader's wait."""
         try:
             while True:
                 await self._woken.wait()
@@ -252,6 +253,7 @@ class MuxedPlacement:
                     await link.send(places, cancelled)
         except FairwayError as error:
             log.info("placement.write_failed", reason=error.reason)
+            await link.close()
 
     def _take_outgoing(self) -> tuple[list[tuple[int, PlaceSpec, float]], list[int]]:
         now_s = self._clock.monotonic_s()

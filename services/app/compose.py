@@ -95,7 +95,7 @@ def registry(environment: Environment) -> Role:
 def controlplane(environment: Environment) -> Role:
     """The control plane: resources, and the reconciler of whoever leads."""
     settings, store, clock = environment.settings, environment.store, environment.clock
-    election = _election(environment, "controlplane")
+    election = _election(environment, "controlplane", _leader(environment))
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
     reconciler = Reconciler(store, fleet, election, leader_key("controlplane"), clock)
     service = ControlPlaneService(store, clock)
@@ -127,7 +127,8 @@ def scheduler(environment: Environment) -> Role:
         environment.clock,
         environment.rng,
     )
-    election = _election(environment, "scheduler")
+    leader = _leader(environment)
+    election = _election(environment, "scheduler", leader)
 
     async def open_doors() -> None:
         # Only now does the address answer, and only then may others be sent to it.
@@ -138,7 +139,7 @@ def scheduler(environment: Environment) -> Role:
         Service(
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-            SchedulerServicer(service),
+            SchedulerServicer(service, environment.clock, leader_id=leader.leader_id),
         )
     )
     return Role(server, start=_nothing, open=open_doors)
@@ -172,12 +173,21 @@ def worker(environment: Environment) -> Role:
         clock=clock,
         supervisor=environment.supervisor,
     )
-    reporter = Reporter(directory, environment.internal_token, clock, environment.supervisor, agent.take_snapshot)
+    reporter = Reporter(
+        directory,
+        environment.internal_token,
+        clock,
+        environment.supervisor,
+        agent.take_snapshot,
+        hear_leader=agent.hear_leader,
+        rng=environment.rng,
+    )
     host.changed = reporter.changed
+    environment.closing.push_async_callback(reporter.close)
 
     async def open_doors() -> None:
         environment.supervisor.spawn("agent", agent.run())
-        environment.supervisor.spawn("reporter", reporter.run())
+        reporter.start()
         environment.closing.push_async_callback(agent.close)
 
     identity = environment.identity()
@@ -290,22 +300,25 @@ def _ignore() -> None:
     return None
 
 
-def _election(environment: Environment, role: str) -> Election:
-    settings = environment.settings
-    record = Leader(leader_id=environment.ids.request_id(), address=settings.advertised)
+def _leader(environment: Environment) -> Leader:
+    return Leader(leader_id=environment.ids.request_id(), address=environment.settings.advertised)
+
+
+def _election(environment: Environment, role: str, leader: Leader) -> Election:
     return Election(
         environment.store,
         leader_key(role),
-        dump(record),
-        settings.lease_ttl_s,
+        dump(leader),
+        environment.settings.lease_ttl_s,
         environment.clock,
         rng=environment.rng,
     )
 
 
 def _directory(environment: Environment) -> SchedulerDirectory:
-    key = leader_key("scheduler")
-    return SchedulerDirectory(environment.informer(key, Leader), key)
+    directory = SchedulerDirectory(environment.store, environment.clock)
+    environment.supervisor.spawn("scheduler directory", directory.run())
+    return directory
 
 
 def _model_files(environment: Environment) -> ModelFiles:

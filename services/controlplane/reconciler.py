@@ -6,10 +6,10 @@ from typing import Final, Protocol
 
 import structlog
 
-from services.controlplane.fleet import FleetRecord, decode, fleet_of
+from services.controlplane.fleet import FleetRecord, fleet_of
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
 from services.core.errors import StoreUnavailable
-from services.core.records import ASSIGNMENTS, ROOT, dump
+from services.core.records import ASSIGNMENTS, dump
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
 from services.runtime.informer import Informer
@@ -30,15 +30,11 @@ class Leadership(Protocol):
     async def wait_leading(self) -> int: ...
 
 
-def fleet_informer(store: Store, clock: Clock) -> Informer[FleetRecord | None]:
-    """Return one view of deployments, workers, nodes and assignments at a single revision."""
-    return Informer(store, ROOT, decode, clock)
-
-
 class Reconciler:
     """Reads the informer's view, writes assignments. Runs in every control plane; acts only while it leads.
 
-    ``leader_key`` is the election's key: each write holds only while it is the one of our epoch, so what a
+    ``informer`` holds everything under the root by ``fleet.decode``, so that a plan sees one revision of it
+    all. ``leader_key`` is the election's key: each write holds only while it is the one of our epoch, so what a
     deposed leader still had in its hands is refused by the store.
     """
 
@@ -58,7 +54,7 @@ class Reconciler:
         self._told: tuple[Unplaced, ...] = ()
 
     async def run(self) -> None:
-        """Reconcile on each change and every ``PERIOD_S``, until cancelled. A store that is away ends nothing."""
+        """Reconcile on each change and every ``PERIOD_S``, until cancelled; outlives the store's absence."""
         while True:
             epoch = await self._leadership.wait_leading()
             revision = self._informer.revision
@@ -71,7 +67,7 @@ class Reconciler:
             await self._clock.sleep(_SETTLE_S)  # changes come in bursts: one plan for all
 
     async def reconcile(self, epoch: int) -> bool:
-        """Make one pass over the view. Returns whether all was written; what was not is planned again."""
+        """Make one pass over the view. Returns whether all was written."""
         view = self._informer.view
         fleet = fleet_of(held.record for held in view.values())
         actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)

@@ -31,10 +31,14 @@ KINDS: Final = ("causal-lm", "fixed-cost")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 # ASCII only: no two spellings of one name, on any file system. No leading or trailing dot.
 _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
+# fmt: off
 _PICKLE_SUFFIXES: Final = frozenset(
-    ".bin .pt .pth .pkl .ckpt .pickle .joblib .dill .npy .npz .msgpack .h5 .hdf5 .keras .pb .onnx .tflite .mar "
-    ".nemo .t7 .data .zip .tar .gz".split()
+    [
+        ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".msgpack",
+        ".h5", ".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip", ".tar", ".gz",
+    ]
 )
+# fmt: on
 _CODE_SUFFIXES: Final = frozenset(
     (".py", ".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".ipynb")
 )

@@ -97,6 +97,7 @@ class WorkerAgent:
         self._ledger = MemoryLedger(identity.memory_bytes)
         self._slots: dict[str, VersionSlot] = {}
         self._assigned = Assignment(identity.worker_id)
+        self._closing = False
         self._woken = asyncio.Event()
         self._context = SlotContext(settings, host, self._ledger, files, clock, supervisor, self._wake)
         self._key = ASSIGNMENTS + identity.worker_id
@@ -122,8 +123,15 @@ class WorkerAgent:
 
     async def close(self) -> None:
         """Return once every engine process is gone. Sequences that still run end with ENGINE_LOST."""
-        await asyncio.gather(*(slot.stop() for slot in self._slots.values()), return_exceptions=True)
-        self._host.check_integrity()
+        self._closing = True
+        outcomes = await asyncio.gather(
+            *(slot.stop() for slot in self._slots.values()), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                log.error("version.stop_failed", exc_info=outcome)
+        self._slots.clear()
+        self.check_integrity()
 
     async def wait_registered(self, timeout_s: float) -> int:
         """Return the incarnation once the worker is registered. Raises StoreUnavailable."""
@@ -172,7 +180,7 @@ class WorkerAgent:
     async def _reconcile_forever(self) -> None:
         while True:
             self._woken.clear()
-            if self._assignments.synced:  # before, nothing is known of what is wanted
+            if self._assignments.synced and not self._closing:  # before, nobody knows what is wanted
                 self._reconcile()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_S):

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import structlog
@@ -107,11 +107,13 @@ class _Link(asyncio.Protocol):
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self.transport is not None or not isinstance(transport, asyncio.Transport):
-            transport.close()  # one engine, one connection
+        # A stream server's transport writes; uvloop's does not derive from asyncio.Transport.
+        stream = cast(asyncio.Transport, transport)
+        if self.transport is not None:
+            stream.close()  # one engine, one connection
             return
-        self.transport = transport
-        transport.set_write_buffer_limits(high=MAX_SEND_BUFFER_BYTES)
+        self.transport = stream
+        stream.set_write_buffer_limits(high=MAX_SEND_BUFFER_BYTES)
 
     def data_received(self, data: bytes) -> None:
         if self._faulty:

@@ -166,17 +166,24 @@ class VersionSlot:
         self._enter(Phase.READY)
 
     def discard(self) -> None:
-        """Stop everything; ``gone`` turns true when it is done."""
+        """Stop everything in a task of its own; ``gone`` turns true when it is done."""
         self._enter(Phase.STOPPING)
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-        self._context.supervisor.spawn(f"discard-{self.digest[:19]}", self._discard(task))
+        self._context.supervisor.spawn(f"discard-{self.digest[:19]}", self.stop())
 
     async def stop(self) -> None:
-        """Return once the engine is gone; for the end of the worker."""
+        """Return once nothing of the version is left: no task, no engine, no memory, no pin."""
+        self._enter(Phase.STOPPING)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
         if self._engine is not None:
             await self._engine.stop()
+        self._context.ledger.release(self.digest)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            self._context.files.unpin(folder)
+        self.gone = True
+        self._context.woke()
 
     # --- fetching and loading -------------------------------------------------------------------
 
@@ -325,18 +332,6 @@ class VersionSlot:
                 self._break(message or "the engine was stopped", failed=bool(message))
 
     # --- inside ---------------------------------------------------------------------------------
-
-    async def _discard(self, task: asyncio.Task[None] | None) -> None:
-        if task is not None:
-            await asyncio.wait({task})
-        if self._engine is not None:
-            await self._engine.stop()
-        self._context.ledger.release(self.digest)
-        if self._folder is not None:
-            self._context.files.unpin(self._folder)
-            self._folder = None
-        self.gone = True
-        self._context.woke()
 
     def _break(self, message: str, *, failed: bool, retry_s: float | None = None) -> None:
         if self.phase is Phase.STOPPING:

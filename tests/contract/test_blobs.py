@@ -185,7 +185,7 @@ async def test_cancelling_at_any_moment_leaves_the_blob_or_nothing(tmp_path: Pat
 
 @contextmanager
 def full_disk_after(size_bytes: int) -> Iterator[None]:
-    """No file of this process may grow over that: the operating system refuses the write, as a full disk does."""
+    """No file of this process may grow over that: the system refuses the write, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -212,16 +212,17 @@ async def test_a_full_memory_store_is_said_clearly() -> None:
 async def test_the_start_removes_what_a_crash_left_and_nothing_that_is_written_now(tmp_path: Path) -> None:
     first = FolderBlobs(tmp_path)
     (tmp_path / "unfinished" / "from-a-crash").write_bytes(b"half")
-    going_on = asyncio.Event()
+    started, going_on = asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"slo"
+        started.set()
         await going_on.wait()
         yield b"w"
 
     writing = asyncio.create_task(first.put(digest_of(b"slow"), slow(), 4))
-    while len(files(tmp_path)) < 2:
-        await asyncio.sleep(0.01)
+    await started.wait()
+    assert len(files(tmp_path)) == 2
     second = FolderBlobs(tmp_path)
     assert len(files(tmp_path)) == 1
     going_on.set()

@@ -25,6 +25,7 @@ from services.ports.store import (
     Delete,
     LeaseLost,
     ModRevisionIs,
+    Operation,
     Put,
     Removed,
     Store,
@@ -149,7 +150,11 @@ async def test_create_if_absent_has_one_winner(kit: Kit) -> None:
 async def test_commit_is_all_or_none(kit: Kit) -> None:
     seen = await kit.put("a", b"old")
     newer = await kit.put("a", b"new")
-    operations = [Put(kit.key("a"), b"mine"), Put(kit.key("b"), b"mine"), Delete(kit.key("c"))]
+    operations: list[Operation] = [
+        Put(kit.key("a"), b"mine"),
+        Put(kit.key("b"), b"mine"),
+        Delete(kit.key("c")),
+    ]
     failed = await kit.store.commit(operations, [ModRevisionIs(kit.key("a"), seen)])
     assert failed == ConditionFailed(newer)
     assert await kit.names() == ["a"]
@@ -181,10 +186,17 @@ async def test_create_revision_fences_an_old_leader(kit: Kit) -> None:
     assert entry.value == b"1"
 
 
-async def test_a_key_twice_in_a_commit_is_refused(kit: Kit) -> None:
-    with pytest.raises(InvalidInput):
-        await kit.store.commit([Put(kit.key("a"), b"1"), Put(kit.key("a"), b"2")])
+async def test_a_commit_is_bounded(kit: Kit) -> None:
+    twice: list[Operation] = [Put(kit.key("a"), b"1"), Put(kit.key("a"), b"2")]
+    many: list[Operation] = [Put(kit.key(f"{number}"), b"") for number in range(129)]
+    large: list[Operation] = [Put(kit.key("a"), bytes(1_500_000))]
+    for operations in (twice, many, large):
+        with pytest.raises(InvalidInput):
+            await kit.store.commit(operations)
     assert await kit.names() == []
+    await kit.store.commit(many[:128])
+    await kit.store.commit([Put(kit.key("a"), bytes(1_490_000))])
+    assert len(await kit.names()) == 129
 
 
 async def test_revoked_lease_takes_its_keys(kit: Kit) -> None:
@@ -291,10 +303,9 @@ async def test_compacted_history_is_told(kit: Kit) -> None:
     await kit.put("a", b"2")
     latest = await kit.put("a", b"3")
     await kit.compact(latest)
-    with pytest.raises(Compacted):
-        async with asyncio.timeout(PATIENCE_S), aclosing(kit.store.watch(kit.prefix, start)) as batches:
-            async for _ in batches:
-                pass
+    async with aclosing(kit.store.watch(kit.prefix, start)) as batches:
+        with pytest.raises(Compacted):
+            await take(batches, 1)
     listing = await kit.store.list(kit.prefix)
     assert [entry.value for entry in listing.entries] == [b"3"]
     later = await kit.put("a", b"4")

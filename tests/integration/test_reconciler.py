@@ -12,10 +12,12 @@ import pytest
 
 from services.adapters.etcd_store import EtcdStore
 from services.adapters.memory_store import MemoryStore
-from services.controlplane.reconciler import Reconciler, fleet_informer
+from services.controlplane.fleet import FleetRecord, decode
+from services.controlplane.reconciler import Reconciler
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
+    ROOT,
     WORKERS,
     AssignedVersion,
     Assignment,
@@ -29,6 +31,7 @@ from services.core.records import (
 )
 from services.ports.store import Delete, Put, Store
 from services.runtime.clock import SystemClock
+from services.runtime.informer import Informer
 from services.runtime.leadership import Election
 from services.runtime.supervisor import Supervisor
 
@@ -44,10 +47,14 @@ class Plane:
     campaign: asyncio.Task[None]
 
 
+def fleet_informer(store: Store) -> Informer[FleetRecord | None]:
+    return Informer(store, ROOT, decode, CLOCK)
+
+
 @asynccontextmanager
 async def control_plane(store: Store, name: str) -> AsyncIterator[Plane]:
     supervisor = Supervisor(CLOCK)
-    informer = fleet_informer(store, CLOCK)
+    informer = fleet_informer(store)
     election = Election(store, KEY, dump(Leader(name, "")), 2, CLOCK)
     reconciler = Reconciler(store, informer, election, KEY, CLOCK)
     supervisor.spawn("informer", informer.run())
@@ -121,7 +128,7 @@ class Deposed:
 
 
 async def synced(store: Store, supervisor: Supervisor) -> Any:
-    informer = fleet_informer(store, CLOCK)
+    informer = fleet_informer(store)
     supervisor.spawn("informer", informer.run())
     await informer.wait_synced(5)
     return informer

@@ -26,6 +26,7 @@ TAG: Final = "latest"
 
 _POLL_S: Final = 0.25
 _SETTLE_S: Final = 30.0
+_STALE_KEY_S: Final = 3.0  # a gateway has heard of a key long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Bootstrap:
         self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata
     ) -> None:
         name = self.options.model_name
-        row = f"{name} on a worker"
+        row = "replicas"
         began = time.monotonic()
         request = cp.GetDeploymentRequest(name=name)
         while True:
@@ -163,7 +164,7 @@ class Bootstrap:
         """Return the key that the gateway accepts: a stale one, left by lost state, is replaced once."""
         async with open_channel(self.addresses.of("gateway_grpc")) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            reason = await self._served(stub, api_key, patience_s=_SETTLE_S / 3)
+            reason = await self._served(stub, api_key, patience_s=_STALE_KEY_S)
             if isinstance(reason, grpc.aio.AioRpcError) and reason.code() == grpc.StatusCode.UNAUTHENTICATED:
                 async with open_channel(self.addresses.of("controlplane")) as control:
                     api_key = await self._new_key(

@@ -47,6 +47,7 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
             env={**os.environ, "PYTHONPATH": search},
         )
     os.close(send)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end from outside cleans up like Ctrl-C
     try:
         for message in read_messages(receive):
             if (answer := _handle(message, progress)) is not None:

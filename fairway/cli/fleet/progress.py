@@ -19,6 +19,7 @@ from fairway.cli.output import plain
 
 Phase = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
 
+_DETAIL_S: Final = 2.0
 _STYLE: Final[dict[Phase, str]] = {
     "starting": "cyan",
     "ready": "green",
@@ -47,18 +48,21 @@ class Progress(Protocol):
 
 @dataclass(slots=True)
 class LineProgress:
-    """One line per event, with the seconds since the start; the same event twice is one line."""
+    """One line per event, with the seconds since the start.
+
+    The same event twice is one line, and details of one phase are told at most every two seconds.
+    """
 
     console: Console
     began: float = field(default_factory=time.monotonic)
-    _last: dict[str, tuple[Phase, str]] = field(default_factory=dict)
+    _told: dict[str, tuple[Event, float]] = field(default_factory=dict)
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
-        before = self._last.get(name)
-        self._last[name] = (phase, detail)
-        if before == (phase, detail) or (phase == "starting" and before and before[0] == "starting"):
+        event, elapsed = Event(name, phase, detail), time.monotonic() - self.began
+        last, told_at = self._told.get(name, (None, -_DETAIL_S))
+        if last == event or (last is not None and last.phase == phase and elapsed - told_at < _DETAIL_S):
             return
-        elapsed = time.monotonic() - self.began
+        self._told[name] = (event, elapsed)
         plain(self.console, f"[{elapsed:6.1f} s] {name:<13} {phase:<11} {detail}".rstrip())
 
     def close(self) -> None:

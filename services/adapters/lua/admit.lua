@@ -5,14 +5,17 @@
 --
 -- The rate is a bucket of one minute's requests. A request weighs 60e6 units and the bucket drains
 -- requests_per_minute units per microsecond, so that all arithmetic is on integers below 2^53.
+--
+-- The first write of an admission is one that Redis refuses when it is out of memory: then none is done.
 local REQUEST = 60000000
 local per_minute, max_slots, lease_us = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local ttl_ms = math.ceil(lease_us / 1000) + 1000
 
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-if redis.call('ZSCORE', KEYS[2], ARGV[1]) then
+local after_now = string.format('(%d', now)
+local held = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if held and tonumber(held) > now then
   redis.call('ZADD', KEYS[2], string.format('%d', now + lease_us), ARGV[1])
   redis.call('PEXPIRE', KEYS[2], ttl_ms)
   return {0, 0}
@@ -31,8 +34,8 @@ if per_minute > 0 then
   end
 end
 
-if max_slots > 0 and redis.call('ZCARD', KEYS[2]) >= max_slots then
-  local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
+if max_slots > 0 and redis.call('ZCOUNT', KEYS[2], after_now, '+inf') >= max_slots then
+  local first = redis.call('ZRANGEBYSCORE', KEYS[2], after_now, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
   return {2, tonumber(first[2]) - now}
 end
 
@@ -43,5 +46,6 @@ if per_minute > 0 then
 end
 redis.call('ZADD', KEYS[2], string.format('%d', now + lease_us), ARGV[1])
 redis.call('PEXPIRE', KEYS[2], ttl_ms)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%d', now))
 redis.call('ZREM', KEYS[3], ARGV[1])
 return {0, 0}

@@ -7,7 +7,7 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 
 redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%d', now))
 if redis.call('ZADD', KEYS[2], 'NX', string.format('%d', now + keep_us), ARGV[1]) == 0 then
   return 0
 end

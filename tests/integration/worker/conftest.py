@@ -25,7 +25,16 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
-from services.core.records import ASSIGNMENTS, AssignedVersion, Assignment, VersionState, dump
+from services.core.records import (
+    ASSIGNMENTS,
+    WORKERS,
+    AssignedVersion,
+    Assignment,
+    VersionState,
+    Worker,
+    dump,
+    load,
+)
 from services.ports.store import Put
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -156,18 +165,30 @@ class Harness:
     address: str
     server: grpc.aio.Server
     run: asyncio.Task[None]
+    files: FolderSource
     worker_id: str = "w1"
+    digest: str = DIGEST
+    version: AssignedVersion = AssignedVersion("null", "null", DIGEST, executor="null")
     _sequence: int = 0
 
     async def assign(self, *versions: AssignedVersion) -> None:
         record = Assignment(self.worker_id, versions)
         await self.store.commit([Put(ASSIGNMENTS + self.worker_id, dump(record))])
 
-    async def ready(self, timeout_s: float = 20.0) -> SequenceTable:
-        await eventually(lambda: self.state() is VersionState.READY, timeout_s)
+    @property
+    def table(self) -> SequenceTable:
         table = self.host.table(DIGEST)
         assert table is not None
         return table
+
+    async def registered(self) -> Worker:
+        entry = await self.store.get(WORKERS + self.worker_id)
+        assert entry is not None
+        return load(entry.value, Worker)
+
+    async def ready(self, timeout_s: float = 20.0) -> SequenceTable:
+        await eventually(lambda: self.state() is VersionState.READY, timeout_s)
+        return self.table
 
     def state(self, digest: str = DIGEST) -> VersionState | None:
         for version in self.agent.status().versions:
@@ -250,13 +271,14 @@ async def start_worker(model_dir: Path) -> AsyncIterator[Starter]:
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         address = f"127.0.0.1:{port}"
+        files = FolderSource(model_dir)
         agent = WorkerAgent(
             WorkerIdentity("w1", address),
             settings=settings
             or EngineSettings(null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)),
             host=host,
             store=store,
-            files=FolderSource(model_dir),
+            files=files,
             clock=clock,
             supervisor=supervisor,
         )
@@ -264,11 +286,11 @@ async def start_worker(model_dir: Path) -> AsyncIterator[Starter]:
         await server.start()
         client = GrpcWorkers("token", "g1", clock, supervisor)
         run = supervisor.spawn("agent", agent.run())
-        harness = Harness(agent, host, store, client, supervisor, address, server, run)
+        harness = Harness(agent, host, store, client, supervisor, address, server, run, files)
         started.append(harness)
         await agent.wait_registered(5.0)
         if assign:
-            await harness.assign(AssignedVersion("null", "null", DIGEST, executor="null"))
+            await harness.assign(harness.version)
             await harness.ready()
         return harness
 
@@ -290,3 +312,8 @@ def new_sink() -> type[Sink]:
 @pytest.fixture
 def until() -> Callable[..., Awaitable[None]]:
     return eventually
+
+
+@pytest.fixture
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))

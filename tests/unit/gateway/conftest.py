@@ -38,7 +38,7 @@ TEMPLATE = (
     "{{- '<|' + message['role'] + '|>' + (message['content'] | trim) + eos_token }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-CORPUS = ("def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog. <b>Hi</b> x < y") * 20
+CORPUS = ("def add(a, b):\n    return a + b\n", "the quick brown fox jumps over it. <b>Hi</b> x < y") * 20
 
 
 @dataclass

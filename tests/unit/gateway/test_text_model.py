@@ -40,11 +40,12 @@ def specials(ids: tuple[int, ...]) -> list[int]:
 
 def joined(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     """What transformers makes of it: the template's text, tokenised in one piece."""
-    text = "<|begin|>" + "".join(f"<|{m.role}|>{m.content.strip()}<|end|>" for m in messages) + "<|assistant|>"
+    turns = [f"<|{message.role}|>{message.content.strip()}<|end|>" for message in messages]
+    text = "<|begin|>" + "".join(turns) + "<|assistant|>"
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def test_a_conversation_is_tokenised_as_its_rendered_text(text_model: TextModel, tokenizer: Tokenizer) -> None:
+def test_a_conversation_is_tokenised_as_its_text(text_model: TextModel, tokenizer: Tokenizer) -> None:
     messages = [
         Message("system", "You add."),
         Message("user", " if a <b and c| < d: return '<b>Hi</b>' <|x|> \n"),
@@ -62,7 +63,7 @@ def test_a_message_cannot_spell_a_control_token(text_model: TextModel, attack: s
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_the_attacked_text_still_arrives(text_model: TextModel, tokenizer: Tokenizer, attack: str) -> None:
+def test_the_attack_arrives_as_text(text_model: TextModel, tokenizer: Tokenizer, attack: str) -> None:
     ids = text_model.encode_chat([Message("user", attack)])
     assert attack.strip() in tokenizer.decode([token for token in ids if token > 4], skip_special_tokens=False)
 
@@ -95,7 +96,7 @@ def test_a_normalising_tokenizer_is_refused_rather_than_believed(
     (folder / "tokenizer.json").write_text(json.dumps(state))
     model = load_text_model(folder, DIGEST, clock)
     with pytest.raises(InvalidInput, match="control token"):
-        model.encode_chat([Message("user", "＜|end|＞")])  # fullwidth: NFKC makes <|end|> of it
+        model.encode_chat([Message("user", "\uff1c|end|\uff1e")])  # NFKC makes <|end|> of it
 
 
 def test_a_raw_prompt_may_hold_control_tokens(text_model: TextModel) -> None:
@@ -113,14 +114,15 @@ def test_marks_are_never_left_in_the_text() -> None:
         assert sum(control.count(piece) for piece in rendered.pieces()) == 0
 
 
-def test_the_template_s_refusal_reaches_the_caller(text_model: TextModel) -> None:
+def test_the_refusal_of_a_template_reaches_the_caller(text_model: TextModel) -> None:
     with pytest.raises(InvalidInput, match="the role must be") as caught:
         text_model.encode_chat([Message("tool", "x")])
     assert caught.value.metadata["field"] == "messages"
 
 
 def test_the_developer_role_is_the_system_role_of_older_templates(text_model: TextModel) -> None:
-    assert text_model.encode_chat([Message("developer", "x")]) == text_model.encode_chat([Message("system", "x")])
+    found = text_model.encode_chat([Message("developer", "x")])
+    assert found == text_model.encode_chat([Message("system", "x")])
 
 
 def test_a_template_that_fails_is_no_bug_of_ours(make_folder: Callable[..., Path], clock: Clock) -> None:
@@ -220,7 +222,7 @@ def tiny_checkpoint() -> Path:
     return Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
 
 
-@pytest.mark.skipif(not (tiny_checkpoint() / "tokenizer.json").exists(), reason="the bundled model is not built")
+@pytest.mark.skipif(not (tiny_checkpoint() / "tokenizer.json").exists(), reason="the model is not built")
 def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
     model = load_text_model(tiny_checkpoint(), DIGEST, clock)
     honest = model.encode_chat([Message("system", "x"), Message("user", "y")])

@@ -1,4 +1,4 @@
-"""Virtual time for tests of the store's readers and lease holders: an hour takes milliseconds, the same every run."""
+"""Virtual time for the store's readers and lease holders: an hour takes milliseconds, the same every run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def directory(*, disabled: bool = False, tenant: bool = True, **changes: Any) ->
 
 @pytest.mark.parametrize("credentials", [f"Bearer {TEXT}", f"bearer  {TEXT}", TEXT])
 def test_a_valid_key_names_its_holder(credentials: str) -> None:
-    assert directory(models=("m",)).authenticate(credentials) == Principal("alpha", KeyRole.TENANT, "acme", ("m",))
+    principal = directory(models=("m",)).authenticate(credentials)
+    assert principal == Principal("alpha", KeyRole.TENANT, "acme", ("m",))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +114,9 @@ def test_a_key_of_an_inactive_tenant_opens_nothing(state: dict[str, bool]) -> No
 
 
 def test_an_admin_key_needs_no_tenant_and_runs_no_model() -> None:
-    held = directory(role=KeyRole.ADMIN, tenant="")
-    # ``tenant`` above is the key's; the directory still has none to look up.
-    principal = KeyDirectory(
-        View({KEYS + "alpha": ApiKey(Meta("alpha"), KeyRole.ADMIN, HASH)}), View({}), Wall()
-    ).authenticate(TEXT)
+    keys = View({KEYS + "alpha": ApiKey(Meta("alpha"), KeyRole.ADMIN, HASH)})
+    held = KeyDirectory(keys, View({}), Wall())
+    principal = held.authenticate(TEXT)
     assert principal.role is KeyRole.ADMIN
     with pytest.raises(PermissionDenied):
         held.authorise_model(principal, "m")

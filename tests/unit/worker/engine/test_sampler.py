@@ -230,15 +230,16 @@ def test_penalties_and_bias_are_those_of_plain_python(sequence: Any) -> None:
 
 
 def test_min_tokens_rules_out_every_stop_until_then(sequence: Any) -> None:
-    logits = torch.zeros(4, VOCAB)
+    logits = torch.zeros(5, VOCAB)
     logits[:, EOS], logits[:, 9], logits[:, 5] = 9.0, 8.0, 1.0
     states = [
         sequence(min_tokens=2, stop_token_ids=(9,)),
         sequence(min_tokens=2, stop_token_ids=(9,), produced=[1, 1]),
         sequence(min_tokens=2, stop_token_ids=(9,), ignore_eos=True, produced=[1]),
         sequence(min_tokens=0),
+        sequence(min_tokens=2, stop_token_ids=(9,), produced=[1]),
     ]
-    assert sample(logits, states).tokens == [5, EOS, EOS, EOS]
+    assert sample(logits, states).tokens == [5, EOS, EOS, EOS, 5]
 
 
 def test_logprobs_are_those_before_temperature_and_filters(sequence: Any) -> None:

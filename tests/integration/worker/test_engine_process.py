@@ -1,0 +1,294 @@
+"""One engine process and its end, whoever dies first. Where the null engine is too polite, a script is used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from services.worker import engine_protocol as wire
+from services.worker.engine_process import (
+    Crashed,
+    EngineEvents,
+    EngineExit,
+    EngineProcess,
+    EngineTimeouts,
+    LoadRefused,
+    Stopped,
+)
+
+QUICK = EngineTimeouts(load_s=5.0, load_silence_s=2.0, silence_s=1.5, shutdown_s=1.0)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.tokens: list[int] = []
+        self.exit: EngineExit | None = None
+        self.exits = 0
+
+    def events_of(self) -> EngineEvents:
+        return EngineEvents(
+            on_progress=lambda event: self.events.append(event.phase),
+            on_ready=lambda event: self.events.append("ready"),
+            on_stepped=self._stepped,
+            on_heartbeat=lambda event: self.events.append("heartbeat"),
+            on_exit=self._exited,
+        )
+
+    def _stepped(self, event: wire.Stepped) -> None:
+        self.tokens += event.tokens
+
+    def _exited(self, exit_: EngineExit) -> None:
+        self.exit = exit_
+        self.exits += 1
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(15):
+            while "ready" not in self.events:
+                assert self.exit is None, self.exit
+                await asyncio.sleep(0.01)
+
+    async def ended(self, timeout_s: float = 8.0) -> EngineExit:
+        async with asyncio.timeout(timeout_s):
+            while self.exit is None:
+                await asyncio.sleep(0.01)
+        assert self.exits == 1
+        return self.exit
+
+
+Start = Callable[..., "asyncio.Future[tuple[EngineProcess, Heard]]"]
+
+
+@pytest_asyncio.fixture
+async def start(model_dir: Path) -> AsyncIterator[Start]:
+    clock = SystemClock()
+    supervisor = Supervisor(clock)
+    engines: list[EngineProcess] = []
+
+    async def begin(script: str | None = None, timeouts: EngineTimeouts = QUICK, **config: object):
+        heard = Heard()
+        extra = {}
+        if script is not None:
+            extra["command"] = ("-c", SCRIPT + textwrap.dedent(script))
+        engine = EngineProcess(
+            wire.EngineConfig(socket_path="", model_dir=str(model_dir), executor="null", **config),
+            events=heard.events_of(),
+            clock=clock,
+            supervisor=supervisor,
+            timeouts=timeouts,
+            **extra,
+        )
+        await engine.start()
+        engines.append(engine)
+        return engine, heard
+
+    yield begin
+    for engine in engines:
+        await engine.stop()
+    await supervisor.close()
+    assert supervisor.healthy, supervisor.failures
+    assert not any(alive(engine.pid) for engine in engines)
+
+
+SCRIPT = """
+import json, os, signal, socket, subprocess, sys, time
+from services.worker import engine_protocol as wire
+config = json.loads(sys.argv[sys.argv.index("--config") + 1])
+agent = socket.socket(socket.AF_UNIX)
+agent.connect(config["socket_path"])
+def say(message):
+    agent.sendall(wire.encode(message))
+READY = wire.Ready(100, 16, 1000, 512, 1, 0)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def submit(handle: int = 1, max_tokens: int = 5) -> wire.Submit:
+    return wire.Submit(handle, [1, 2, 3], wire.Sampling(seed=1, max_tokens=max_tokens), credit_limit=1000)
+
+
+async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
+    engine, heard = await start()
+    await heard.ready()
+    assert engine.send(submit())
+    async with asyncio.timeout(5):
+        while len(heard.tokens) < 5:
+            await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        while "heartbeat" not in heard.events:
+            await asyncio.sleep(0.05)
+    await engine.stop()
+    await engine.stop()
+    assert await heard.ended() == Stopped()
+    assert not engine.send(submit(2))
+
+
+async def test_the_socket_is_private_and_does_not_outlive_the_engine(start: Start) -> None:
+    engine, heard = await start()
+    arguments = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
+    path = Path(arguments.partition(b'"socket_path":"')[2].partition(b'"')[0].decode())
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert len(os.fsencode(path)) < 108
+    assert os.getpgid(engine.pid) == engine.pid
+    await heard.ready()
+    await engine.stop()
+    assert not path.parent.exists()
+
+
+async def test_a_load_that_is_refused_says_why(start: Start, model_dir: Path) -> None:
+    (model_dir / "config.json").write_text('{"vocab_size": 0}')
+    _, heard = await start()
+    exit_ = await heard.ended()
+    assert isinstance(exit_, LoadRefused)
+    assert "vocab_size" in exit_.message
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("say(READY); sys.exit(4)", "exit code 4"),
+        ("say(READY); os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
+        ("say(READY); time.sleep(60)", "nothing heard"),
+        ("say(READY); os.kill(os.getpid(), signal.SIGSTOP)", "nothing heard"),
+        ("time.sleep(60)", "nothing heard"),
+        ("while True: say(wire.Progress('weights', 0.5)); time.sleep(0.2)", "loading took longer"),
+        ("say(READY); agent.close(); time.sleep(60)", "closed its connection"),
+        (r"agent.sendall(b'\xff\xff\xff\xff'); time.sleep(60)", "could not be handled"),
+        (r"agent.sendall(b'\0\0\0\1\xc1'); time.sleep(60)", "could not be handled"),
+    ],
+)
+async def test_every_way_to_go_wrong_is_a_crash_with_its_reason(start: Start, script: str, message: str) -> None:
+    engine, heard = await start(script)
+    exit_ = await heard.ended()
+    assert isinstance(exit_, Crashed)
+    assert message in exit_.message
+    assert not alive(engine.pid)
+
+
+async def test_what_was_said_before_the_end_is_heard_before_it(start: Start) -> None:
+    script = """
+    say(READY)
+    for step in range(2000):
+        say(wire.Stepped(step, 0.0, [1], [step], {}, 0, 0, 1, 0))
+    os._exit(1)
+    """
+    _, heard = await start(script)
+    await heard.ended()
+    assert heard.tokens == list(range(2000))
+
+
+async def test_an_engine_that_does_not_read_is_killed_before_the_agent_fills_up(start: Start) -> None:
+    script = """
+    say(READY)
+    while True:
+        time.sleep(0.3)
+        say(wire.Heartbeat(0, 0, 0, 0))
+    """
+    engine, heard = await start(script)
+    await heard.ready()
+    large = wire.Submit(1, list(range(1_000_000, 3_000_000)), wire.Sampling(seed=1), credit_limit=1)
+    sent = 0
+    while engine.send(large) and sent < 100:
+        sent += 1
+        await asyncio.sleep(0)
+    assert 10 < sent < 30, "128 MiB of commands"
+    assert "does not read" in (await heard.ended()).message
+
+
+async def test_children_of_the_engine_end_with_it(start: Start, tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    script = f"""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open({str(note)!r}, "w").write(str(child.pid))
+    say(READY)
+    os._exit(1)
+    """
+    _, heard = await start(script)
+    await heard.ended()
+    child = int(note.read_text())
+    async with asyncio.timeout(3):
+        while alive(child):
+            await asyncio.sleep(0.02)
+
+
+async def test_an_engine_that_ignores_shutdown_is_killed(start: Start) -> None:
+    script = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say(READY)
+    while True:
+        time.sleep(0.2)
+        say(wire.Heartbeat(0, 0, 0, 0))
+    """
+    engine, heard = await start(script)
+    await heard.ready()
+    started_s = time.monotonic()
+    await engine.stop()
+    assert 0.9 < time.monotonic() - started_s < 3.0
+    assert await heard.ended() == Stopped()
+
+
+AGENT = """
+import asyncio, sys
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from services.worker import engine_protocol as wire
+from services.worker.engine_process import EngineEvents, EngineProcess
+async def main():
+    clock = SystemClock()
+    ready = asyncio.Event()
+    ignore = lambda event: None
+    events = EngineEvents(ignore, lambda event: ready.set(), ignore, ignore, ignore)
+    config = wire.EngineConfig(socket_path="", model_dir=sys.argv[1], executor="null", null_step_s=0.01)
+    engine = EngineProcess(config, events=events, clock=clock, supervisor=Supervisor(clock))
+    await engine.start()
+    await ready.wait()
+    engine.send(wire.Submit(1, [1], wire.Sampling(seed=1, max_tokens=10000), credit_limit=100000))
+    print("ready", engine.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_no_engine_outlives_its_agent(model_dir: Path) -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(model_dir)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pid = 0
+    try:
+        assert agent.stdout is not None
+        line = next(line for line in agent.stdout if line.startswith("ready "))
+        pid = int(line.split()[1])
+        assert alive(pid)
+        agent.send_signal(signal.SIGKILL)
+        agent.wait(timeout=5)
+        deadline_s = time.monotonic() + 3
+        while alive(pid) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not alive(pid)
+    finally:
+        agent.kill()
+        agent.wait(timeout=5)
+        agent.stdout.close()
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,118 @@
+"""Routes and text models: pinned, shared, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.errors import FairwayError, IntegrityError, ModelNotFound
+from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
+from services.gateway import catalog as module
+from services.gateway.catalog import ModelCatalog
+
+DIGEST = "sha256:" + "ab" * 32
+
+
+def test_a_route_is_the_deployment_s_version_and_revision(fleet: Any) -> None:
+    route = fleet.catalog.resolve("chat-small")
+    assert (route.model, route.version_digest, route.route_revision) == ("chat-small", DIGEST, 42)
+    assert route.deployment.model == "tiny"
+    assert route.ready_replicas == 1
+
+
+@pytest.mark.parametrize("name", ["missing", "tiny", "", "chat-small/", "../keys/alpha", "chat-small\x00"])
+def test_other_names_are_not_found_and_reveal_nothing(fleet: Any, name: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        fleet.catalog.resolve(name)
+    assert "chat-small" not in caught.value.message.replace(repr(name), "")
+
+
+def test_a_deployment_without_a_version_is_not_served(fleet: Any) -> None:
+    fleet.deployments.put(DEPLOYMENTS + "empty", Deployment(Meta("empty"), "tiny", "v9", "", 1))
+    assert [route.model for route in fleet.catalog.routes()] == ["chat-small"]
+    with pytest.raises(ModelNotFound):
+        fleet.catalog.resolve("empty")
+
+
+def test_only_ready_versions_on_workers_that_stay_count(fleet: Any) -> None:
+    fleet.ready("w1", max_model_len=200)
+    fleet.ready("w2", max_model_len=999, draining=True)
+    loading = LoadedVersion("chat-small", "tiny", DIGEST, VersionState.LOADING, max_model_len=999)
+    fleet.workers.put(WORKERS + "w3", Worker("w3", "w3:1", versions=(loading,)))
+    assert fleet.catalog.resolve("chat-small").ready_replicas == 2
+    assert fleet.catalog.max_context_tokens(DIGEST) == 200
+    fleet.workers.records = {}
+    assert fleet.catalog.resolve("chat-small").ready_replicas == 0
+    assert fleet.catalog.max_context_tokens(DIGEST) == 0
+
+
+async def test_the_context_is_bounded_by_model_and_workers(fleet: Any) -> None:
+    fleet.ready(max_model_len=100_000)
+    fleet.catalog.resolve("chat-small")
+    await fleet.catalog.text_model(DIGEST)
+    assert fleet.catalog.max_context_tokens(DIGEST) == 128
+
+
+async def test_a_text_model_is_loaded_once(fleet: Any) -> None:
+    fleet.catalog.resolve("chat-small")
+    found = await asyncio.gather(*[fleet.catalog.text_model(DIGEST) for _ in range(8)])
+    assert all(model is found[0] for model in found)
+    assert fleet.files.fetched == [("tiny", DIGEST)]
+    assert fleet.files.pins == 0
+
+
+async def test_a_resolved_request_outlives_its_deployment(fleet: Any) -> None:
+    fleet.catalog.resolve("chat-small")
+    fleet.deployments.records = {}
+    assert (await fleet.catalog.text_model(DIGEST)).version_digest == DIGEST
+
+
+async def test_an_unknown_digest_is_not_fetched(fleet: Any) -> None:
+    with pytest.raises(ModelNotFound):
+        await fleet.catalog.text_model("sha256:" + "00" * 32)
+    assert fleet.files.fetched == []
+
+
+async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExecutor) -> None:
+    class Failing:
+        def __init__(self, good: Any) -> None:
+            self.good, self.failures = good, 1
+
+        async def fetch(self, *args: Any, **kwargs: Any) -> Path:
+            if self.failures:
+                self.failures -= 1
+                raise IntegrityError("a chunk is damaged")
+            return await self.good.fetch(*args, **kwargs)  # type: ignore[no-any-return]
+
+        def pin(self, folder: Path) -> None: ...
+
+        def unpin(self, folder: Path) -> None: ...
+
+    catalog = ModelCatalog(
+        fleet.deployments, fleet.workers, Failing(fleet.files), fleet.clock, executor=executor
+    )
+    catalog.resolve("chat-small")
+    with pytest.raises(IntegrityError):
+        await catalog.text_model(DIGEST)
+    assert await catalog.text_model(DIGEST)
+
+
+async def test_loaded_models_and_remembered_versions_are_bounded(
+    fleet: Any, make_folder: Callable[..., Path]
+) -> None:
+    for number in range(module.MAX_LOADED + 3):
+        digest = f"sha256:{number:064x}"
+        fleet.deployments.put(DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v", digest, 1))
+        await fleet.catalog.text_model(fleet.catalog.resolve("chat-small").version_digest)
+    for number in range(module.MAX_REMEMBERED + 3):
+        digest = f"sha256:{number:064x}"
+        fleet.deployments.put(DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v", digest, 1))
+        fleet.catalog.resolve("chat-small")
+    fleet.catalog.check_integrity()
+    with pytest.raises(FairwayError):
+        await fleet.catalog.text_model("sha256:" + "ab" * 32)

@@ -1,0 +1,336 @@
+"""A fleet around one scheduler term, without a wire: messages wait in lists until the test delivers them.
+
+Physical bounds that the protocol counts on, and that ``Fleet.advance`` keeps: a gateway starts a grant within
+its time to live from receipt, a start travels for less than ``TRAVEL_S``, a report for less than ``REPORT_S``, and a
+connected worker reports every second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from services.adapters.report_deltas import DeltaKeeper
+from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot
+from services.core.generation import Grant, PlaceSpec
+from services.core.records import Priority
+from services.scheduler.fleet_view import FleetLimits
+from services.scheduler.flow_queue import QueueLimits
+from services.scheduler.policy.queue_order import OrderPolicy
+from services.scheduler.term import Cancel, Report, Reporter, Session, Submit, Term, TermSettings
+
+DIGEST = "sha256:" + "a" * 64
+TRAVEL_S = 0.5
+REPORT_S = 1.0
+BLOCK = 16
+SETTINGS = TermSettings(
+    fleet=FleetLimits(grant_ttl_s=1.0, transit_margin_s=3.0, silence_s=2.5, forget_s=10.0),
+    queue=QueueLimits(predicted_output_tokens=64, max_per_pool=12, max_per_tenant=10),
+    order=OrderPolicy(class_head_start_s=2.0, max_bypasses=3, lookahead=4),
+)
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("the model does not sleep")
+
+
+def place_spec(
+    *,
+    prompt_tokens: int = 16,
+    max_output_tokens: int = 16,
+    priority: Priority = Priority.STANDARD,
+    arrival_s: float = 1000.0,
+    queue_ttl_s: float = 60.0,
+    tenant: str = "acme",
+    digest: str = DIGEST,
+    excluded_workers: tuple[str, ...] = (),
+) -> PlaceSpec:
+    return PlaceSpec(
+        request_id="req_1",
+        choice=0,
+        tenant_id=tenant,
+        priority=priority,
+        model="tiny",
+        version_digest=digest,
+        route_revision=1,
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=max_output_tokens,
+        arrival_unix_us=round(arrival_s * 1e6),
+        queue_ttl_s=queue_ttl_s,
+        ticket=b"t",
+        excluded_workers=excluded_workers,
+    )
+
+
+@dataclass
+class InFlight:
+    """A report on its way, on one stream."""
+
+    reporter: Reporter
+    number: int
+    snapshot: ReportSnapshot
+    sent_s: float
+
+
+@dataclass
+class ModelWorker:
+    """Admits every genuine grant without a look at its own room, so that over-commitment shows."""
+
+    worker_id: str
+    kv_blocks: int
+    incarnation: int = 1
+    epoch: int = 0
+    running: dict[tuple[int, int], int] = field(default_factory=dict)
+    numbers: set[int] = field(default_factory=set)
+    seen: list[int] = field(default_factory=list)
+    reporter: Reporter | None = None
+    deltas: DeltaKeeper = field(default_factory=DeltaKeeper)
+    last_report_s: float = 0.0
+    ready: bool = True
+
+    @property
+    def reserved(self) -> int:
+        return sum(self.running.values())
+
+    def hear_leader(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            self.epoch, self.numbers, self.seen = epoch, set(), []
+
+    def start(self, grant: Grant) -> None:
+        if grant.incarnation != self.incarnation or grant.epoch < self.epoch or grant.sequence in self.numbers:
+            return
+        self.hear_leader(grant.epoch)
+        self.numbers.add(grant.sequence)
+        self.seen.append(grant.sequence)
+        self.running[grant.epoch, grant.sequence] = grant.kv_blocks
+        assert self.reserved <= self.kv_blocks, f"{self.worker_id} is over-committed"
+
+    def snapshot(self) -> ReportSnapshot:
+        seen, self.seen = tuple(self.seen), []
+        pool = PoolSnapshot(
+            digest=DIGEST,
+            kv_blocks_total=self.kv_blocks,
+            kv_blocks_reserved=self.reserved,
+            block_size=BLOCK,
+            running=len(self.running),
+            waiting=0,
+            max_sequences=64,
+            max_model_len=self.kv_blocks * BLOCK,
+            ready=self.ready,
+        )
+        return ReportSnapshot(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            address="h:1",
+            pools=(pool,),
+            epoch=self.epoch,
+            grants_seen=seen,
+        )
+
+
+@dataclass
+class Held:
+    """A grant in a gateway's hands."""
+
+    placement_id: int
+    grant: Grant
+    received_s: float
+
+
+@dataclass
+class ModelGateway:
+    """Numbers placements, knows what became of each, and never uses a grant beyond its time to live."""
+
+    gateway_id: str
+    session: Session
+    numbers: int = 0
+    pending: dict[int, PlaceSpec] = field(default_factory=dict)
+    withdrawn: set[int] = field(default_factory=set)
+    ended: dict[int, str] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+
+
+class Fleet:
+    """One scheduler, its workers and gateways."""
+
+    def __init__(self, seed: int, blocks: tuple[int, ...], gateways: int = 2) -> None:
+        self.clock = ManualClock()
+        self.rng = Random(seed)
+        self.term = Term(1, SETTINGS, self.clock, self.rng)
+        self.workers = [ModelWorker(f"w{index}", total) for index, total in enumerate(blocks)]
+        self.gateways = [self._gateway(f"g{index}") for index in range(gateways)]
+        self.reports: list[deque[InFlight]] = [deque() for _ in self.workers]
+        self.starts: list[tuple[float, Grant]] = []  # (latest arrival, grant)
+        for worker in self.workers:
+            self.open_stream(worker)
+
+    def _gateway(self, gateway_id: str) -> ModelGateway:
+        return ModelGateway(gateway_id, self.term.open_session(gateway_id, lambda: None))
+
+    # --- gateways ---------------------------------------------------------------------------------
+
+    def submit(self, gateway: ModelGateway, spec: PlaceSpec) -> int:
+        gateway.numbers += 1
+        gateway.pending[gateway.numbers] = spec
+        arrival_us = spec.arrival_unix_us
+        self.term.send(Submit(gateway.session, [(gateway.numbers, spec, arrival_us)]))
+        return gateway.numbers
+
+    def cancel(self, gateway: ModelGateway, placement_id: int) -> None:
+        """Withdraw a pending placement, or give a grant back that is in hand."""
+        if gateway.pending.pop(placement_id, None) is not None:
+            gateway.withdrawn.add(placement_id)
+            gateway.ended[placement_id] = "withdrawn"
+        gateway.held = [held for held in gateway.held if held.placement_id != placement_id]
+        self.term.send(Cancel(gateway.session, [placement_id]))
+
+    def receive(self, gateway: ModelGateway) -> None:
+        """The gateway reads what its stream holds."""
+        outcomes, gateway.session.outbox = gateway.session.outbox, []
+        for outcome in outcomes:
+            number = outcome.placement_id
+            if number in gateway.withdrawn:
+                gateway.withdrawn.discard(number)  # crossed: at most one outcome may
+                continue
+            assert number in gateway.pending, f"placement {number} ended twice: {gateway.ended.get(number)}"
+            del gateway.pending[number]
+            if isinstance(outcome, Granted):
+                gateway.ended[number] = "granted"
+                gateway.held.append(Held(number, outcome.grant, self.clock.now_s))
+            else:
+                gateway.ended[number] = outcome.error.reason
+
+    def use(self, gateway: ModelGateway, index: int) -> None:
+        """Start one of the grants in hand, if it has not lapsed."""
+        held = gateway.held.pop(index)
+        if self.clock.now_s <= held.received_s + held.grant.ttl_s:
+            self.starts.append((self.clock.now_s + TRAVEL_S, held.grant))
+
+    def reconnect(self, gateway: ModelGateway, *, cleanly: bool) -> None:
+        """The gateway's stream breaks, noticed before or after its new one opens; it asks again."""
+        old = gateway.session
+        if cleanly:
+            self.term.close_session(old)
+        gateway.session = self.term.open_session(gateway.gateway_id, lambda: None)
+        if not cleanly:
+            self.term.close_session(old)
+        gateway.withdrawn.clear()
+        for number, spec in gateway.pending.items():
+            self.term.send(Submit(gateway.session, [(number, spec, spec.arrival_unix_us)]))
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> None:
+        """A start reaches its worker."""
+        _, grant = self.starts.pop(index)
+        next(worker for worker in self.workers if worker.worker_id == grant.worker_id).start(grant)
+
+    def finish(self, worker: ModelWorker, index: int) -> None:
+        del worker.running[list(worker.running)[index]]
+
+    def open_stream(self, worker: ModelWorker, *, break_first: bool = True) -> None:
+        """A new stream; the old one's reports may still be on their way."""
+        if worker.reporter is not None and break_first:
+            self.term.close_reporter(worker.reporter)
+        worker.reporter = self.term.open_reporter(lambda: None)
+        worker.deltas.stream_opened()
+        worker.hear_leader(self.term.epoch)
+        self.report(worker)
+
+    def break_stream(self, worker: ModelWorker) -> None:
+        if worker.reporter is not None:
+            self.term.close_reporter(worker.reporter)
+            worker.reporter = None
+
+    def report(self, worker: ModelWorker) -> None:
+        """Take a snapshot and send it."""
+        if worker.reporter is None:
+            return
+        number, snapshot = worker.deltas.next_report(worker.snapshot())
+        queue = self.reports[self.workers.index(worker)]
+        queue.append(InFlight(worker.reporter, number, snapshot, self.clock.now_s))
+        worker.last_report_s = self.clock.now_s
+
+    def deliver(self, index: int, *, answered: bool = True) -> None:
+        """The oldest report of a worker arrives, and perhaps its answer comes back."""
+        if not self.reports[index]:
+            return
+        found = self.reports[index].popleft()
+        self.term.send(Report(found.reporter, found.number, found.snapshot))
+        worker = self.workers[index]
+        if answered and found.reporter is worker.reporter:
+            self.term.step()
+            worker.deltas.confirm(found.reporter.applied)
+
+    def restart(self, worker: ModelWorker) -> None:
+        """Another life on the same machine: nothing runs, grants for the last life are refused."""
+        self.break_stream(worker)
+        worker.incarnation += 1
+        worker.running.clear()
+        worker.seen = []
+        worker.epoch = 0
+        worker.numbers = set()
+        worker.deltas = DeltaKeeper()
+        self.open_stream(worker)
+
+    # --- time and leaders -------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass in small steps; nothing stays on its way for longer than physics has it."""
+        end_s = self.clock.now_s + seconds
+        while self.clock.now_s < end_s:
+            self.clock.now_s = min(end_s, self.clock.now_s + 0.25)
+            now_s = self.clock.now_s
+            for index in reversed(range(len(self.starts))):
+                if self.starts[index][0] <= now_s + 0.25:
+                    self.arrive(index)
+            for index, worker in enumerate(self.workers):
+                if worker.reporter is not None and now_s - worker.last_report_s >= 1.0:
+                    self.report(worker)
+                while self.reports[index] and now_s - self.reports[index][0].sent_s >= REPORT_S - 0.25:
+                    self.deliver(index)
+            self.term.step()
+
+    def new_leader(self) -> None:
+        """Another scheduler leads; everybody comes to it, grants of the old one are still about."""
+        self.term = Term(self.term.epoch + 1, SETTINGS, self.clock, self.rng)
+        for gateway in self.gateways:
+            gateway.session = self.term.open_session(gateway.gateway_id, lambda: None)
+            gateway.withdrawn.clear()
+            for number, spec in gateway.pending.items():
+                self.term.send(Submit(gateway.session, [(number, spec, spec.arrival_unix_us)]))
+        for queue in self.reports:
+            queue.clear()
+        for worker in self.workers:
+            worker.reporter = None
+            self.open_stream(worker)
+
+    def settle(self) -> None:
+        """Everything ends: sequences finish, reports arrive, time passes. Nothing may be left."""
+        for worker in self.workers:
+            worker.ready = True
+            if worker.reporter is None:
+                self.open_stream(worker)
+        for _ in range(400):
+            for worker in self.workers:
+                worker.running.clear()
+            for gateway in self.gateways:
+                self.receive(gateway)
+                gateway.held.clear()
+            self.advance(0.5)
+            if not any(gateway.pending for gateway in self.gateways) and not self.term.fleet.outstanding:
+                break
+        for gateway in self.gateways:
+            self.receive(gateway)
+        self.advance(6.0)

@@ -1,0 +1,153 @@
+"""Random histories against a model fleet: late and repeated reports, restarts, cancellations at every stage."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.core.records import Priority
+from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, ModelWorker, place_spec
+
+PICK = st.integers(min_value=0, max_value=1 << 16)
+
+
+class TermMachine(RuleBasedStateMachine):
+    fleet: Fleet
+
+    @initialize(seed=st.integers(0, 1000), blocks=st.lists(st.integers(4, 24), min_size=1, max_size=3))
+    def begin(self, seed: int, blocks: list[int]) -> None:
+        self.fleet = Fleet(seed, tuple(blocks))
+
+    def gateway(self, pick: int) -> ModelGateway:
+        return self.fleet.gateways[pick % len(self.fleet.gateways)]
+
+    def worker(self, pick: int) -> ModelWorker:
+        return self.fleet.workers[pick % len(self.fleet.workers)]
+
+    @rule(
+        pick=PICK,
+        prompt=st.integers(1, 300),
+        output=st.integers(1, 100),
+        priority=st.sampled_from(list(Priority)),
+        ttl=st.sampled_from([0.0, 0.5, 5.0, 30.0]),
+        age=st.floats(0, 5),
+        excluded=st.sampled_from([(), (), (), ("w0",)]),
+        tenant=st.sampled_from(["acme", "beta"]),
+    )
+    def submit(
+        self,
+        pick: int,
+        prompt: int,
+        output: int,
+        priority: Priority,
+        ttl: float,
+        age: float,
+        excluded: tuple[str, ...],
+        tenant: str,
+    ) -> None:
+        spec = place_spec(
+            prompt_tokens=prompt,
+            max_output_tokens=output,
+            priority=priority,
+            arrival_s=self.fleet.clock.now_s - age,
+            queue_ttl_s=ttl,
+            excluded_workers=excluded,
+            tenant=tenant,
+        )
+        self.fleet.submit(self.gateway(pick), spec)
+
+    @rule()
+    def step(self) -> None:
+        self.fleet.term.step()
+
+    @rule(pick=PICK)
+    def receive(self, pick: int) -> None:
+        self.fleet.receive(self.gateway(pick))
+
+    @rule(pick=PICK, which=PICK)
+    def cancel(self, pick: int, which: int) -> None:
+        """Of any placement ever made: queued, granted and unread, in hand, running, ended."""
+        gateway = self.gateway(pick)
+        if gateway.numbers:
+            self.fleet.cancel(gateway, 1 + which % gateway.numbers)
+
+    @rule(pick=PICK, which=PICK)
+    def use(self, pick: int, which: int) -> None:
+        gateway = self.gateway(pick)
+        if gateway.held:
+            self.fleet.use(gateway, which % len(gateway.held))
+
+    @rule(which=PICK)
+    def arrive(self, which: int) -> None:
+        if self.fleet.starts:
+            self.fleet.arrive(which % len(self.fleet.starts))
+
+    @rule(pick=PICK)
+    def report(self, pick: int) -> None:
+        self.fleet.report(self.worker(pick))
+
+    @rule(pick=PICK, answered=st.booleans())
+    def deliver(self, pick: int, answered: bool) -> None:
+        self.fleet.deliver(pick % len(self.fleet.workers), answered=answered)
+
+    @rule(pick=PICK, which=PICK)
+    def finish(self, pick: int, which: int) -> None:
+        worker = self.worker(pick)
+        if worker.running:
+            self.fleet.finish(worker, which % len(worker.running))
+
+    @rule(pick=PICK, break_first=st.booleans())
+    def second_stream(self, pick: int, break_first: bool) -> None:
+        self.fleet.open_stream(self.worker(pick), break_first=break_first)
+
+    @rule(pick=PICK)
+    def break_stream(self, pick: int) -> None:
+        self.fleet.break_stream(self.worker(pick))
+
+    @rule(pick=PICK, ready=st.booleans())
+    def turn_ready(self, pick: int, ready: bool) -> None:
+        self.worker(pick).ready = ready
+
+    @rule(pick=PICK)
+    def restart_worker(self, pick: int) -> None:
+        self.fleet.restart(self.worker(pick))
+
+    @rule(pick=PICK, cleanly=st.booleans())
+    def reconnect(self, pick: int, cleanly: bool) -> None:
+        self.fleet.reconnect(self.gateway(pick), cleanly=cleanly)
+
+    @precondition(lambda self: self.fleet.term.epoch < 4)
+    @rule()
+    def new_leader(self) -> None:
+        self.fleet.new_leader()
+
+    @rule(seconds=st.floats(0.05, 3.0))
+    def advance(self, seconds: float) -> None:
+        self.fleet.advance(seconds)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "fleet"):
+            self.fleet.term.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        fleet = self.fleet
+        fleet.settle()
+        for gateway in fleet.gateways:
+            assert not gateway.pending, "a placement was lost"
+            assert set(gateway.ended) == set(range(1, gateway.numbers + 1))
+        assert len(fleet.term.queue) == 0
+        assert fleet.term.fleet.outstanding == 0
+        for worker in fleet.workers:
+            room = fleet.term.fleet.candidates(DIGEST)[worker.worker_id].kv_tokens_room
+            assert room == worker.kv_blocks * BLOCK, "room leaked"
+        fleet.term.check_integrity()
+
+
+TermMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestTerm = TermMachine.TestCase
