@@ -33,9 +33,9 @@ class Leadership(Protocol):
 class Reconciler:
     """Reads the informer's view, writes assignments. Runs in every control plane; acts only while it leads.
 
-    ``informer`` holds everything under the root by ``fleet.decode``, so that a plan sees one revision of it
-    all. ``leader_key`` is the election's key: each write holds only while it is the one of our epoch, so what a
-    deposed leader still had in its hands is refused by the store.
+    ``informer`` holds everything under the root by ``fleet.decode``, so that a plan sees one revision of
+    it all. ``leader_key`` is the election's key: each write holds only while it is the one of our epoch,
+    so what a deposed leader still had in its hands is refused by the store.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Reconciler:
             worker_id, why = action.assignment.worker_id, action.reasons
             operation: Put | Delete = Put(ASSIGNMENTS + worker_id, dump(action.assignment))
         else:
-            worker_id, why = action.worker_id, ("worker is gone",)
+            worker_id, why = action.worker_id, ("served elsewhere or not wanted, and the worker is gone",)
             operation = Delete(ASSIGNMENTS + worker_id)
         done = await self._store.commit(
             [operation],

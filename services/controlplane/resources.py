@@ -1,8 +1,8 @@
 """Create, get, list, update and delete of one kind of operator-made resource, once for all kinds.
 
 An etag is the store's mod_revision. Every write is conditional on what was read, so that two operators
-cannot overwrite each other unseen. A create that carries a request id leaves a marker under a lease:
-within ten minutes the same id with the same content finds what the first one made.
+cannot overwrite each other unseen. A write that carries a request id leaves a marker under a lease: within
+ten minutes the same id with the same content finds what the first one made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from services.core.errors import AlreadyExists, Conflict, EtagMismatch, NotFound
 from services.core.paging import page_of
 from services.core.records import ROOT, Meta, dump, load
 from services.ports.clock import Clock
-from services.ports.store import Committed, Condition, Delete, Entry, ModRevisionIs, Operation, Put, Store
+from services.ports.store import (
+    Committed,
+    Condition,
+    ConditionFailed,
+    Delete,
+    Entry,
+    ModRevisionIs,
+    Operation,
+    Put,
+    Store,
+)
 
 REQUEST_TTL_S: Final = 600
 _TRIES: Final = 5
@@ -88,14 +98,10 @@ class Resources(Generic[R]):
             return found
         now_s = self._clock.unix_s()
         record = self._with_meta(record, replace(record.meta, create_unix_s=now_s, update_unix_s=now_s))
-        operations: list[Operation] = [Put(key, dump(record)), *together.operations]
-        conditions: list[Condition] = [ModRevisionIs(key, 0), *together.conditions]
-        if request_id:
-            marker = self._marker_key(request_id)
-            lease = await self._store.grant_lease(REQUEST_TTL_S)
-            operations.append(Put(marker, dump(_Marker(name, fingerprint)), lease))
-            conditions.append(ModRevisionIs(marker, 0))
-        done = await self._store.commit(operations, conditions)
+        write = Together(
+            [ModRevisionIs(key, 0), *together.conditions], [Put(key, dump(record)), *together.operations]
+        )
+        done = await self._commit(write, name, request_id, fingerprint)
         if isinstance(done, Committed):
             return Stored(record, done.revision, done.revision)
         if request_id and (found := await self._replay(request_id, fingerprint)) is not None:
@@ -122,25 +128,32 @@ class Resources(Generic[R]):
             sorted((self._stored(entry) for entry in listing.entries), key=lambda s: s.record.meta.name)
         )
 
-    async def update(self, name: str, change: Callable[[R], R], *, etag: str = "") -> Stored[R]:
+    async def update(
+        self,
+        name: str,
+        change: Callable[[R], R],
+        *,
+        etag: str = "",
+        request_id: str = "",
+        fingerprint: str = "",
+    ) -> Stored[R]:
         """Apply ``change`` to what is stored; it may run again when another write comes between.
 
-        Raises NotFound, EtagMismatch when ``etag`` is given and is not the stored one.
+        Raises NotFound, EtagMismatch when ``etag`` is given and is not the stored one. ``fingerprint``
+        stands for the change, where a request id is given.
         """
+        key = self._key(name)
         for _ in range(_TRIES):
+            if request_id and (found := await self._replay(request_id, fingerprint)) is not None:
+                return found
             old = await self.get(name)
             self._require_etag(old, etag)
-            changed = change(old.record)
-            meta = replace(
-                changed.meta,
-                name=name,
-                create_unix_s=old.record.meta.create_unix_s,
-                update_unix_s=self._clock.unix_s(),
-            )
-            record = self._with_meta(changed, meta)
-            done = await self._store.commit(
-                [Put(self._key(name), dump(record))], [ModRevisionIs(self._key(name), old.mod_revision)]
-            )
+            record = change(old.record)
+            created_s, now_s = old.record.meta.create_unix_s, self._clock.unix_s()
+            meta = replace(record.meta, name=name, create_unix_s=created_s, update_unix_s=now_s)
+            record = self._with_meta(record, meta)
+            write = Together([ModRevisionIs(key, old.mod_revision)], [Put(key, dump(record))])
+            done = await self._commit(write, name, request_id, fingerprint)
             if isinstance(done, Committed):
                 return Stored(record, old.create_revision, done.revision)
         raise Conflict(f"{self._noun} {name} is being changed by others; try again", name=name)
@@ -153,6 +166,22 @@ class Resources(Generic[R]):
         done = await self._store.commit([Delete(self._key(name)), *together.operations], conditions)
         if not isinstance(done, Committed):
             raise Conflict(f"{self._noun} {name} changed meanwhile; try again", name=name)
+
+    async def _commit(
+        self, write: Together, name: str, request_id: str, fingerprint: str
+    ) -> Committed | ConditionFailed:
+        """Write, together with the marker of the request id if there is one, which must be new."""
+        if not request_id:
+            return await self._store.commit(write.operations, write.conditions)
+        marker = self._marker_key(request_id)
+        lease_id = await self._store.grant_lease(REQUEST_TTL_S)
+        done = await self._store.commit(
+            [*write.operations, Put(marker, dump(_Marker(name, fingerprint)), lease_id)],
+            [*write.conditions, ModRevisionIs(marker, 0)],
+        )
+        if not isinstance(done, Committed):
+            await self._store.revoke_lease(lease_id)
+        return done
 
     async def _replay(self, request_id: str, fingerprint: str) -> Stored[R] | None:
         entry = await self._store.get(self._marker_key(request_id))

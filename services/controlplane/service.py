@@ -98,9 +98,15 @@ class ControlPlaneService:
     async def list_tenants(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[Tenant], ...], str]:
         return await self._tenants.page(size=size, token=token)
 
-    async def update_tenant(self, tenant: Tenant, *, etag: str = "") -> Stored[Tenant]:
+    async def update_tenant(self, tenant: Tenant, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
         """Replace a tenant. Its limits hold for the next request that a gateway admits."""
-        updated = await self._tenants.update(tenant.meta.name, lambda _: tenant, etag=etag)
+        updated = await self._tenants.update(
+            tenant.meta.name,
+            lambda _: tenant,
+            etag=etag,
+            request_id=request_id,
+            fingerprint=fingerprint_of(b"update" + dump(tenant)),
+        )
         log.info("tenant.updated", tenant=tenant.meta.name)
         return updated
 
@@ -206,10 +212,18 @@ class ControlPlaneService:
         fleet = await self.fleet()
         return tuple(view_of(stored, fleet) for stored in page), following
 
-    async def update_deployment(self, deployment: Deployment, *, etag: str = "") -> DeploymentView:
+    async def update_deployment(
+        self, deployment: Deployment, *, etag: str = "", request_id: str = ""
+    ) -> DeploymentView:
         """Replace a deployment. A tag is resolved again, so naming it again follows where it moved."""
         pinned = await self._pinned(deployment)
-        stored = await self._deployments.update(deployment.meta.name, lambda _: pinned, etag=etag)
+        stored = await self._deployments.update(
+            deployment.meta.name,
+            lambda _: pinned,
+            etag=etag,
+            request_id=request_id,
+            fingerprint="update " + _deployment_content(deployment),
+        )
         log.info("deployment.updated", deployment=deployment.meta.name, version_digest=pinned.version_digest)
         return await self._view(stored)
 

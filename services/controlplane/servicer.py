@@ -51,7 +51,9 @@ class ControlPlaneServicer(NotYetServed):
         self, request: pb.UpdateTenantRequest, context: Context
     ) -> pb.UpdateTenantResponse:
         tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self._service.update_tenant(tenant, etag=request.tenant.metadata.etag)
+        stored = await self._service.update_tenant(
+            tenant, etag=request.tenant.metadata.etag, request_id=request.request_id
+        )
         return pb.UpdateTenantResponse(tenant=_tenant(stored))
 
     async def DeleteTenant(
@@ -106,7 +108,9 @@ class ControlPlaneServicer(NotYetServed):
         self, request: pb.UpdateDeploymentRequest, context: Context
     ) -> pb.UpdateDeploymentResponse:
         deployment = convert.deployment_from_proto(request.deployment)
-        view = await self._service.update_deployment(deployment, etag=request.deployment.metadata.etag)
+        view = await self._service.update_deployment(
+            deployment, etag=request.deployment.metadata.etag, request_id=request.request_id
+        )
         return pb.UpdateDeploymentResponse(deployment=_deployment(view))
 
     async def DeleteDeployment(

@@ -35,7 +35,8 @@ _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
 _PICKLE_SUFFIXES: Final = frozenset(
     [
         ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".msgpack",
-        ".h5", ".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip", ".tar", ".gz",
+        ".h5", ".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip",
+        ".tar", ".gz",
     ]
 )
 # fmt: on

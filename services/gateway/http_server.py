@@ -134,6 +134,11 @@ class HttpServer:
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=self._sockets)
 
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self._server.server_state.connections)
+
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, give running answers ``grace_s``, then cut them."""
         if not self._sockets:

@@ -174,9 +174,7 @@ class OpenAiFace:
         completions = await unless_gone(
             exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
         )
-        answer = whole_answer(
-            wanted, completions, int(self._clock.unix_s()), exchange.received.request_id
-        )
+        answer = whole_answer(wanted, completions, int(self._clock.unix_s()), exchange.received.request_id)
         await exchange.reply.json(200, answer)
 
     async def _stream(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> None:
@@ -192,9 +190,7 @@ class OpenAiFace:
         ]
         await stream.run(sources)
 
-    async def _complete(
-        self, exchange: Exchange, wanted: Wanted, timeout_s: float | None
-    ) -> list[Completed]:
+    async def _complete(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> list[Completed]:
         """Return one answer per generation; the first failure ends the others."""
         try:
             async with asyncio.TaskGroup() as group:

@@ -101,4 +101,3 @@ class EventStream:
         if last:
             parts += [frames.usage(self._usages), DONE]
         await self._reply.write(b"".join(parts), last=last)
-

@@ -330,4 +330,3 @@ def _rewritten(value: Any, repeated: bool, parent: nodes.Node) -> Any:
         first, *rest = value.nodes
         return nodes.Filter(first, "concat ", rest, [], None, None, lineno=value.lineno)
     return value
-

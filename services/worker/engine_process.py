@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, cast
 
 import msgspec
@@ -144,6 +144,50 @@ class _Link(asyncio.Protocol):
         self.closed.set()
 
 
+class _LogPipe:
+    """The engine's stderr. Not asyncio's own pipe: with that one the end of a process is not told before
+    its children closed theirs."""
+
+    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport, write_fd: int) -> None:
+        self._reader = reader
+        self._transport = transport
+        self._write_fd = write_fd
+
+    @staticmethod
+    async def open() -> _LogPipe:
+        read_fd, write_fd = os.pipe()
+        reader = asyncio.StreamReader(limit=MAX_LOG_LINE_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd)
+        )
+        return _LogPipe(reader, transport, write_fd)
+
+    @contextlib.contextmanager
+    def write_end(self) -> Iterator[int]:
+        """Lend the end that the process writes to; ours is closed after it."""
+        try:
+            yield self._write_fd
+        finally:
+            os.close(self._write_fd)
+            self._write_fd = -1
+
+    async def copy(self, pid: int) -> None:
+        """Log each line until the last writer is gone."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ValueError:  # longer than the limit: that much of it was dropped
+                continue
+            if not line:
+                return
+            log.info("engine.stderr_written", pid=pid, line=line.decode("utf-8", "replace").rstrip())
+
+    def close(self) -> None:
+        self._transport.close()
+        if self._write_fd >= 0:
+            os.close(self._write_fd)
+
+
 class EngineProcess:
     """Runs from ``start`` until ``on_exit``. One instance is one process; a restart is a new instance."""
 
@@ -182,38 +226,19 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Start the process and watch it. Raises FailedPrecondition when it cannot be started."""
-        directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="fw-"))
-        try:
-            path = directory / "e"
-            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-                raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
-            server = await asyncio.get_running_loop().create_unix_server(lambda: self._link, str(path))
-            config = msgspec.structs.replace(self._config, socket_path=str(path))
+        async with contextlib.AsyncExitStack() as undo:
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *self._command,
-                    "--config",
-                    msgspec.json.encode(config).decode(),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    start_new_session=True,
-                    env=None if self._env is None else dict(self._env),
-                    limit=MAX_LOG_LINE_BYTES,
-                )
-            except BaseException:
-                server.close()
-                raise
-        except OSError as exc:
-            await asyncio.to_thread(shutil.rmtree, directory, True)
-            raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        self._started_s = self._heard_s = self._clock.monotonic_s()
-        log.info("engine.started", pid=self.pid, executor=config.executor, device=config.device)
-        self._supervisor.spawn(f"engine-{self.pid}", self._run(self._process, server, directory))
+                server, path = await self._listen(undo)
+                log_pipe = await _LogPipe.open()
+                undo.callback(log_pipe.close)
+                self._process = process = await self._spawn(path, log_pipe)
+            except OSError as exc:
+                raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
+            self._started_s = self._heard_s = self._clock.monotonic_s()
+            log.info("engine.started", pid=process.pid, executor=self._config.executor)
+            self._supervisor.spawn(
+                f"engine-{process.pid}", self._run(process, server, log_pipe, undo.pop_all())
+            )
 
     def send(self, command: Command) -> bool:
         """Queue a command. False when there is no connection; an engine that does not read is killed."""
@@ -241,15 +266,48 @@ class EngineProcess:
             async with asyncio.timeout(self._timeouts.shutdown_s):
                 await self._exited.wait()
 
+    # --- starting -------------------------------------------------------------------------------
+
+    async def _listen(self, undo: contextlib.AsyncExitStack) -> tuple[asyncio.Server, str]:
+        """Listen in a directory that only this user can enter."""
+        directory = tempfile.mkdtemp(prefix="fw-")
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        path = os.path.join(directory, "e")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
+        server = await asyncio.get_running_loop().create_unix_server(lambda: self._link, path)
+        undo.callback(server.close)
+        return server, path
+
+    async def _spawn(self, socket_path: str, log_pipe: _LogPipe) -> asyncio.subprocess.Process:
+        """Start it in a session, and so in a process group, of its own."""
+        config = msgspec.structs.replace(self._config, socket_path=socket_path)
+        with log_pipe.write_end() as stderr:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self._command,
+                "--config",
+                msgspec.json.encode(config).decode(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+                env=None if self._env is None else dict(self._env),
+            )
+
     # --- watching -------------------------------------------------------------------------------
 
     async def _run(
-        self, process: asyncio.subprocess.Process, server: asyncio.Server, directory: Path
+        self,
+        process: asyncio.subprocess.Process,
+        server: asyncio.Server,
+        log_pipe: _LogPipe,
+        undo: contextlib.AsyncExitStack,
     ) -> None:
         """Own the process until it is gone, whatever happens to this task."""
         try:
-            async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._copy_stderr(process))
+            async with undo, asyncio.TaskGroup() as group:
+                reader = group.create_task(log_pipe.copy(process.pid))
                 watcher = group.create_task(self._watch(server))
                 code = await process.wait()
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -258,10 +316,8 @@ class EngineProcess:
                 await self._drain(reader)
         finally:
             self._signal_group(signal.SIGKILL)
-            server.close()
             if self._link.transport is not None:
                 self._link.transport.abort()
-            shutil.rmtree(directory, ignore_errors=True)
             self._exited.set()
         exit_ = self._exit_of(code)
         log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__)
@@ -296,17 +352,6 @@ class EngineProcess:
                 self._timeouts.silence_s if self._ready else self._timeouts.load_silence_s
             ):
                 self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
-
-    async def _copy_stderr(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None, "stderr is a pipe"
-        while True:
-            try:
-                line = await process.stderr.readline()
-            except ValueError:  # longer than the limit: that much of it was dropped
-                continue
-            if not line:
-                return
-            log.info("engine.stderr_written", pid=process.pid, line=line.decode("utf-8", "replace").rstrip())
 
     def _on_event(self, event: Event) -> None:
         self._heard_s = self._clock.monotonic_s()

@@ -266,6 +266,24 @@ async def test_watch_from_each_revision_is_the_rest_of_the_history(kit: Kit) -> 
             assert events_of(await take(batches, len(rest))) == rest
 
 
+async def test_a_long_history_can_be_resumed_after_any_batch(kit: Kit) -> None:
+    """Longer than what etcd puts into one answer, whose header is then ahead of its events."""
+    start = (await kit.store.list(kit.prefix)).revision
+    for _ in range(25):
+        await asyncio.gather(*(kit.put(f"{number}") for number in range(100)))
+    revisions: list[int] = []
+    batches_seen = 0
+    after = start
+    while len(revisions) < 2500:
+        async with aclosing(kit.store.watch(kit.prefix, after)) as batches:
+            (batch,) = await take(batches, 1)
+        revisions += [revision_of(event) for event in batch.events]
+        after = batch.revision
+        batches_seen += 1
+        assert batches_seen <= 2500
+    assert revisions == list(range(start + 1, start + 2501))
+
+
 async def test_batches_never_split_a_revision(kit: Kit) -> None:
     """Large enough that etcd sends the answer in fragments."""
     start = (await kit.store.list(kit.prefix)).revision

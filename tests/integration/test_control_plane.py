@@ -202,6 +202,26 @@ async def test_racing_creates_with_one_request_id_agree(plane: Plane) -> None:
     assert len({tenant.metadata.etag for tenant in made}) == 1
 
 
+async def test_one_request_id_for_two_names_makes_one(plane: Plane) -> None:
+    made = await asyncio.gather(plane.tenant("a", "r1"), plane.tenant("b", "r1"), return_exceptions=True)
+    assert sorted(type(one).__name__ for one in made) == ["Conflict", "Tenant"]
+    assert len((await plane.store.list(TENANTS)).entries) == 1
+
+
+async def test_repeated_update_is_the_first_answer_though_its_etag_is_spent(plane: Plane) -> None:
+    tenant = await plane.tenant("acme", "r1")
+    tenant.requests_per_minute = 5
+    request = pb.UpdateTenantRequest(tenant=tenant, request_id="r2")
+    first = await plane.call("UpdateTenant", request)
+    assert await plane.call("UpdateTenant", request) == first
+    request.tenant.requests_per_minute = 6
+    with pytest.raises(Conflict):
+        await plane.call("UpdateTenant", request)
+    request.request_id = "r1"
+    with pytest.raises(Conflict):
+        await plane.call("UpdateTenant", request)
+
+
 async def test_lists_come_in_pages(plane: Plane) -> None:
     for number in range(5):
         await plane.tenant(f"t{number}")

@@ -23,7 +23,9 @@ from services.core.records import (
     Assignment,
     Deployment,
     Leader,
+    LoadedVersion,
     Meta,
+    VersionState,
     Worker,
     dump,
     leader_key,
@@ -106,14 +108,19 @@ async def test_follows_deployments_and_workers_and_hands_over(own_etcd: Any) -> 
         await put(store, WORKERS + "w1", Worker("w1", "x"))
         await until(store, {"w0": ["d"], "w1": ["d"]})
         await store.commit([Delete(WORKERS + "w0")])
-        await until(store, {"w1": ["d"]})
+        await put(store, WORKERS + "w2", Worker("w2", "x"))
+        await until(store, {"w0": ["d"], "w1": ["d"], "w2": ["d"]})
+        for name in ("w1", "w2"):
+            ready = LoadedVersion("d", "m", "sha256:1", VersionState.READY)
+            await put(store, WORKERS + name, Worker(name, "x", versions=(ready,)))
+        await until(store, {"w1": ["d"], "w2": ["d"]})
 
         leading, standby = (first, second) if first.election.epoch else (second, first)
         leading.campaign.cancel()
         async with asyncio.timeout(6):
             await standby.election.wait_leading()
         await put(store, DEPLOYMENTS + "d", deployment("d", 0))
-        await until(store, {"w1": []})
+        await until(store, {"w1": [], "w2": []})
 
 
 class Deposed:

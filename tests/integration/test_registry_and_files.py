@@ -401,6 +401,28 @@ async def test_least_recently_used_goes_first_and_never_a_pinned_one(
         await tight.fetch("tiny", digests[0])
 
 
+async def test_a_used_folder_outlives_an_older_use_also_across_a_restart(
+    registry: Registry, tmp_path: Path
+) -> None:
+    digests = []
+    for number in range(4):
+        root = tmp_path / f"m{number}"
+        root.mkdir()
+        (root / "config.json").write_bytes(bytes([65 + number]) * 1000)
+        digests.append((await publish(registry.channel, root, "tiny", metadata=ADMIN)).digest)
+    models = files(registry.client, tmp_path / "cache", max_bytes=2500)
+    first = await models.fetch("tiny", digests[0])
+    second = await models.fetch("tiny", digests[1])
+    await models.fetch("tiny", digests[0])
+    third = await models.fetch("tiny", digests[2])
+    assert (first.exists(), second.exists()) == (True, False)
+    await models.fetch("tiny", digests[0])
+    models.close()
+    models = files(registry.client, tmp_path / "cache", max_bytes=2500)
+    await models.fetch("tiny", digests[3])
+    assert (first.exists(), third.exists()) == (True, False)
+
+
 async def test_full_disk_is_clear_and_leaves_nothing(
     registry: Registry, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

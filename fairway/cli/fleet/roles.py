@@ -104,7 +104,12 @@ def role_environment(
     """Return the environment of one role: the caller's own settings, under what the installation decides."""
     inherited = {key: value for key, value in environ.items() if key not in CLIENT_VARIABLES}
     paths = [str(source_root()), *filter(None, [environ.get("PYTHONPATH", "")])]
-    defaults = {"FAIRWAY_DRAIN_S": f"{_DEFAULT_DRAIN_S:g}", "PYTHONUNBUFFERED": "1"}
+    defaults = {
+        "FAIRWAY_DRAIN_S": f"{_DEFAULT_DRAIN_S:g}",
+        "PYTHONUNBUFFERED": "1",
+        # gRPC's fork handlers crash a child between fork and exec while other threads are inside gRPC.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+    }
     decided = {
         "PYTHONPATH": os.pathsep.join(paths),
         "FAIRWAY_ETCD_ENDPOINTS": addresses.of("etcd_client"),

@@ -3,7 +3,9 @@
 Level-triggered: the answer depends on the states given, never on what changed. What is placed stays
 placed unless its worker is gone, drains, or lacks a label that the deployment asks for. A replica that
 has to move stays until the deployment has its replicas READY elsewhere, so moving costs no capacity;
-where nothing else can take it, it stays and the reason is returned.
+where nothing else can take it, it stays and the reason is returned. That goes for a worker that is gone
+too: a replacement is placed at once, and should the worker come back first, it finds its assignment and
+what it has loaded is of use.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class PutAssignment:
 
 @dataclass(frozen=True, slots=True)
 class DropAssignment:
-    """Forget the assignment of a worker whose lease is gone."""
+    """Forget the assignment of a worker whose lease is gone: all of it is READY elsewhere or not wanted."""
 
     worker_id: str
 
@@ -46,9 +48,13 @@ Action = PutAssignment | DropAssignment | Unplaced
 
 @dataclass(slots=True)
 class _Host:
-    """One live worker while a plan is made. ``held`` maps deployment name to what is assigned."""
+    """One worker while a plan is made. ``held`` maps deployment name to what is assigned.
+
+    One that is not ``live`` has an assignment and no lease.
+    """
 
     worker: Worker
+    live: bool
     node: Node
     before: tuple[AssignedVersion, ...] | None
     held: dict[str, AssignedVersion] = field(default_factory=dict)
@@ -56,7 +62,7 @@ class _Host:
 
     @property
     def leaving(self) -> bool:
-        return self.node.draining or self.worker.draining
+        return not self.live or self.node.draining or self.worker.draining
 
     def ready(self, wanted: AssignedVersion) -> bool:
         return any(
@@ -80,7 +86,6 @@ def plan(
     """
     hosts = _hosts(workers, nodes, assignments)
     wanted = {deployment.meta.name: deployment for deployment in deployments}
-    gone = sorted({a.worker_id for a in assignments} - {host.worker.worker_id for host in hosts})
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []
     for deployment in sorted(deployments, key=lambda d: (-d.priority.rank, d.meta.name)):
@@ -88,11 +93,7 @@ def plan(
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
-    return (
-        *(DropAssignment(worker_id) for worker_id in gone),
-        *(write for write in writes if write is not None),
-        *unplaced,
-    )
+    return (*(write for write in writes if write is not None), *unplaced)
 
 
 def rejection(deployment: Deployment, worker: Worker, node: Node, held: Iterable[str]) -> str:
@@ -120,13 +121,15 @@ def _hosts(
 ) -> tuple[_Host, ...]:
     by_node = {node.worker_id: node for node in nodes}
     by_worker = {assignment.worker_id: assignment for assignment in assignments}
+    live = {worker.worker_id: worker for worker in workers}
     hosts: list[_Host] = []
-    for worker in sorted(workers, key=lambda w: w.worker_id):
-        assigned = by_worker.get(worker.worker_id)
-        node = by_node.get(worker.worker_id, Node(worker.worker_id))
+    for worker_id in sorted({*live, *by_worker}):
+        worker = live.get(worker_id, Worker(worker_id, address=""))
+        assigned = by_worker.get(worker_id)
+        node = by_node.get(worker_id, Node(worker_id))
         before = None if assigned is None else assigned.versions
         held = {version.deployment: version for version in before or ()}
-        hosts.append(_Host(worker, node, before, held))
+        hosts.append(_Host(worker, worker_id in live, node, before, held))
     return tuple(hosts)
 
 
@@ -162,6 +165,7 @@ def _settle(deployment: Deployment, hosts: Sequence[_Host]) -> Unplaced | None:
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
     missing = deployment.replicas - len(staying)
+    moving.sort(key=lambda host: not host.live)  # of those that may serve on, the live ones
     _let_go(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
     return Unplaced(name, missing, rejected) if missing else None
 
@@ -185,6 +189,8 @@ def _choose(
     ranking: list[tuple[int, int, str]] = []
     by_id: dict[str, _Host] = {}
     for host in hosts:
+        if not host.live:
+            continue
         worker_id = host.worker.worker_id
         why = rejection(deployment, host.worker, host.node, host.held)
         if why:
@@ -213,8 +219,10 @@ def _surplus_rank(
     )
 
 
-def _write(host: _Host) -> PutAssignment | None:
+def _write(host: _Host) -> PutAssignment | DropAssignment | None:
     after = tuple(host.held[name] for name in sorted(host.held))
+    if not host.live and not after:
+        return DropAssignment(host.worker.worker_id)
     if after == (host.before or ()):
         return None
     return PutAssignment(Assignment(host.worker.worker_id, after), tuple(host.reasons))

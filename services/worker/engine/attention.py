@@ -42,7 +42,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One span under one window: keys from position ``start`` on; ``mask`` [rows, keys], None: see all."""
+    """One span under one window: keys from ``start`` on; ``mask`` [rows, keys], None: plain causal."""
 
     span: Span
     start: int
@@ -83,7 +83,7 @@ class TorchAttention:
         first = span.length - span.rows  # position of the first row
         start = 0 if window is None else max(0, first - window + 1)
         mask = None
-        if span.rows > 1:
+        if span.rows > 1 and (first > 0 or (window is not None and window < span.length)):
             queries = torch.arange(first, span.length, device=self._device)[:, None]
             keys = torch.arange(start, span.length, device=self._device)
             mask = keys <= queries
@@ -124,6 +124,6 @@ def _attend(
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
     shared = (kv_heads, group, keys.shape[0], dim)
     result = F.scaled_dot_product_attention(
-        grouped, k[:, None].expand(shared), v[:, None].expand(shared), mask
+        grouped, k[:, None].expand(shared), v[:, None].expand(shared), mask, is_causal=mask is None
     )
     return result.permute(2, 0, 1, 3).reshape(rows, heads, dim)

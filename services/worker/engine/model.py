@@ -80,10 +80,12 @@ class Decoder:
     ) -> torch.Tensor:
         heads, kv_heads, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
         qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+        qk, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        return layer.output(self._attention.attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))
+            q, k = self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)
+            qk = torch.cat((q, k), dim=1)
+        qk = rotate(qk, cos, sin)
+        return layer.output(self._attention.attend(index, qk[:, :heads], qk[:, heads:], v))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)

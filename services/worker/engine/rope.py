@@ -33,7 +33,10 @@ class Rope:
     def cos_sin(
         self, positions: torch.Tensor, prompt_tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, each [rows, dim/2]; the arguments are int64 [rows] on the CPU."""
+        """Return cos and sin, each [rows, 1, dim], for int64 [rows] arguments on the CPU.
+
+        The first half of sin is negated: with both halves swapped, a rotation is two products and a sum.
+        """
         if self._config.depends_on_length:
             lengths = torch.maximum(positions + 1, prompt_tokens)
             if int(lengths.max()) > self._config.original_positions:
@@ -43,7 +46,9 @@ class Rope:
 
     def _rotation(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        cos, sin = cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _frequencies_at(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the frequencies [rows, dim/2] of tokens in sequences of these lengths."""
@@ -62,11 +67,8 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [rows, heads, dim] rotated by cos and sin [rows, dim/2]; dimension i pairs with i + dim/2."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Return x [rows, heads, dim] rotated by ``cos_sin``; dimension i pairs with i + dim/2."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def _exponents(dim: int) -> torch.Tensor:

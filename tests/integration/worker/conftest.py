@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,9 +254,15 @@ class Harness:
 Starter = Callable[..., Awaitable[Harness]]
 
 
+@pytest.fixture(scope="session")
+def pristine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
+def model_dir(pristine_model: Path, tmp_path: Path) -> Path:
+    """A copy that the test may spoil."""
+    return Path(shutil.copytree(pristine_model, tmp_path / "model"))
 
 
 @pytest_asyncio.fixture

@@ -282,7 +282,9 @@ async def test_operators_see_and_drain_the_worker(start_worker, new_sink, until)
         worker.client.start(worker.spec(), late)
         await late.wait()
         assert late.refusal is NotAdmittedReason.DRAINING
-        assert (await stub.DrainWorker(worker_pb2.DrainWorkerRequest(timeout=Duration(seconds=10)))).remaining == 0
+        assert (
+            await stub.DrainWorker(worker_pb2.DrainWorkerRequest(timeout=Duration(seconds=10)))
+        ).remaining == 0
     assert sink.end.reason is FinishReason.LENGTH
     assert (await drained_record(worker)).draining
 

@@ -174,6 +174,7 @@ def test_what_a_model_folder_holds_is_taken(path: str) -> None:
     ("paths", "text"),
     [
         (("a.json", "A.json"), "one name"),
+        (("Ab.json", "aB.json"), "one name"),
         (("a.json", "a.json/b.json"), "folder"),
         (("d/a.json", "D/b.json"), "another case"),
     ],

@@ -173,9 +173,7 @@ class Fleet:
     clock: FakeClock
 
     def ready(self, worker_id: str = "w0", *, max_model_len: int = 96, draining: bool = False) -> None:
-        version = LoadedVersion(
-            "chat-small", "tiny", DIGEST, VersionState.READY, max_model_len=max_model_len
-        )
+        version = LoadedVersion("chat-small", "tiny", DIGEST, VersionState.READY, max_model_len=max_model_len)
         worker = Worker(worker_id, f"{worker_id}:1", draining=draining, versions=(version,))
         self.workers.put(WORKERS + worker_id, worker)
 

@@ -107,11 +107,15 @@ async def test_loaded_models_and_remembered_versions_are_bounded(
 ) -> None:
     for number in range(module.MAX_LOADED + 3):
         digest = f"sha256:{number:064x}"
-        fleet.deployments.put(DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v", digest, 1))
+        fleet.deployments.put(
+            DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v", digest, 1)
+        )
         await fleet.catalog.text_model(fleet.catalog.resolve("chat-small").version_digest)
     for number in range(module.MAX_REMEMBERED + 3):
         digest = f"sha256:{number:064x}"
-        fleet.deployments.put(DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v", digest, 1))
+        fleet.deployments.put(
+            DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v", digest, 1)
+        )
         fleet.catalog.resolve("chat-small")
     fleet.catalog.check_integrity()
     with pytest.raises(FairwayError):

@@ -110,7 +110,9 @@ class Whole:
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:
     want = wanted("completions", generations=(None, None), choices=2, stream=False)
-    answer = json.loads(whole_answer(want, [Whole(["a", "b"], [[], []]), Whole(["c", "d"], [[], []])], 7, "req_1"))
+    answer = json.loads(
+        whole_answer(want, [Whole(["a", "b"], [[], []]), Whole(["c", "d"], [[], []])], 7, "req_1")
+    )
     assert [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]] == [
         (0, "a", "stop"),
         (1, "b", "length"),

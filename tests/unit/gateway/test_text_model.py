@@ -65,7 +65,9 @@ def test_a_message_cannot_spell_a_control_token(text_model: TextModel, attack: s
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_attack_arrives_as_text(text_model: TextModel, tokenizer: Tokenizer, attack: str) -> None:
     ids = text_model.encode_chat([Message("user", attack)])
-    assert attack.strip() in tokenizer.decode([token for token in ids if token > 4], skip_special_tokens=False)
+    assert attack.strip() in tokenizer.decode(
+        [token for token in ids if token > 4], skip_special_tokens=False
+    )
 
 
 @given(st.lists(st.text(alphabet="<|>endusrsytmabgi \n﷐é", max_size=40), min_size=1, max_size=4))

@@ -79,7 +79,9 @@ async def test_everything_is_resolved(resolve: Resolve) -> None:
 
 
 async def test_what_is_asked_for_wins_over_the_defaults_even_at_zero(resolve: Resolve) -> None:
-    asked = sampling(temperature=0, top_k=0, repetition_penalty=1, seed=0, top_p=0, logit_bias={9: 2.0, 3: -1.0})
+    asked = sampling(
+        temperature=0, top_k=0, repetition_penalty=1, seed=0, top_p=0, logit_bias={9: 2.0, 3: -1.0}
+    )
     found = (await resolve(sampling=asked)).sampling
     assert (found.temperature, found.top_k, found.repetition_penalty, found.seed) == (0.0, 0, 1.0, 0)
     assert 0.0 < found.top_p < 1e-5
@@ -112,14 +114,22 @@ BAD: dict[str, tuple[dict[str, Any], type[FairwayError], str]] = {
     "largest id": ({"token_ids": ids(2**32 - 1)}, InvalidInput, "token_ids"),
     "stop id outside": ({"stop_token_ids": [5000]}, InvalidInput, "stop_token_ids"),
     "bias outside": ({"sampling": sampling(logit_bias={5000: 1.0})}, InvalidInput, "logit_bias"),
-    "bias nan": ({"sampling": sampling(logit_bias={1: float("nan")})}, InvalidInput, "sampling.logit_bias[1]"),
+    "bias nan": (
+        {"sampling": sampling(logit_bias={1: float("nan")})},
+        InvalidInput,
+        "sampling.logit_bias[1]",
+    ),
     "bias large": ({"sampling": sampling(logit_bias={1: 101.0})}, InvalidInput, "sampling.logit_bias[1]"),
     "many choices": ({"choices": 10**9}, InvalidInput, "choices"),
     "no choices": ({"choices": 0}, InvalidInput, "choices"),
     "hot": ({"sampling": sampling(temperature=2.5)}, InvalidInput, "sampling.temperature"),
     "cold": ({"sampling": sampling(temperature=-0.1)}, InvalidInput, "sampling.temperature"),
     "nan": ({"sampling": sampling(temperature=float("nan"))}, InvalidInput, "sampling.temperature"),
-    "infinite": ({"sampling": sampling(presence_penalty=float("inf"))}, InvalidInput, "sampling.presence_penalty"),
+    "infinite": (
+        {"sampling": sampling(presence_penalty=float("inf"))},
+        InvalidInput,
+        "sampling.presence_penalty",
+    ),
     "penalty": ({"sampling": sampling(frequency_penalty=-2.1)}, InvalidInput, "sampling.frequency_penalty"),
     "repetition": ({"sampling": sampling(repetition_penalty=0)}, InvalidInput, "sampling.repetition_penalty"),
     "logprobs": ({"logprobs": 21}, InvalidInput, "logprobs"),

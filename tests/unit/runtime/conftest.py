@@ -16,6 +16,7 @@ from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
+    Compacted,
     Condition,
     ConditionFailed,
     Entry,
@@ -76,6 +77,7 @@ class Link:
         self._changed = asyncio.Event()
         self.timeout_s = 3.0
         self.lose_next_answer = False
+        self.compacted = False
         self.calls: list[tuple[float, str]] = []
 
     def cut(self) -> None:
@@ -109,6 +111,8 @@ class Link:
     async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
         self.calls.append((self._clock.monotonic_s(), "watch"))
         await self._pass()
+        if self.compacted:
+            raise Compacted("gone")
         async with aclosing(self._store.watch(prefix, after_revision)) as batches:
             while True:
                 next_batch = asyncio.ensure_future(anext(batches))

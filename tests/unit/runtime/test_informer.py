@@ -218,7 +218,8 @@ def test_age_is_the_time_since_the_store_confirmed_the_view(virtual: Virtual) ->
     virtual(scenario)
 
 
-def test_a_store_that_went_back_does_not_take_the_view_along(virtual: Virtual) -> None:
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_store_that_went_back_does_not_take_the_view_along(virtual: Virtual, compacted: bool) -> None:
     async def scenario(world: Any) -> None:
         link = world.link()
         informer = Watched(world, link).informer
@@ -227,9 +228,8 @@ def test_a_store_that_went_back_does_not_take_the_view_along(virtual: Virtual) -
             await put(world.store, "a", str(number))
         latest = await put(world.store, "a", "4")
         await caught_up(informer, latest)
-        empty = MemoryStore(world.clock)
-        empty.compact(10_000)
-        link._store = empty
+        link._store = MemoryStore(world.clock)
+        link.compacted = compacted
         link.cut()
         await asyncio.sleep(0)
         link.mend()

@@ -8,6 +8,7 @@ connected worker reports every second.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,6 +16,7 @@ from services.adapters.report_deltas import DeltaKeeper
 from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
+from services.ports.clock import Clock
 from services.scheduler.fleet_view import FleetLimits
 from services.scheduler.flow_queue import QueueLimits
 from services.scheduler.policy.queue_order import OrderPolicy
@@ -159,15 +161,18 @@ class ModelGateway:
     withdrawn: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
 
 
 class Fleet:
     """One scheduler, its workers and gateways."""
 
+    new_term: Callable[[int, TermSettings, Clock, Random], Term] = Term
+
     def __init__(self, seed: int, blocks: tuple[int, ...], gateways: int = 2) -> None:
         self.clock = ManualClock()
         self.rng = Random(seed)
-        self.term = Term(1, SETTINGS, self.clock, self.rng)
+        self.term = self.new_term(1, SETTINGS, self.clock, self.rng)
         self.workers = [ModelWorker(f"w{index}", total) for index, total in enumerate(blocks)]
         self.gateways = [self._gateway(f"g{index}") for index in range(gateways)]
         self.reports: list[deque[InFlight]] = [deque() for _ in self.workers]
@@ -188,7 +193,9 @@ class Fleet:
         return gateway.numbers
 
     def cancel(self, gateway: ModelGateway, placement_id: int) -> None:
-        """Withdraw a pending placement, or give a grant back that is in hand."""
+        """Withdraw a pending placement, or give a grant back that is in hand. A used one is not given back."""
+        if placement_id in gateway.used:
+            return
         if gateway.pending.pop(placement_id, None) is not None:
             gateway.withdrawn.add(placement_id)
             gateway.ended[placement_id] = "withdrawn"
@@ -214,6 +221,7 @@ class Fleet:
     def use(self, gateway: ModelGateway, index: int) -> None:
         """Start one of the grants in hand, if it has not lapsed."""
         held = gateway.held.pop(index)
+        gateway.used.add(held.placement_id)
         if self.clock.now_s <= held.received_s + held.grant.ttl_s:
             self.starts.append((self.clock.now_s + TRAVEL_S, held.grant))
 
@@ -304,7 +312,7 @@ class Fleet:
 
     def new_leader(self) -> None:
         """Another scheduler leads; everybody comes to it, grants of the old one are still about."""
-        self.term = Term(self.term.epoch + 1, SETTINGS, self.clock, self.rng)
+        self.term = self.new_term(self.term.epoch + 1, SETTINGS, self.clock, self.rng)
         for gateway in self.gateways:
             gateway.session = self.term.open_session(gateway.gateway_id, lambda: None)
             gateway.withdrawn.clear()

@@ -125,13 +125,28 @@ def test_selector_is_honoured_and_a_changed_one_moves_the_replica() -> None:
     assert plan([wanted], [worker("w0")], [], []) == (Unplaced("d", 1, (("w0", "lacks_a_label"),)),)
 
 
-def test_dead_workers_assignment_is_dropped_and_its_replica_placed_elsewhere() -> None:
-    held = [Assignment("gone", (version("d"),))]
-    actions = plan([deployment("d")], [worker("w1")], [], held)
-    assert actions == (
-        DropAssignment("gone"),
-        PutAssignment(Assignment("w1", (version("d"),)), ("d: placed",)),
-    )
+def test_dead_workers_replica_is_placed_elsewhere_and_dropped_once_that_is_ready() -> None:
+    held = {"gone": Assignment("gone", (version("d"),))}
+    actions = plan([deployment("d")], [worker("w1")], [], list(held.values()))
+    assert actions == (PutAssignment(Assignment("w1", (version("d"),)), ("d: placed",)),)
+    held = apply(held, actions)
+    assert plan([deployment("d")], [worker("w1")], [], list(held.values())) == ()
+    ready = all_ready([worker("w1")], held)
+    assert plan([deployment("d")], ready, [], list(held.values())) == (DropAssignment("gone"),)
+
+
+def test_worker_that_comes_back_finds_its_assignment() -> None:
+    held = [Assignment("w0", (version("d"),))]
+    assert plan([deployment("d")], [], [], held) == (Unplaced("d", 1, ()),)
+    assert plan([deployment("d")], [worker("w0")], [], held) == ()
+    assert plan([], [], [], held) == (DropAssignment("w0"),)
+
+
+def test_of_two_replicas_that_move_the_live_one_serves_on() -> None:
+    held = [Assignment("a-gone", (version("d"),)), Assignment("w0", (version("d"),))]
+    workers = [worker("w0", draining=True), worker("w1")]
+    held.append(Assignment("w1", (version("d"),)))
+    assert plan([deployment("d")], workers, [], held) == (DropAssignment("a-gone"),)
 
 
 def test_new_version_replaces_in_place() -> None:
@@ -250,17 +265,20 @@ def _check_rest(
     assignments: dict[str, Assignment],
 ) -> None:
     live = {one.worker_id for one in workers}
-    assert set(assignments) <= live
+    served = {one.meta.name for one in deployments}
     unplaced = {
         a.deployment: a
         for a in plan(deployments, workers, nodes, list(assignments.values()))
         if isinstance(a, Unplaced)
     }
     for held in assignments.values():
+        names = {version.deployment for version in held.versions}
+        assert names <= served
+        assert held.worker_id in live or names <= set(unplaced), "a dead worker is still assigned to"
         assert max(Counter(v.deployment for v in held.versions).values(), default=1) == 1
         assert all(v.version_digest == "sha256:1" for v in held.versions), "an old version is left"
     for one in deployments:
-        where = placed(assignments, one.meta.name)
+        where = [w for w in placed(assignments, one.meta.name) if w in live]
         missing = unplaced[one.meta.name].missing if one.meta.name in unplaced else 0
         staying = [w for w in where if _stays(one, w, workers, nodes)]
         assert len(staying) == one.replicas - missing

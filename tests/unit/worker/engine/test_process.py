@@ -143,7 +143,7 @@ def test_a_null_engine_keeps_its_pace(start: Any, submit: Any) -> None:
     agent.send(submit(0, [1], 100))
     started_s = time.monotonic()
     agent.until(lambda step: 0 in step.finished)
-    assert 0.95 < time.monotonic() - started_s < 3.0
+    assert 0.95 < time.monotonic() - started_s < 10.0
 
 
 def test_credit_holds_a_stream_and_lets_it_go(start: Any, submit: Any) -> None:
@@ -160,7 +160,7 @@ def test_credit_holds_a_stream_and_lets_it_go(start: Any, submit: Any) -> None:
 
 
 def test_a_cancel_frees_kv_within_a_step(start: Any, submit: Any) -> None:
-    agent = start(null_step_s=0.05)
+    agent = start(null_step_s=0.2)
     agent.ready()
     agent.send(submit(0, [1] * 40, 100))
     agent.send(submit(1, [1], 100))
@@ -194,7 +194,7 @@ def test_an_idle_engine_beats_and_does_not_spin(start: Any) -> None:
     started_s = time.monotonic()
     beats.append(agent.receive())
     assert all(isinstance(beat, Heartbeat) for beat in beats)
-    assert 0.5 < time.monotonic() - started_s < 3.0
+    assert 0.5 < time.monotonic() - started_s < 10.0
     assert cpu_s(agent.process.pid) - before < 0.2
 
 

@@ -38,6 +38,7 @@ def random_logits(rows: int, seed: int = 0, scale: float = 3.0, vocab: int = VOC
 # --- keyed draws ---------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 99), st.integers(0, 10**6)), min_size=1
