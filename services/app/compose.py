@@ -62,6 +62,7 @@ from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret
 from services.runtime.informer import Informer
 from services.runtime.leadership import Election
+from services.runtime.machine import default_engine_threads
 from services.runtime.secrets import Ticket, issue_ticket
 from services.scheduler.fleet_view import FleetLimits
 from services.scheduler.flow_queue import QueueLimits
@@ -161,7 +162,7 @@ def worker(environment: Environment) -> Role:
         ),
         settings=EngineSettings(
             device=settings.device,
-            threads=settings.engine_threads,
+            threads=settings.engine_threads or default_engine_threads(),
             kv_memory_bytes=settings.kv_memory_bytes,
             token_budget=settings.token_budget,
             max_sequences=settings.max_sequences,

@@ -72,7 +72,9 @@ class Rig:
     def step(self, tokens: dict[int, int], **rest: object) -> None:
         values = {"finished": {}, "prefill_tokens": 0, "kv_blocks_used": 0, "running": 1, "waiting": 0}
         self.table.on_stepped(
-            wire.Stepped(step=1, step_s=0.0, handles=list(tokens), tokens=list(tokens.values()), **(values | rest))
+            wire.Stepped(
+                step=1, step_s=0.0, handles=list(tokens), tokens=list(tokens.values()), **(values | rest)
+            )
         )
 
 
@@ -92,7 +94,9 @@ class Sink:
         self.heard.append("not_admitted")
         self.refusal = reason
 
-    def on_tokens(self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
+    def on_tokens(
+        self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
         assert offset == len(self.ids)
         self.heard.append("tokens")
         self.ids += ids

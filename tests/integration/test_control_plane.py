@@ -40,7 +40,9 @@ from services.core.records import (
     Assignment,
     KeyRole,
     LoadedVersion,
+    Meta,
     Tag,
+    Tenant,
     VersionRecord,
     VersionState,
     Worker,
@@ -330,8 +332,6 @@ class Interleaving(MemoryStore):
 async def test_key_made_while_its_tenant_is_deleted_leaves_no_orphan(plane: Plane) -> None:
     store = Interleaving(plane.clock)
     service = ControlPlaneService(store, plane.clock)
-    from services.core.records import Meta, Tenant
-
     await service.create_tenant(Tenant(Meta("acme")))
 
     async def make() -> None:
@@ -342,6 +342,19 @@ async def test_key_made_while_its_tenant_is_deleted_leaves_no_orphan(plane: Plan
         await service.delete_tenant("acme")
     assert await store.get(TENANTS + "acme") is not None
     assert await store.get(KEYS + "k") is not None
+
+
+async def test_marker_of_a_request_is_part_of_its_write(plane: Plane) -> None:
+    store = Interleaving(plane.clock)
+    service = ControlPlaneService(store, plane.clock)
+
+    async def other() -> None:
+        await service.create_tenant(Tenant(Meta("b")), request_id="r1")
+
+    store.between = other  # type: ignore[assignment]
+    with pytest.raises(Conflict):
+        await service.create_tenant(Tenant(Meta("a")), request_id="r1")
+    assert [entry.key for entry in (await store.list(TENANTS)).entries] == [TENANTS + "b"]
 
 
 # --- deployments -----------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class ScriptedService:
         self.made = 0
         self.running = 0
         self.closed = asyncio.Event()
+        self._started = asyncio.Event()
         self.script: Callable[[Call], AsyncGenerator[Event, None]] = plain
 
     async def stream(
@@ -85,6 +86,8 @@ class ScriptedService:
         call = Call(principal, generation, received, timeout_s)
         self.calls.append(call)
         self.running += 1
+        self._started, started = asyncio.Event(), self._started
+        started.set()
         try:
             async with aclosing(self.script(call)) as events:
                 async for event in events:
@@ -119,6 +122,10 @@ class ScriptedService:
                     assert accepted is not None
                     return Completion(accepted, texts, [], logprobs, event)
         raise AssertionError("no terminal event")
+
+    async def until_running(self, count: int) -> None:
+        while self.running < count:
+            await asyncio.wait_for(self._started.wait(), 5)
 
     async def list_models(self, principal: Principal) -> list[Model]:
         return [Model(), Model("org/m")]
@@ -259,8 +266,9 @@ class Face:
     async def send(self, path: str, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await self.connect()
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data)
+        lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {KEY}"]
+        lines += [f"content-length: {len(data)}", "", ""]
+        writer.write("\r\n".join(lines).encode() + data)
         await writer.drain()
         return reader, writer
 
@@ -740,7 +748,8 @@ async def test_a_giant_head_is_refused(face: Face, head: bytes) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00",
         b"GET /healthz HTTP/9.9\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
+        b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
         b"GET /healthz\xff HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -786,8 +795,7 @@ async def test_a_client_that_leaves_ends_its_request_at_once(face: Face, streame
     reader, writer = await face.send("/v1/chat/completions", {**CHAT, "stream": streamed})
     if streamed:
         await asyncio.wait_for(reader.readuntil(b"assistant"), 5)
-    while not face.service.running:
-        await asyncio.sleep(0.01)
+    await face.service.until_running(1)
     started_s = SystemClock().monotonic_s()
     writer.close()
     await asyncio.wait_for(face.service.closed.wait(), 2)
@@ -797,8 +805,7 @@ async def test_a_client_that_leaves_ends_its_request_at_once(face: Face, streame
 async def test_a_client_that_resets_ends_its_request(face: Face) -> None:
     face.service.script = silent
     _, writer = await face.send("/v1/chat/completions", STREAM)
-    while not face.service.running:
-        await asyncio.sleep(0.01)
+    await face.service.until_running(1)
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     writer.transport.abort()
     await asyncio.wait_for(face.service.closed.wait(), 2)
@@ -807,8 +814,7 @@ async def test_a_client_that_resets_ends_its_request(face: Face) -> None:
 async def test_leaving_ends_every_prompt_of_a_batch(face: Face) -> None:
     face.service.script = silent
     _, writer = await face.send("/v1/completions", {"model": "m", "prompt": ["a", "b", "c"], "stream": True})
-    while face.service.running < 3:
-        await asyncio.sleep(0.01)
+    await face.service.until_running(3)
     writer.close()
     await asyncio.wait_for(face.service.closed.wait(), 2)
     assert face.service.running == 0
@@ -892,8 +898,7 @@ async def test_stopping_lets_answers_end_and_cuts_the_rest() -> None:
         face.service.script = script
         short, _ = await face.send("/v1/chat/completions", {**STREAM, "user": "short"})
         long, _ = await face.send("/v1/chat/completions", {**STREAM, "user": "long"})
-        while face.service.running < 2:
-            await asyncio.sleep(0.01)
+        await face.service.until_running(2)
         stopping = asyncio.ensure_future(face.server.stop(0.5))
         await asyncio.sleep(0.05)
         with pytest.raises(OSError):

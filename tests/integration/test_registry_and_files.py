@@ -63,6 +63,7 @@ class Registry:
     blobs: FolderBlobs
     blobs_root: Path
     service: RegistryService
+    servicer: Faltering
     channel: grpc.aio.Channel
     address: str
 
@@ -79,17 +80,30 @@ class Registry:
         return self.blobs_root / "sha256" / name[:2] / name
 
 
+class Faltering(RegistryServicer):
+    """Answers UNAVAILABLE to as many uploads as a test says."""
+
+    falters = 0
+
+    async def UploadChunk(self, request_iterator: Any, context: Any) -> pb.UploadChunkResponse:
+        if self.falters:
+            self.falters -= 1
+            raise Unavailable("a moment")
+        return await super().UploadChunk(request_iterator, context)
+
+
 @pytest_asyncio.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
     clock = SystemClock()
     store, blobs = MemoryStore(clock), FolderBlobs(tmp_path / "blobs")
     service = RegistryService(store, blobs, clock)
+    servicer = Faltering(service)
     server = RpcServer(
         [
             Service(
                 pb.DESCRIPTOR.services_by_name["RegistryService"],
                 registry_pb2_grpc.add_RegistryServiceServicer_to_server,
-                RegistryServicer(service),
+                servicer,
             )
         ],
         listen="127.0.0.1:0",
@@ -100,7 +114,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
     await server.start()
     address = f"127.0.0.1:{server.port}"
     channel = open_channel(address)
-    yield Registry(store, blobs, tmp_path / "blobs", service, channel, address)
+    yield Registry(store, blobs, tmp_path / "blobs", service, servicer, channel, address)
     await channel.close()
     await server.stop(0)
 
@@ -155,6 +169,23 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     assert ratios == sorted(ratios)
     assert ratios[-1] == 1.0
     models.check_integrity()
+
+
+async def test_publish_outlasts_a_registry_that_falters(registry: Registry, folder: Path) -> None:
+    registry.servicer.falters = 2
+    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    assert (done.created, registry.servicer.falters) == (True, 0)
+
+
+async def test_publish_gives_up_with_the_registrys_error_and_goes_on_later(
+    registry: Registry, folder: Path
+) -> None:
+    registry.servicer.falters = 10**6
+    with pytest.raises(grpc.aio.AioRpcError, match="a moment"):
+        await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    assert await registry.service.list_models() == ((), "")
+    registry.servicer.falters = 0
+    assert (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).created
 
 
 async def test_only_chosen_files_have_a_folder_of_their_own(

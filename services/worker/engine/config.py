@@ -17,6 +17,7 @@ from services.worker.engine.unsupported import UnsupportedModel, number, positiv
 
 MAX_JSON_BYTES: Final = 16 * 1024 * 1024
 DEFAULT_VOCAB_SIZE: Final = 32000  # of a null model whose config names none
+MAX_LAYERS: Final = 1024  # each is described before a weight is looked at
 QWEN3_HEAD_DIM: Final = 128
 MISTRAL_WINDOW: Final = 4096
 QWEN_WINDOW_LAYERS: Final = 28
@@ -111,7 +112,7 @@ def parse_config(fields: Mapping[str, Any]) -> ModelConfig:
         if name in fields and fields[name] not in accepted:
             raise UnsupportedModel(name, fields[name])
     hidden_size = positive_int(fields, "hidden_size")
-    layers = positive_int(fields, "num_hidden_layers")
+    layers = positive_int(fields, "num_hidden_layers", most=MAX_LAYERS)
     heads = positive_int(fields, "num_attention_heads")
     kv_heads = _kv_heads(fields, family, heads)
     head_dim = _head_dim(fields, family, hidden_size, heads)

@@ -124,7 +124,8 @@ def _cut_floors(scaled: torch.Tensor, samplings: Sequence[Sampling], width: int)
     kept[:, 0] = True
     result = values.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
     result = torch.where(top_p < 1, result, floor)
-    wide = [row for row, s in enumerate(samplings) if s.top_p < 1 and bool(kept[row].all())]
+    full: list[bool] = kept.all(dim=-1).tolist()
+    wide = [row for row, s in enumerate(samplings) if s.top_p < 1 and full[row]]
     if wide and width < vocabulary:  # a flat distribution: look at all of it
         result[wide] = _cut_floors(scaled[wide], [samplings[row] for row in wide], vocabulary)
     return result

@@ -39,10 +39,10 @@ class BadEngineConfig(LoadError):
     reason = "bad_engine_config"
 
 
-def positive_int(fields: Mapping[str, Any], name: str) -> int:
+def positive_int(fields: Mapping[str, Any], name: str, *, most: int = MAX_SIZE) -> int:
     """Return a required size. Raises UnsupportedModel when it is missing or no sensible size."""
     value = fields.get(name)
-    if type(value) is not int or not 0 < value <= MAX_SIZE:
+    if type(value) is not int or not 0 < value <= most:
         raise UnsupportedModel(name, "missing" if value is None else value)
     return value
 

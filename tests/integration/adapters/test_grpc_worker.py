@@ -72,9 +72,7 @@ class Rig:
         self.worker, self.client, self.server, self.address = worker, client, server, address
 
     def spec(self, prompt_tokens: int = 3) -> StartSpec:
-        generation = GenerationSpec(
-            "r1", "m", "sha256:x", 1, [1] * prompt_tokens, SamplingParams(seed=1), 50
-        )
+        generation = GenerationSpec("r1", "m", "sha256:x", 1, [1] * prompt_tokens, SamplingParams(seed=1), 50)
         grant = Grant("w1", self.address, 5, 3, 1, 1, 5.0, "sha256:x")
         return StartSpec(generation, 0, "t1", grant, 100)
 
@@ -116,7 +114,9 @@ async def test_one_stream_carries_all_and_says_who_asks(rig: Rig) -> None:
     assert rig.worker.streams == 1
     assert rig.worker.metadata[0]["authorization"] == "Bearer secret"
     assert seen[0].hello.gateway_id == "g1"
-    assert [len(request.starts) for request in seen if request.starts] == [5], "one message for what came together"
+    assert [len(request.starts) for request in seen if request.starts] == [5], (
+        "one message for what came together"
+    )
     assert sorted(start.handle for request in seen for start in request.starts) == [1, 2, 3, 4, 5]
 
 

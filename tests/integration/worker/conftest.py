@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fairway.v1 import worker_pb2_grpc
+from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc_worker import GrpcWorkers
 from services.adapters.memory_store import MemoryStore
 from services.core.generation import (
@@ -37,6 +37,8 @@ from services.core.records import (
     load,
 )
 from services.ports.store import Put
+from services.rpc.channel import auth_metadata
+from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent import WorkerAgent, WorkerIdentity
@@ -49,6 +51,13 @@ from services.worker.version_slot import EngineSettings
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512
+TOKEN = "internal-token-of-these-tests-0123456789"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def write_model(folder: Path) -> Path:
@@ -164,11 +173,12 @@ class Harness:
     client: GrpcWorkers
     supervisor: Supervisor
     address: str
-    server: grpc.aio.Server
+    server: RpcServer
     run: asyncio.Task[None]
     files: FolderSource
     worker_id: str = "w1"
     digest: str = DIGEST
+    metadata: tuple[tuple[str, str], ...] = auth_metadata(TOKEN)
     version: AssignedVersion = AssignedVersion("null", "null", DIGEST, executor="null")
     _sequence: int = 0
 
@@ -275,9 +285,7 @@ async def start_worker(model_dir: Path) -> AsyncIterator[Starter]:
         supervisor = Supervisor(clock)
         host = SequenceHost(changed=lambda: None)
         store = MemoryStore(clock)
-        server = grpc.aio.server()
-        port = server.add_insecure_port("127.0.0.1:0")
-        address = f"127.0.0.1:{port}"
+        address = f"127.0.0.1:{free_port()}"
         files = FolderSource(model_dir)
         agent = WorkerAgent(
             WorkerIdentity("w1", address),
@@ -289,9 +297,14 @@ async def start_worker(model_dir: Path) -> AsyncIterator[Starter]:
             clock=clock,
             supervisor=supervisor,
         )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
+        service = Service(
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            WorkerServicer(host, agent, clock),
+        )
+        server = RpcServer((service,), listen=address, internal_token=TOKEN, new_incident=lambda: "incident")
         await server.start()
-        client = GrpcWorkers("token", "g1", clock, supervisor)
+        client = GrpcWorkers(TOKEN, "g1", clock, supervisor)
         run = supervisor.spawn("agent", agent.run())
         harness = Harness(agent, host, store, client, supervisor, address, server, run, files)
         started.append(harness)

@@ -271,19 +271,23 @@ async def test_operators_see_and_drain_the_worker(start_worker, new_sink, until)
     await until(lambda: sink.ids)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        seen = await stub.GetWorker(worker_pb2.GetWorkerRequest())
+        seen = await stub.GetWorker(worker_pb2.GetWorkerRequest(), metadata=worker.metadata)
         (version,) = seen.versions
         assert (seen.worker_id, seen.incarnation) == ("w1", worker.host.grants.incarnation)
         assert (version.state, version.running) == (worker_pb2.VERSION_STATE_READY, 1)
         assert version.kv_blocks_reserved >= version.kv_blocks_used > 0
         assert version.engine_pid == worker.engine_pid
-        remaining = await stub.DrainWorker(worker_pb2.DrainWorkerRequest(timeout=Duration(nanos=50_000_000)))
+        remaining = await stub.DrainWorker(
+            worker_pb2.DrainWorkerRequest(timeout=Duration(nanos=50_000_000)), metadata=worker.metadata
+        )
         assert remaining.remaining == 1
         worker.client.start(worker.spec(), late)
         await late.wait()
         assert late.refusal is NotAdmittedReason.DRAINING
         assert (
-            await stub.DrainWorker(worker_pb2.DrainWorkerRequest(timeout=Duration(seconds=10)))
+            await stub.DrainWorker(
+                worker_pb2.DrainWorkerRequest(timeout=Duration(seconds=10)), metadata=worker.metadata
+            )
         ).remaining == 0
     assert sink.end.reason is FinishReason.LENGTH
     assert (await drained_record(worker)).draining
@@ -299,8 +303,17 @@ async def drained_record(worker) -> Worker:
 async def test_a_start_without_a_leaders_grant_is_refused(start_worker):
     worker = await start_worker(SLOW)
     async with grpc.aio.insecure_channel(worker.address) as channel:
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
-        start = worker_pb2.StartSequence(handle=1, fallback=worker_pb2.FallbackGrant(kv_blocks=1))
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(metadata=worker.metadata)
+        fallback = worker_pb2.FallbackGrant(kv_blocks=1, version_digest=worker.digest)
+        start = worker_pb2.StartSequence(
+            handle=1,
+            request_id="r1",
+            tenant_id="t1",
+            fallback=fallback,
+            sampling={"seed": 1},
+            max_output_tokens=1,
+            initial_credit_tokens=1,
+        )
         await call.write(worker_pb2.ExecuteRequest(starts=[start]))
         response = await call.read()
         assert [(entry.handle, entry.reason) for entry in response.not_admitted] == [

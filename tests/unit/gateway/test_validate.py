@@ -56,7 +56,9 @@ def ids(*values: int) -> inference_pb2.TokenIds:
 
 
 def chat(*contents: str, role: str = "user") -> inference_pb2.Chat:
-    return inference_pb2.Chat(messages=[{"role": role, "content": text} for text in contents])
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=role, content=text) for text in contents]
+    )
 
 
 async def test_everything_is_resolved(resolve: Resolve) -> None:

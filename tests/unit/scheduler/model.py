@@ -175,7 +175,8 @@ class Fleet:
         self.term = self.new_term(1, SETTINGS, self.clock, self.rng)
         self.workers = [ModelWorker(f"w{index}", total) for index, total in enumerate(blocks)]
         self.gateways = [self._gateway(f"g{index}") for index in range(gateways)]
-        self.reports: list[deque[InFlight]] = [deque() for _ in self.workers]
+        # Of each worker, the streams with reports on their way, by number: only a stream keeps an order.
+        self.reports: list[dict[int, deque[InFlight]]] = [{} for _ in self.workers]
         self.starts: list[tuple[float, Grant]] = []  # (latest arrival, grant)
         for worker in self.workers:
             self.open_stream(worker)
@@ -266,15 +267,19 @@ class Fleet:
         if worker.reporter is None:
             return
         number, snapshot = worker.deltas.next_report(worker.snapshot())
-        queue = self.reports[self.workers.index(worker)]
-        queue.append(InFlight(worker.reporter, number, snapshot, self.clock.now_s))
+        streams = self.reports[self.workers.index(worker)]
+        streams.setdefault(worker.reporter.number, deque()).append(InFlight(worker.reporter, number, snapshot, self.clock.now_s))
         worker.last_report_s = self.clock.now_s
 
-    def deliver(self, index: int, *, answered: bool = True) -> None:
-        """The oldest report of a worker arrives, and perhaps its answer comes back."""
-        if not self.reports[index]:
+    def deliver(self, index: int, which: int = 0, *, answered: bool = True) -> None:
+        """The oldest report of one of a worker's streams arrives, and perhaps its answer comes back."""
+        streams = self.reports[index]
+        if not streams:
             return
-        found = self.reports[index].popleft()
+        number = list(streams)[which % len(streams)]
+        found = streams[number].popleft()
+        if not streams[number]:
+            del streams[number]
         self.term.send(Report(found.reporter, found.number, found.snapshot))
         worker = self.workers[index]
         if answered and found.reporter is worker.reporter:
@@ -306,9 +311,14 @@ class Fleet:
             for index, worker in enumerate(self.workers):
                 if worker.reporter is not None and now_s - worker.last_report_s >= 1.0:
                     self.report(worker)
-                while self.reports[index] and now_s - self.reports[index][0].sent_s >= REPORT_S - 0.25:
-                    self.deliver(index)
+                for which in reversed(range(len(self.reports[index]))):
+                    while self._is_late(index, which):
+                        self.deliver(index, which)
             self.term.step()
+
+    def _is_late(self, index: int, which: int) -> bool:
+        streams = list(self.reports[index].values())
+        return which < len(streams) and self.clock.now_s - streams[which][0].sent_s >= REPORT_S - 0.25
 
     def new_leader(self) -> None:
         """Another scheduler leads; everybody comes to it, grants of the old one are still about."""
@@ -318,8 +328,8 @@ class Fleet:
             gateway.withdrawn.clear()
             for number, spec in gateway.pending.items():
                 self.term.send(Submit(gateway.session, [(number, spec, spec.arrival_unix_us)]))
-        for queue in self.reports:
-            queue.clear()
+        for streams in self.reports:
+            streams.clear()
         for worker in self.workers:
             worker.reporter = None
             self.open_stream(worker)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from random import Random
-
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -17,16 +14,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.core.errors import FairwayError, QueueFull
-from services.core.fleet import ReportSnapshot
-from services.core.generation import Grant
 from services.core.records import Priority
-from services.ports.clock import Clock
 from services.scheduler.fleet_view import FleetView
 from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.kv_admission import Demand
-from services.scheduler.term import Term, TermSettings
 from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, ModelWorker, place_spec
+from tests.unit.scheduler.planted import (
+    ForgetsOutstandingGrants,
+    GivesBackTwice,
+    LosesOnFullQueue,
+    fleet_with,
+)
 
 PICK = st.integers(min_value=0, max_value=1 << 16)
 
@@ -107,9 +104,9 @@ class TermMachine(RuleBasedStateMachine):
     def report(self, pick: int) -> None:
         self.fleet.report(self.worker(pick))
 
-    @rule(pick=PICK, answered=st.booleans())
-    def deliver(self, pick: int, answered: bool) -> None:
-        self.fleet.deliver(pick % len(self.fleet.workers), answered=answered)
+    @rule(pick=PICK, which=PICK, answered=st.booleans())
+    def deliver(self, pick: int, which: int, answered: bool) -> None:
+        self.fleet.deliver(pick % len(self.fleet.workers), which, answered=answered)
 
     @rule(pick=PICK, which=PICK)
     def finish(self, pick: int, which: int) -> None:
@@ -167,89 +164,6 @@ class TermMachine(RuleBasedStateMachine):
         fleet.term.check_integrity()
 
 
-class ForgetsOutstandingGrants(FleetView):
-    """Room is what was reported, whatever was granted since."""
-
-    def issue(
-        self, worker_id: str, digest: str, demand: Demand, *, route_revision: int, now_s: float
-    ) -> Grant:
-        grant = super().issue(worker_id, digest, demand, route_revision=route_revision, now_s=now_s)
-        super().give_back(grant)
-        return grant
-
-
-class SettlesBeforeReserved(FleetView):
-    """Takes grants as seen that a report of an older instant speaks for."""
-
-    def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
-        changed = super().apply(stream, report, now_s)
-        for worker in self._workers.values():
-            for sequence in list(worker.outstanding):
-                self._settle(worker, sequence)
-        for worker in self._workers.values():
-            self._refresh(worker, worker.pools)
-        return changed
-
-
-class HearsOldStreams(FleetView):
-    """Takes a report of a stream that the worker has left."""
-
-    def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
-        worker = self._workers.get(report.worker_id)
-        newest = stream if worker is None else max(stream, worker.stream)
-        return super().apply(newest, report, now_s)
-
-
-class HonoursAnyEpoch(FleetView):
-    """Places on a worker that still takes the grants of the leader before."""
-
-    def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
-        return super().apply(stream, replace(report, epoch=self.epoch), now_s)
-
-
-class GivesBackTwice(FlowQueue):
-    """A cancelled grant stays known, and a second cancellation returns its room again."""
-
-    def cancel(self, session: int, placement_id: int) -> None:
-        grant = self._granted.get((session, placement_id))
-        super().cancel(session, placement_id)
-        if grant is not None:
-            for worker in self._fleet._workers.values():
-                if worker.worker_id == grant.worker_id and grant.version_digest in worker.sums:
-                    worker.sums[grant.version_digest].kv_blocks -= grant.kv_blocks
-
-
-class LosesOnFullQueue(FlowQueue):
-    """A refused placement gets no answer."""
-
-    def _refuse(self, session: int, placement_id: int, error: FairwayError) -> None:
-        if not isinstance(error, QueueFull):
-            super()._refuse(session, placement_id, error)
-
-
-class LosesOnCancelledHead(FlowQueue):
-    """A pool is not tried again after the placement that held it up was withdrawn."""
-
-    def withdraw_all(self, session: int) -> None:
-        super().withdraw_all(session)
-        self._waiting.clear()
-
-
-def planted(fleet_view: type[FleetView], queue: type[FlowQueue]) -> type[TermMachine]:
-    class BuggyFleet(Fleet):
-        @staticmethod
-        def new_term(epoch: int, settings: TermSettings, clock: Clock, rng: Random) -> Term:
-            term = Term(epoch, settings, clock, rng)
-            term.fleet.__class__ = fleet_view
-            term.queue.__class__ = queue
-            return term
-
-    class BuggyMachine(TermMachine):
-        fleet_type = BuggyFleet
-
-    return BuggyMachine
-
-
 def run_settings(examples: int, *phases: Phase) -> settings:
     return settings(
         max_examples=examples,
@@ -266,18 +180,11 @@ TestTerm = TermMachine.TestCase
 
 
 @pytest.mark.parametrize(
-    ("fleet_view", "queue"),
-    [
-        (ForgetsOutstandingGrants, FlowQueue),
-        (SettlesBeforeReserved, FlowQueue),
-        (HearsOldStreams, FlowQueue),
-        (FleetView, GivesBackTwice),
-        (FleetView, LosesOnFullQueue),
-        (FleetView, LosesOnCancelledHead),
-    ],
-    ids=lambda kind: kind.__name__,
+    "planted", [ForgetsOutstandingGrants, GivesBackTwice, LosesOnFullQueue], ids=lambda kind: kind.__name__
 )
-def test_a_planted_bug_is_caught(fleet_view: type[FleetView], queue: type[FlowQueue]) -> None:
-    machine = planted(fleet_view, queue)
+def test_random_histories_catch_a_planted_bug(planted: type[FleetView] | type[FlowQueue]) -> None:
+    class BuggyMachine(TermMachine):
+        fleet_type = fleet_with(planted)
+
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(machine, settings=run_settings(2000, Phase.generate))
+        run_state_machine_as_test(BuggyMachine, settings=run_settings(2000, Phase.generate))

@@ -20,7 +20,16 @@ from services.worker.detokenizer import (
     load_vocabulary,
 )
 
-SAMPLES = ("plain text", "naïve café", "日本語のテキスト", "😀👩‍👩‍👧‍👦🏳️‍🌈", "a😀é\n\tb  c", "", " leading", "x" * 200)
+SAMPLES = (
+    "plain text",
+    "naïve café",
+    "日本語のテキスト",
+    "😀👩‍👩‍👧‍👦🏳️‍🌈",
+    "a😀é\n\tb  c",
+    "",
+    " leading",
+    "x" * 200,
+)
 words = st.text(alphabet=st.characters(codec="utf-8"), max_size=30) | st.sampled_from(SAMPLES)
 lax = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 

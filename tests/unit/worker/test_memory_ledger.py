@@ -24,7 +24,9 @@ def test_a_second_version_gets_what_is_left_in_slabs() -> None:
 def test_a_refusal_names_the_need_the_room_and_who_holds_it() -> None:
     ledger = MemoryLedger(TOTAL)
     ledger.grant("v1", weight_bytes=200 * MIB, kv_bytes=16 * MIB)
-    with pytest.raises(DoesNotFit, match=r"v2 needs 100 MiB .* 40 MiB of 256 MiB are free \(v1 holds 216 MiB\)"):
+    with pytest.raises(
+        DoesNotFit, match=r"v2 needs 100 MiB .* 40 MiB of 256 MiB are free \(v1 holds 216 MiB\)"
+    ):
         ledger.grant("v2", weight_bytes=100 * MIB, kv_bytes=16 * MIB)
     ledger.release("v1")
     ledger.release("v1")

@@ -395,9 +395,7 @@ def test_a_report_has_levels_and_takes_deltas(bench, reader) -> None:
 # --- all of it, in any order -----------------------------------------------------------------------
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_events_leaks_nothing(bench_factory, data: st.DataObject) -> None:
     bench = bench_factory()
@@ -419,7 +417,9 @@ def test_any_order_of_events_leaks_nothing(bench_factory, data: st.DataObject) -
                 tokens = {number: data.draw(st.sampled_from((A, B, 0xC3, EOS))) for number in chosen}
                 ends = data.draw(st.lists(st.sampled_from(chosen), unique=True)) if chosen else []
                 reasons = st.sampled_from(("stop", "length", "preempted", "error"))
-                bench.stepped(tokens, finished={n: data.draw(reasons) for n in ends}, prefill_tokens=len(chosen))
+                bench.stepped(
+                    tokens, finished={n: data.draw(reasons) for n in ends}, prefill_tokens=len(chosen)
+                )
             case "cancel" if handles:
                 reader.stream.cancel(data.draw(st.lists(st.sampled_from(handles), unique=True)))
             case "credit" if handles:

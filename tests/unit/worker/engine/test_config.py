@@ -53,6 +53,7 @@ def of(family: str, **changes: Any) -> dict[str, Any]:
         ({"hidden_size": "32"}, "hidden_size"),
         ({"hidden_size": 1 << 40}, "hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_hidden_layers": 1 << 30}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 7}, "head_dim"),
         ({"attention_bias": "yes"}, "attention_bias"),

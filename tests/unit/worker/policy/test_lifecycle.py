@@ -41,7 +41,11 @@ slots = st.lists(
         has_files=st.booleans(),
         retry_at_s=st.sampled_from((0.0, NOW_S + 10)),
         drain_until_s=st.sampled_from((0.0, NOW_S + 10)),
-    ).map(lambda slot: replace(slot, has_files=slot.has_files or slot.phase not in (Phase.FETCHING, Phase.BROKEN))),
+    ).map(
+        lambda slot: replace(
+            slot, has_files=slot.has_files or slot.phase not in (Phase.FETCHING, Phase.BROKEN)
+        )
+    ),
     max_size=3,
     unique_by=lambda slot: slot.version.version_digest,
 )
@@ -87,8 +91,12 @@ def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], o
     now_s = NOW_S
     for _ in range(12):
         actions = plan(desired, list(state.values()), now_s)
-        assert len({action.version.version_digest if isinstance(action, Fetch) else action.version_digest
-                    for action in actions}) == len(actions), "one action per version at a time"
+        assert len(
+            {
+                action.version.version_digest if isinstance(action, Fetch) else action.version_digest
+                for action in actions
+            }
+        ) == len(actions), "one action per version at a time"
         for action in actions:
             apply(state, action, now_s)
         pass_time(state)

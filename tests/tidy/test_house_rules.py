@@ -1,0 +1,107 @@
+"""House rules that no off-the-shelf linter knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.tidy.sources import ROOT, long_functions, python_files, used_names
+
+MAX_FUNCTION_LINES: Final = 60
+# What services outside services/runtime must not touch, and what they take instead.
+BANNED: Final = {
+    "time.time": "Clock.unix_s",
+    "time.time_ns": "Clock.unix_s",
+    "time.monotonic": "Clock.monotonic_s",
+    "time.monotonic_ns": "Clock.monotonic_s",
+    "time.perf_counter": "Clock.monotonic_s",
+    "time.sleep": "Clock.sleep",
+    "datetime.datetime.now": "Clock.unix_s",
+    "datetime.datetime.utcnow": "Clock.unix_s",
+    "asyncio.sleep": "Clock.sleep",
+    "asyncio.create_task": "a TaskGroup or Supervisor.spawn",
+    "asyncio.ensure_future": "a TaskGroup or Supervisor.spawn",
+    "os.environ": "runtime.config.load",
+    "os.getenv": "runtime.config.load",
+    "print": "structlog",
+}
+RANDOM_ALLOWED: Final = {"random.Random", "random"}
+# The engine is a process of its own: its loop is a thread's, and its step times are what it measures.
+ENGINE: Final = ROOT / "services" / "worker" / "engine"
+ENGINE_ALLOWED: Final = {"time.monotonic", "time.perf_counter"}
+
+
+def violations(source: str, *, engine: bool = False) -> Iterator[str]:
+    """Yield "line: name: use instead" for each banned name in a module of the services."""
+    for line, name in used_names(source):
+        if name in BANNED and not (engine and name in ENGINE_ALLOWED):
+            yield f"{line}: {name}: use {BANNED[name]}"
+        elif name.startswith("random.") and not any(name.startswith(ok) for ok in ("random.Random",)):
+            yield f"{line}: {name}: use the injected random.Random"
+
+
+def _services() -> list[Path]:
+    return [path for path in python_files("services") if (ROOT / "services" / "runtime") not in path.parents]
+
+
+def test_services_take_clock_tasks_randomness_and_settings_from_the_runtime() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{each}"
+        for path in _services()
+        for each in violations(path.read_text(), engine=ENGINE in path.parents)
+    ]
+    assert found == []
+
+
+def test_nothing_that_others_import_prints() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files("fairway")
+        for line, name in used_names(path.read_text())
+        if name == "print"
+    ]
+    assert found == []
+
+
+def test_functions_fit_a_screen() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{each}"
+        for path in python_files()
+        for each in long_functions(path.read_text(), MAX_FUNCTION_LINES)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import time\ntime.time()", "time.time"),
+        ("import time as clock\nnow = clock.monotonic", "time.monotonic"),
+        ("from time import monotonic as m\nm()", "time.monotonic"),
+        ("import asyncio\nasyncio.create_task(f())", "asyncio.create_task"),
+        ("from os import environ\nenviron['A']", "os.environ"),
+        ("import os\nos.environ.get('A')", "os.environ"),
+        ("import random\nrandom.shuffle(x)", "random.shuffle"),
+        ("print('x')", "print"),
+        ("from datetime import datetime\ndatetime.now()", "datetime.datetime.now"),
+    ],
+)
+def test_rule_sees_through_imports(source: str, name: str) -> None:
+    assert any(f": {name}: use" in each for each in violations(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import random\nrng = random.Random(1)", "clock.sleep(1)", "import time\ntime.gmtime()", "self.print()"],
+)
+def test_rule_leaves_the_rest_alone(source: str) -> None:
+    assert list(violations(source)) == []
+
+
+def test_length_rule_counts_whole_functions() -> None:
+    long = "def f():\n" + "    x = 1\n" * 60
+    assert list(long_functions(long, 60)) == ["1 f is 61 lines"]
+    assert list(long_functions(long, 61)) == []

@@ -1,0 +1,239 @@
+"""The races that the grant protocol is made for, one history each, and the bug that each would catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from services.scheduler.fleet_view import FleetView
+from services.scheduler.flow_queue import FlowQueue
+from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, place_spec
+from tests.unit.scheduler.planted import (
+    ForgetsOutstandingGrants,
+    GivesBackTwice,
+    HearsOldStreams,
+    HonoursAnyEpoch,
+    LapsesWithoutMargin,
+    SettlesAllOnReport,
+    fleet_with,
+)
+
+History = Callable[[Fleet], None]
+
+
+def connected(fleet: Fleet) -> ModelGateway:
+    fleet.deliver(0)
+    fleet.term.step()
+    return fleet.gateways[0]
+
+
+def ask(fleet: Fleet, blocks: int, gateway: ModelGateway | None = None) -> int:
+    """Submit a placement of that many blocks and let the scheduler turn."""
+    gateway = fleet.gateways[0] if gateway is None else gateway
+    spec = place_spec(
+        prompt_tokens=blocks * BLOCK - 1, max_output_tokens=1, arrival_s=fleet.clock.now_s, queue_ttl_s=3600.0
+    )
+    number = fleet.submit(gateway, spec)
+    fleet.term.step()
+    fleet.receive(gateway)
+    return number
+
+
+def use_all(fleet: Fleet, *, arrive: bool = True) -> None:
+    for gateway in fleet.gateways:
+        while gateway.held:
+            fleet.use(gateway, 0)
+    while arrive and fleet.starts:
+        fleet.arrive(0)
+
+
+def room_blocks(fleet: Fleet) -> int:
+    return fleet.term.fleet.candidates(DIGEST)["w0"].kv_tokens_room // BLOCK
+
+
+def a_second_grant_before_any_report(fleet: Fleet) -> None:
+    connected(fleet)
+    ask(fleet, 6)
+    ask(fleet, 6)
+    use_all(fleet)
+    assert fleet.workers[0].reserved == 6
+    assert len(fleet.term.queue) == 1
+
+
+def a_report_from_before_the_start(fleet: Fleet) -> None:
+    connected(fleet)
+    ask(fleet, 6)
+    fleet.report(fleet.workers[0])  # taken before the grant arrives there
+    use_all(fleet)
+    fleet.deliver(0)
+    ask(fleet, 6)
+    use_all(fleet)
+    assert fleet.workers[0].reserved == 6
+    fleet.report(fleet.workers[0])
+    fleet.deliver(0)
+    assert room_blocks(fleet) == 4
+
+
+def an_older_streams_report_after_a_newer_ones(fleet: Fleet) -> None:
+    connected(fleet)
+    worker = fleet.workers[0]
+    fleet.report(worker)  # still on its way when the worker opens another stream
+    ask(fleet, 6)
+    use_all(fleet)
+    fleet.open_stream(worker, break_first=False)
+    fleet.deliver(0, 1)
+    assert room_blocks(fleet) == 4
+    fleet.deliver(0, 0)
+    fleet.term.step()
+    ask(fleet, 6)
+    use_all(fleet)
+    assert worker.reserved == 6
+
+
+def seen_grants_of_an_unanswered_report(fleet: Fleet) -> None:
+    connected(fleet)
+    worker = fleet.workers[0]
+    ask(fleet, 6)
+    use_all(fleet)
+    fleet.report(worker)
+    for streams in fleet.reports:
+        streams.clear()  # the stream broke, and the report with it
+    fleet.open_stream(worker)
+    fleet.deliver(0)
+    assert room_blocks(fleet) == 4, "the grant is counted on one side"
+
+
+def a_cancelled_grant_twice(fleet: Fleet) -> None:
+    gateway = connected(fleet)
+    first = ask(fleet, 5)
+    ask(fleet, 4)
+    fleet.cancel(gateway, first)
+    fleet.term.step()
+    fleet.cancel(gateway, first)
+    fleet.term.step()
+    assert room_blocks(fleet) == 6
+    ask(fleet, 6)
+    ask(fleet, 5)
+    use_all(fleet)
+    assert fleet.workers[0].reserved == 10
+
+
+def an_unread_grant_of_a_closed_stream(fleet: Fleet) -> None:
+    gateway = connected(fleet)
+    fleet.submit(gateway, place_spec(prompt_tokens=8 * BLOCK - 1, max_output_tokens=1))
+    fleet.term.step()  # granted, never read
+    assert room_blocks(fleet) == 2
+    fleet.term.close_session(gateway.session)
+    fleet.term.step()
+    assert room_blocks(fleet) == 10, "nobody saw it: the room is there at once"
+
+
+def a_lost_grant_lapses(fleet: Fleet) -> None:
+    gateway = connected(fleet)
+    ask(fleet, 8)
+    gateway.held.clear()
+    fleet.advance(2.0)
+    assert room_blocks(fleet) == 2, "it may still be on its way"
+    fleet.advance(3.0)
+    assert room_blocks(fleet) == 10
+
+
+def a_start_at_the_last_moment(fleet: Fleet) -> None:
+    connected(fleet)
+    ask(fleet, 8)
+    fleet.clock.now_s += 1.0
+    use_all(fleet, arrive=False)
+    fleet.clock.now_s += 0.4
+    fleet.report(fleet.workers[0])
+    fleet.deliver(0)
+    ask(fleet, 8)
+    use_all(fleet)
+    assert fleet.workers[0].reserved == 8
+
+
+def a_grant_of_the_leader_before(fleet: Fleet) -> None:
+    connected(fleet)
+    ask(fleet, 8)
+    use_all(fleet, arrive=False)  # on its way when the next leader comes
+    before = fleet.workers[0].snapshot()
+    fleet.new_leader()
+    assert before.epoch == 1
+    fleet.reports[0].clear()
+    fleet.workers[0].epoch = 1  # it has not heard: its report says so
+    fleet.report(fleet.workers[0])
+    fleet.deliver(0)
+    ask(fleet, 8)
+    use_all(fleet)
+    assert fleet.workers[0].reserved == 8
+    fleet.workers[0].hear_leader(2)
+    fleet.report(fleet.workers[0])
+    fleet.deliver(0)
+    assert room_blocks(fleet) == 2
+
+
+def another_life_forgets_and_numbers_go_on(fleet: Fleet) -> None:
+    gateway = connected(fleet)
+    ask(fleet, 8)
+    old = gateway.held.pop().grant
+    fleet.restart(fleet.workers[0])
+    fleet.deliver(0)
+    assert room_blocks(fleet) == 10
+    ask(fleet, 8)
+    new = gateway.held[0].grant
+    assert (new.incarnation, new.sequence) == (old.incarnation + 1, old.sequence + 1)
+    fleet.starts.append((0.0, old))
+    use_all(fleet)
+    assert fleet.workers[0].reserved == 8, "the old life's grant is refused"
+
+
+def a_silent_worker_gets_nothing(fleet: Fleet) -> None:
+    connected(fleet)
+    fleet.clock.now_s += 2.6
+    ask(fleet, 1)
+    assert not fleet.term.fleet.candidates(DIGEST)["w0"].heard
+    assert len(fleet.term.queue) == 1
+    fleet.report(fleet.workers[0])
+    fleet.deliver(0)
+    assert len(fleet.term.queue) == 0
+
+
+def a_broken_stream_stops_placing(fleet: Fleet) -> None:
+    connected(fleet)
+    fleet.break_stream(fleet.workers[0])
+    ask(fleet, 1)
+    assert len(fleet.term.queue) == 1
+    fleet.open_stream(fleet.workers[0])
+    fleet.deliver(0)
+    assert len(fleet.term.queue) == 0
+
+
+HISTORIES: tuple[tuple[History, type[FleetView] | type[FlowQueue] | None], ...] = (
+    (a_second_grant_before_any_report, ForgetsOutstandingGrants),
+    (a_report_from_before_the_start, SettlesAllOnReport),
+    (an_older_streams_report_after_a_newer_ones, HearsOldStreams),
+    (seen_grants_of_an_unanswered_report, None),
+    (a_cancelled_grant_twice, GivesBackTwice),
+    (an_unread_grant_of_a_closed_stream, None),
+    (a_lost_grant_lapses, LapsesWithoutMargin),
+    (a_start_at_the_last_moment, LapsesWithoutMargin),
+    (a_grant_of_the_leader_before, HonoursAnyEpoch),
+    (another_life_forgets_and_numbers_go_on, None),
+    (a_silent_worker_gets_nothing, None),
+    (a_broken_stream_stops_placing, None),
+)
+
+
+@pytest.mark.parametrize("history", [history for history, _ in HISTORIES], ids=lambda found: found.__name__)
+def test_history(history: History) -> None:
+    fleet = Fleet(1, (10,))
+    history(fleet)
+    fleet.term.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("history", "bug"), [found for found in HISTORIES if found[1]], ids=lambda found: found.__name__
+)
+def test_history_catches_its_bug(history: History, bug: type[FleetView] | type[FlowQueue]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        history(fleet_with(bug)(1, (10,)))

@@ -1,0 +1,57 @@
+"""Weights are measured from headers; a header that lies is refused before anything of its size exists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.core.errors import FailedPrecondition
+from services.worker.weight_size import weight_bytes
+
+
+def write(path: Path, header: object, size: int | None = None) -> None:
+    body = json.dumps(header).encode()
+    path.write_bytes((len(body) if size is None else size).to_bytes(8, "little") + body)
+
+
+def test_all_tensors_of_all_files_at_the_width_they_are_loaded_with(tmp_path: Path) -> None:
+    tensor = {"dtype": "BF16", "shape": [10, 20], "data_offsets": [0, 400]}
+    write(
+        tmp_path / "a.safetensors",
+        {"__metadata__": {"format": "pt"}, "w": tensor, "scalar": tensor | {"shape": []}},
+    )
+    write(tmp_path / "b.safetensors", {"v": tensor | {"shape": [5]}})
+    assert weight_bytes(tmp_path, 4) == 4 * (200 + 1 + 5)
+    assert weight_bytes(tmp_path, 2) == 2 * (200 + 1 + 5)
+
+
+def test_no_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="no weights"):
+        weight_bytes(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        ({}, 2**62),
+        ({}, 0),
+        ([], None),
+        ({"w": 3}, None),
+        ({"w": {"shape": ["x"]}}, None),
+        ({"w": {"shape": None}}, None),
+        ({"w": {}}, None),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path: Path, header: object, size: int | None) -> None:
+    write(tmp_path / "a.safetensors", header, size)
+    with pytest.raises(FailedPrecondition, match=r"a\.safetensors"):
+        weight_bytes(tmp_path, 4)
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    body = b"[" * 100_000
+    (tmp_path / "a.safetensors").write_bytes(len(body).to_bytes(8, "little") + body)
+    with pytest.raises(FailedPrecondition):
+        weight_bytes(tmp_path, 4)
