@@ -14,8 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+
 MODEL = "null"
 CHECKPOINT = Path("models/tiny/checkpoint")
+CONTEXT_TOKENS = 32768
+KV_MEMORY_BYTES = 1024**3
 
 
 def free_port() -> int:
@@ -36,6 +42,20 @@ def wait_for_port(port: int, timeout_s: float = 20.0) -> None:
     raise SystemExit(f"nothing listens on port {port} after {timeout_s:g} s")
 
 
+def wait_for_replica(address: str, api_key: str, timeout_s: float = 60.0) -> None:
+    """Return once the gateway knows a ready replica. Raises SystemExit after ``timeout_s``."""
+    metadata = (("authorization", f"Bearer {api_key}"),)
+    deadline = time.monotonic() + timeout_s
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        while time.monotonic() < deadline:
+            models = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata).models
+            if any(model.name == MODEL and model.ready_replicas for model in models):
+                return
+            time.sleep(0.1)
+    raise SystemExit(f"no replica is ready after {timeout_s:g} s")
+
+
 @dataclass(frozen=True, slots=True)
 class NullStack:
     """Where the stack answers."""
@@ -50,7 +70,12 @@ class NullStack:
     def started(cls, folder: Path, *, step_s: float = 0.0) -> Iterator[NullStack]:
         """Bring a stack up in ``folder``, one replica of the null executor, and down again."""
         state = folder / "state"
-        environment = {**os.environ, "FAIRWAY_NULL_STEP_S": str(step_s)}
+        # Room for every sequence of the benchmark at once: preemption is not what is measured.
+        environment = {
+            **os.environ,
+            "FAIRWAY_NULL_STEP_S": str(step_s),
+            "FAIRWAY_KV_MEMORY_BYTES": str(KV_MEMORY_BYTES),
+        }
 
         def fairway(*arguments: str) -> None:
             command = [sys.executable, "-m", "fairway.cli.main", *arguments]
@@ -60,13 +85,17 @@ class NullStack:
 
         model = folder / "model"
         shutil.copytree(CHECKPOINT, model, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((model / "config.json").read_text())
+        config["max_position_embeddings"] = CONTEXT_TOKENS
+        (model / "config.json").write_text(json.dumps(config))
         fairway("up", "--detach", "--no-model", "--state-dir", str(state))
         try:
             at = ("--state-dir", str(state))
             fairway("models", "publish", str(model), "--name", MODEL, "--tag", "latest", *at)
             fairway("deployments", "create", MODEL, "--model", MODEL, "--version", "latest",
-                    "--executor", "null", "--replicas", "1", "--wait", *at)  # fmt: skip
+                    "--executor", "null", "--replicas", "1", *at)  # fmt: skip
             endpoints = json.loads((state / "endpoints.json").read_text())
+            wait_for_replica(endpoints["grpc"], endpoints["api_key"])
             yield cls(endpoints["grpc"], endpoints["http"], endpoints["api_key"], MODEL)
         finally:
             fairway("down", "--state-dir", str(state))

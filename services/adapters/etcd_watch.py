@@ -67,7 +67,7 @@ async def watch(
             if not created.created and not created.canceled:
                 raise StoreUnavailable("etcd did not confirm the watch")
             _raise_if_canceled(created)
-            batches = _Batches(watch_id, after_revision, _progress_check(channel, stubs, times.created_s))
+            batches = Batches(watch_id, after_revision, _progress_check(channel, stubs, times.created_s))
             while True:
                 batch = await batches.add(await _read(call, times.silence_s))
                 if batch is not None:
@@ -77,7 +77,7 @@ async def watch(
             call.cancel()
 
 
-class _Batches:
+class Batches:
     """Joins fragments and decides what each message lets a reader resume from."""
 
     def __init__(

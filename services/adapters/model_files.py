@@ -205,9 +205,13 @@ class ModelFiles:
             meter = _Meter(total, progress)
             for file in files:
                 await self._fetch_file(name, file, meter)
-            await in_thread(self._folders.promote, name, files)
-            self._uses += 1
-            self._kept[name] = _Kept(total, self._uses, checked=True)
+            try:
+                await in_thread(self._folders.promote, name, files)
+            finally:
+                # Cancelled just then: the folder is there all the same, and counts.
+                if self._folders.ready(name).exists():
+                    self._uses += 1
+                    self._kept[name] = _Kept(total, self._uses, checked=True)
         except OSError:
             # A full disk keeps nothing half-made. After a kill or a lost connection verified chunks stay.
             await in_thread(self._folders.drop_partial, name)

@@ -37,17 +37,21 @@ class ModelFolders:
         """
         for part in ("manifests", "partial", "ready"):
             (self._root / part).mkdir(parents=True, exist_ok=True)
+        if self._lock < 0:  # else a first call took it and was cancelled
+            self._lock = self._own()
+        for entry in (self._root / "partial").iterdir():
+            if entry.name.endswith(".gone"):
+                shutil.rmtree(entry)
+        return {entry.name: entry.stat().st_mtime for entry in (self._root / "ready").iterdir()}
+
+    def _own(self) -> int:
         lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)
             raise
-        self._lock = lock
-        for entry in (self._root / "partial").iterdir():
-            if entry.name.endswith(".gone"):
-                shutil.rmtree(entry)
-        return {entry.name: entry.stat().st_mtime for entry in (self._root / "ready").iterdir()}
+        return lock
 
     def close(self) -> None:
         if self._lock >= 0:

@@ -1,4 +1,4 @@
-"""What every client of workers does, over a wire or in process: order, silence after the end, no lost word."""
+"""What every client of workers does, over a wire or in process: order, silence at the end, no lost word."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -49,9 +50,9 @@ class Rig:
     server: grpc.aio.Server | None = None
     _sequence: int = 0
 
-    def spec(self, **changes: object) -> StartSpec:
+    def spec(self, **changes: Any) -> StartSpec:
         self._sequence += 1
-        values: dict[str, object] = {
+        values: dict[str, Any] = {
             "worker_id": "w1",
             "address": self.address,
             "incarnation": 5,
@@ -69,8 +70,14 @@ class Rig:
         grant = Grant(**{**values, **changes})
         return StartSpec(generation, 0, "t1", grant, credit)
 
-    def step(self, tokens: dict[int, int], **rest: object) -> None:
-        values = {"finished": {}, "prefill_tokens": 0, "kv_blocks_used": 0, "running": 1, "waiting": 0}
+    def step(self, tokens: dict[int, int], **rest: Any) -> None:
+        values: dict[str, Any] = {
+            "finished": {},
+            "prefill_tokens": 0,
+            "kv_blocks_used": 0,
+            "running": 1,
+            "waiting": 0,
+        }
         self.table.on_stepped(
             wire.Stepped(
                 step=1, step_s=0.0, handles=list(tokens), tokens=list(tokens.values()), **(values | rest)
@@ -107,6 +114,11 @@ class Sink:
         self.heard.append("finished")
         self.end = end
 
+    @property
+    def finished(self) -> SequenceEnd:
+        assert self.end is not None
+        return self.end
+
     def on_lost(self, message: str) -> None:
         assert message
         self.heard.append("lost")
@@ -114,7 +126,7 @@ class Sink:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5.0):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
@@ -122,13 +134,18 @@ def new_host(clock: SystemClock, sent: list[wire.Command]) -> tuple[SequenceHost
     char_of = {byte: char for char, byte in byte_of_char().items()}
     tokenizer = Tokenizer(models.BPE(vocab={char_of[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
+
+    def send(command: wire.Command) -> bool:
+        sent.append(command)
+        return True
+
     host = SequenceHost(changed=lambda: None)
     host.grants.registered(5)
     table = SequenceTable(
         DIGEST,
         limits=PoolLimits(kv_blocks_total=64, block_size=16, max_model_len=1000, max_sequences=64),
         vocabulary=ByteLevelVocabulary(tokenizer),
-        send=lambda command: sent.append(command) is None,
+        send=send,
         clock=clock,
         tally=host.tally,
         changed=host.note_change,
@@ -151,7 +168,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     else:
         server = grpc.aio.server()
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        agent = SimpleNamespace()
+        agent = cast(Any, SimpleNamespace())
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
         await server.start()
         client = GrpcWorkers("token", "g1", clock, supervisor, after_frame=lambda: frames.append(1))
@@ -180,8 +197,8 @@ async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
         TokenLogprobs(-0.5, (0x62,), (-0.25,), ("b",), "a"),
         TokenLogprobs(-1.0, (), (), (), "b"),
     ]
-    assert sink.end.reason is FinishReason.LENGTH
-    assert sink.end.output_tokens == 2
+    assert sink.finished.reason is FinishReason.LENGTH
+    assert sink.finished.output_tokens == 2
 
 
 async def test_the_start_arrives_as_it_was_meant(rig: Rig) -> None:
@@ -209,8 +226,11 @@ async def test_credit_adds_up(rig: Rig) -> None:
     await until(lambda: sink.heard)
     running.credit(3)
     running.credit(4)
-    limits = lambda: [command.limits[0] for command in rig.sent if isinstance(command, wire.Credit)]  # noqa: E731
-    await until(lambda: limits() and limits()[-1] == 9)
+
+    def limits() -> list[int]:
+        return [command.limits[0] for command in rig.sent if isinstance(command, wire.Credit)]
+
+    await until(lambda: limits()[-1:] == [9])
 
 
 async def test_after_a_cancel_the_sink_hears_nothing_and_the_kv_is_free(rig: Rig) -> None:
@@ -275,4 +295,4 @@ async def test_an_engine_that_dies_is_told_to_every_sink(rig: Rig) -> None:
     await until(lambda: sink.heard)
     rig.host.remove(rig.table)
     await until(lambda: sink.end)
-    assert sink.end.reason is FinishReason.ENGINE_LOST
+    assert sink.finished.reason is FinishReason.ENGINE_LOST

@@ -166,7 +166,7 @@ async def silent(call: Call) -> AsyncGenerator[Event, None]:
 
 def failing(error: Exception, *, after: int) -> Callable[[Call], AsyncGenerator[Event, None]]:
     async def script(call: Call) -> AsyncGenerator[Event, None]:
-        events = [accepted(call), Tokens(0, 0, [1], "Hel"), finished(call)]
+        events: list[Event] = [accepted(call), Tokens(0, 0, [1], "Hel"), finished(call)]
         for event in events[:after]:
             yield event
         raise error

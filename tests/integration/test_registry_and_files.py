@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -310,6 +313,58 @@ async def test_killed_fetch_resumes_and_cuts_a_torn_chunk(
     path = await files(second, tmp_path / "cache").fetch("tiny", done.digest)
     assert same(folder, path)
     assert len(second.downloads) == 7 - 4, "verified chunks were fetched again"
+
+
+async def test_a_fetch_may_be_cancelled_anywhere(registry: Registry, tmp_path: Path) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    for number in range(6):
+        (root / f"f{number}.json").write_bytes(bytes([65 + number]) * 50)
+    (root / "config.json").write_text("{}")
+    done = await publish(registry.channel, root, "tiny", metadata=ADMIN)
+    rng = random.Random(3)
+    completed = 0
+    for turn in range(25):
+        models = files(registry.client, tmp_path / f"cache{turn % 5}")
+        for _ in range(3):
+            fetching = asyncio.ensure_future(models.fetch("tiny", done.digest))
+            await asyncio.sleep(rng.uniform(0, 0.02))
+            fetching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await fetching
+                completed += 1
+            models.check_integrity()
+        assert same(root, await models.fetch("tiny", done.digest))
+        models.check_integrity()
+        models.close()
+        if turn % 2:
+            shutil.rmtree(tmp_path / f"cache{turn % 5}")
+    assert 0 < completed < 75, "no cancellation hit anything, or all hit too early"
+
+
+async def test_cancelled_while_its_folder_appears_it_counts(
+    registry: Registry, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    source = Counting(registry.client)
+    models = files(source, tmp_path / "cache")
+    fetching = asyncio.ensure_future(models.fetch("tiny", done.digest))
+    real, loop = Path.rename, asyncio.get_running_loop()
+
+    def rename(self: Path, target: Path) -> Path:
+        loop.call_soon_threadsafe(fetching.cancel)
+        time.sleep(0.05)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    monkeypatch.undo()
+    models.check_integrity()
+    assert len(list((tmp_path / "cache" / "ready").iterdir())) == 1
+    source.downloads.clear()
+    assert same(folder, await models.fetch("tiny", done.digest))
+    assert source.downloads == []
 
 
 _CHILD = """

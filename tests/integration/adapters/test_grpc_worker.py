@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import grpc
 import pytest_asyncio
 
-from fairway.v1 import worker_pb2, worker_pb2_grpc
+from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.adapters.grpc_worker import GrpcWorkers
-from services.core.generation import GenerationSpec, Grant, NotAdmittedReason, SamplingParams, StartSpec
+from services.core.generation import (
+    GenerationSpec,
+    Grant,
+    NotAdmittedReason,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 
-Behaviour = Callable[["asyncio.Queue[worker_pb2.ExecuteRequest]", grpc.aio.ServicerContext], Awaitable[None]]
+Requests: TypeAlias = "asyncio.Queue[worker_pb2.ExecuteRequest]"
+Behaviour = Callable[[Requests, Any], Awaitable[None]]
 
 
-class Scripted(worker_pb2_grpc.WorkerServiceServicer):
+class Scripted:
     """A worker that does what a test says."""
 
     def __init__(self) -> None:
@@ -25,7 +35,7 @@ class Scripted(worker_pb2_grpc.WorkerServiceServicer):
         self.streams = 0
         self.metadata: list[dict[str, str | bytes]] = []
 
-    async def Execute(self, request_iterator, context) -> None:
+    async def Execute(self, request_iterator: Any, context: Any) -> None:
         self.streams += 1
         self.metadata.append(dict(context.invocation_metadata()))
         requests: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
@@ -41,7 +51,7 @@ class Scripted(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
 
 
-async def wait(requests, context) -> None:
+async def wait(requests: Requests, context: Any) -> None:
     await asyncio.sleep(60)
 
 
@@ -56,10 +66,12 @@ class Sink:
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self.heard.append(reason.value)
 
-    def on_tokens(self, offset, ids, text, logprobs) -> None:
+    def on_tokens(
+        self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
         self.heard.append("tokens")
 
-    def on_finished(self, end) -> None:
+    def on_finished(self, end: SequenceEnd) -> None:
         self.heard.append("finished")
 
     def on_lost(self, message: str) -> None:
@@ -84,7 +96,7 @@ async def rig() -> AsyncIterator[Rig]:
     worker = Scripted()
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(cast(Any, worker), server)
     await server.start()
     client = GrpcWorkers("secret", "g1", clock, supervisor, silence_s=1.5, idle_s=1.5)
     yield Rig(worker, client, server, address)
@@ -96,14 +108,14 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def until(condition: Callable[[], object], timeout_s: float = 6.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def test_one_stream_carries_all_and_says_who_asks(rig: Rig) -> None:
     seen: list[worker_pb2.ExecuteRequest] = []
 
-    async def note(requests, context) -> None:
+    async def note(requests: Requests, context: Any) -> None:
         while True:
             seen.append(await requests.get())
 
@@ -123,7 +135,7 @@ async def test_one_stream_carries_all_and_says_who_asks(rig: Rig) -> None:
 async def test_large_starts_are_split_and_credit_never_overtakes_its_start(rig: Rig) -> None:
     seen: list[worker_pb2.ExecuteRequest] = []
 
-    async def note(requests, context) -> None:
+    async def note(requests: Requests, context: Any) -> None:
         while True:
             seen.append(await requests.get())
 
@@ -140,7 +152,7 @@ async def test_large_starts_are_split_and_credit_never_overtakes_its_start(rig: 
 
 
 async def test_a_stream_that_breaks_loses_all_and_the_next_start_opens_another(rig: Rig) -> None:
-    async def abort(requests, context) -> None:
+    async def abort(requests: Requests, context: Any) -> None:
         await requests.get()
         await requests.get()
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no")
@@ -159,7 +171,7 @@ async def test_a_stream_that_breaks_loses_all_and_the_next_start_opens_another(r
 
 
 async def test_a_worker_that_ends_its_stream_is_lost(rig: Rig) -> None:
-    async def leave(requests, context) -> None:
+    async def leave(requests: Requests, context: Any) -> None:
         await requests.get()
 
     rig.worker.behaviour = leave
@@ -172,7 +184,7 @@ async def test_a_worker_that_ends_its_stream_is_lost(rig: Rig) -> None:
 async def test_silence_is_loss_and_heartbeats_are_not_silence(rig: Rig) -> None:
     beats = 0
 
-    async def beat_then_hang(requests, context) -> None:
+    async def beat_then_hang(requests: Requests, context: Any) -> None:
         nonlocal beats
         for _ in range(6):
             await asyncio.sleep(0.5)
@@ -191,7 +203,7 @@ async def test_silence_is_loss_and_heartbeats_are_not_silence(rig: Rig) -> None:
 
 
 async def test_an_idle_stream_is_closed(rig: Rig) -> None:
-    async def refuse(requests, context) -> None:
+    async def refuse(requests: Requests, context: Any) -> None:
         request = worker_pb2.ExecuteRequest()
         while not request.starts:
             request = await requests.get()
@@ -211,9 +223,9 @@ async def test_an_idle_stream_is_closed(rig: Rig) -> None:
 
 
 async def test_a_frame_that_does_not_add_up_ends_the_stream(rig: Rig) -> None:
-    async def lie(requests, context) -> None:
+    async def lie(requests: Requests, context: Any) -> None:
         await requests.get()
-        tokens = {"handles": [1], "offsets": [0], "counts": [2], "ids": [7], "texts": ["x"]}
+        tokens = common_pb2.TokenFrame(handles=[1], offsets=[0], counts=[2], ids=[7], texts=["x"])
         await context.write(worker_pb2.ExecuteResponse(tokens=tokens))
         await asyncio.sleep(60)
 

@@ -1,267 +1,15 @@
-"""A worker agent with a real engine process, a real gRPC server and the gateway's client of it."""
-
 from __future__ import annotations
 
-import asyncio
-import json
 import shutil
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from fairway.v1 import worker_pb2, worker_pb2_grpc
-from services.adapters.grpc_worker import GrpcWorkers
-from services.adapters.memory_store import MemoryStore
-from services.core.generation import (
-    GenerationSpec,
-    Grant,
-    NotAdmittedReason,
-    SamplingParams,
-    SequenceEnd,
-    StartSpec,
-    TokenLogprobs,
-)
-from services.core.records import (
-    ASSIGNMENTS,
-    WORKERS,
-    AssignedVersion,
-    Assignment,
-    VersionState,
-    Worker,
-    dump,
-    load,
-)
-from services.ports.store import Put
-from services.rpc.channel import auth_metadata
-from services.rpc.server import RpcServer, Service
-from services.runtime.clock import SystemClock
-from services.runtime.supervisor import Supervisor
-from services.worker.agent import WorkerAgent, WorkerIdentity
-from services.worker.detokenizer import byte_of_char
-from services.worker.engine_process import EngineTimeouts
-from services.worker.host import SequenceHost
-from services.worker.sequences import SequenceTable
-from services.worker.servicer import WorkerServicer
 from services.worker.version_slot import EngineSettings
-
-DIGEST = "sha256:" + "a" * 64
-VOCAB = 512
-TOKEN = "internal-token-of-these-tests-0123456789"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def write_model(folder: Path) -> Path:
-    """A folder for the null executor: a byte-level tokenizer of 256 bytes and 256 pairs, and a config."""
-    folder.mkdir(parents=True, exist_ok=True)
-    chars = sorted(byte_of_char(), key=lambda char: byte_of_char()[char])
-    vocab = {char: index for index, char in enumerate(chars)}
-    letters = "abcdefghijklmnop"
-    merges = [(a, b) for a in letters for b in letters]
-    vocab.update({a + b: 256 + index for index, (a, b) in enumerate(merges)})
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 4096}))
-    return folder
-
-
-class FolderSource:
-    """Model files that are there already."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pins = 0
-
-    async def fetch(
-        self,
-        model: str,
-        digest: str,
-        *,
-        only: Callable[[str], bool] | None = None,
-        progress: Callable[[float], None] | None = None,
-    ) -> Path:
-        if progress is not None:
-            progress(1.0)
-        return self.folder
-
-    def pin(self, folder: Path) -> None:
-        self.pins += 1
-
-    def unpin(self, folder: Path) -> None:
-        self.pins -= 1
-
-
-@dataclass(eq=False)
-class Sink:
-    """Keeps what a sequence heard; ``ended`` is set by its last word."""
-
-    accepted: bool = False
-    refusal: NotAdmittedReason | None = None
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    end: SequenceEnd | None = None
-    lost: str | None = None
-    after_end: int = 0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    credit: Callable[[int], None] | None = None  # called with the number of tokens that came
-
-    def on_accepted(self) -> None:
-        assert not self.accepted
-        self.accepted = True
-
-    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self.refusal = reason
-        self._end()
-
-    def on_tokens(
-        self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        assert self.accepted, "tokens before accepted"
-        self.after_end += self.ended.is_set()
-        self.offset_base = getattr(self, "offset_base", offset)
-        assert offset == self.offset_base + len(self.ids), "tokens lost, doubled or out of order"
-        self.ids += ids
-        self.text += text
-        self.logprobs += logprobs
-        if self.credit is not None:
-            self.credit(len(ids))
-
-    def on_finished(self, end: SequenceEnd) -> None:
-        self.end = end
-        self._end()
-
-    def on_lost(self, message: str) -> None:
-        self.lost = message
-        self._end()
-
-    def _end(self) -> None:
-        assert not self.ended.is_set(), "two last words"
-        self.ended.set()
-
-    async def wait(self, timeout_s: float = 10.0) -> Sink:
-        async with asyncio.timeout(timeout_s):
-            await self.ended.wait()
-        return self
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Return once the condition holds; the test fails after ``timeout_s``."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-@dataclass
-class Harness:
-    """One worker and one gateway's client."""
-
-    agent: WorkerAgent
-    host: SequenceHost
-    store: MemoryStore
-    client: GrpcWorkers
-    supervisor: Supervisor
-    address: str
-    server: RpcServer
-    run: asyncio.Task[None]
-    files: FolderSource
-    worker_id: str = "w1"
-    digest: str = DIGEST
-    metadata: tuple[tuple[str, str], ...] = auth_metadata(TOKEN)
-    version: AssignedVersion = AssignedVersion("null", "null", DIGEST, executor="null")
-    _sequence: int = 0
-
-    async def assign(self, *versions: AssignedVersion) -> None:
-        record = Assignment(self.worker_id, versions)
-        await self.store.commit([Put(ASSIGNMENTS + self.worker_id, dump(record))])
-
-    @property
-    def table(self) -> SequenceTable:
-        table = self.host.table(DIGEST)
-        assert table is not None
-        return table
-
-    async def registered(self) -> Worker:
-        entry = await self.store.get(WORKERS + self.worker_id)
-        assert entry is not None
-        return load(entry.value, Worker)
-
-    async def ready(self, timeout_s: float = 20.0) -> SequenceTable:
-        await eventually(lambda: self.state() is VersionState.READY, timeout_s)
-        return self.table
-
-    def state(self, digest: str = DIGEST) -> VersionState | None:
-        for version in self.agent.status().versions:
-            if version.record.version_digest == digest:
-                return version.record.state
-        return None
-
-    @property
-    def engine_pid(self) -> int:
-        return self.agent.status().versions[0].engine_pid
-
-    def spec(
-        self,
-        *,
-        prompt: Sequence[int] = tuple(range(32)),
-        max_tokens: int = 32,
-        credit: int = 1 << 20,
-        kv_blocks: int = 4,
-        stop: tuple[str, ...] = (),
-        logprobs: int | None = None,
-        produced: tuple[int, ...] = (),
-        delivered_chars: int = 0,
-        time_left_s: float | None = None,
-        seed: int = 1,
-        tenant: str = "t1",
-        **grant: int | str,
-    ) -> StartSpec:
-        self._sequence += 1
-        values: dict[str, object] = {
-            "worker_id": self.worker_id,
-            "address": self.address,
-            "incarnation": self.host.grants.incarnation,
-            "epoch": 7,
-            "sequence": self._sequence,
-            "kv_blocks": kv_blocks,
-            "ttl_s": 5.0,
-            "version_digest": DIGEST,
-        }
-        generation = GenerationSpec(
-            request_id=f"r{self._sequence}",
-            model="null",
-            version_digest=DIGEST,
-            route_revision=1,
-            prompt_ids=list(prompt),
-            sampling=SamplingParams(seed=seed),
-            max_output_tokens=max_tokens,
-            stop=stop,
-            logprobs=logprobs,
-        )
-        return StartSpec(
-            generation=generation,
-            choice=0,
-            tenant_id=tenant,
-            grant=Grant(**{**values, **grant}),  # type: ignore[arg-type]
-            initial_credit_tokens=credit,
-            produced_ids=produced,
-            delivered_chars=delivered_chars,
-            time_left_s=time_left_s,
-        )
-
-
-Starter = Callable[..., Awaitable[Harness]]
+from tests.integration.worker.harness import Harness, Starter, start_harness, write_model
 
 
 @pytest.fixture(scope="session")
@@ -277,61 +25,17 @@ def model_dir(pristine_model: Path, tmp_path: Path) -> Path:
 
 @pytest_asyncio.fixture
 async def start_worker(model_dir: Path) -> AsyncIterator[Starter]:
-    """Start a worker with the null executor; everything is stopped at the end."""
+    """Start workers; everything is stopped at the end."""
     started: list[Harness] = []
 
     async def start(settings: EngineSettings | None = None, *, assign: bool = True) -> Harness:
-        clock = SystemClock()
-        supervisor = Supervisor(clock)
-        host = SequenceHost(changed=lambda: None)
-        store = MemoryStore(clock)
-        address = f"127.0.0.1:{free_port()}"
-        files = FolderSource(model_dir)
-        agent = WorkerAgent(
-            WorkerIdentity("w1", address),
-            settings=settings
-            or EngineSettings(null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)),
-            host=host,
-            store=store,
-            files=files,
-            clock=clock,
-            supervisor=supervisor,
-        )
-        service = Service(
-            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
-            WorkerServicer(host, agent, clock),
-        )
-        server = RpcServer((service,), listen=address, internal_token=TOKEN, new_incident=lambda: "incident")
-        await server.start()
-        client = GrpcWorkers(TOKEN, "g1", clock, supervisor)
-        run = supervisor.spawn("agent", agent.run())
-        harness = Harness(agent, host, store, client, supervisor, address, server, run, files)
+        harness = await start_harness(model_dir, settings, assign=assign)
         started.append(harness)
-        await agent.wait_registered(5.0)
-        if assign:
-            await harness.assign(harness.version)
-            await harness.ready()
         return harness
 
     yield start
     for harness in started:
-        await harness.client.close()
-        harness.run.cancel()
-        await harness.agent.close()
-        await harness.server.stop(0)
-        await harness.supervisor.close()
-        assert harness.supervisor.healthy, harness.supervisor.failures
-
-
-@pytest.fixture
-def new_sink() -> type[Sink]:
-    return Sink
-
-
-@pytest.fixture
-def until() -> Callable[..., Awaitable[None]]:
-    return eventually
+        await harness.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One engine process and its end, whoever dies first. Where the null engine is too polite, a script is used."""
+"""One engine process and its end, whoever dies first. Scripts play the engines that misbehave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest_asyncio
@@ -20,6 +20,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
 from services.worker.engine_process import (
+    ENGINE_MODULE,
     Crashed,
     EngineEvents,
     EngineExit,
@@ -63,13 +64,13 @@ class Heard:
 
     async def ended(self, timeout_s: float = 8.0) -> EngineExit:
         async with asyncio.timeout(timeout_s):
-            while self.exit is None:
+            while self.exit is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert self.exits == 1
         return self.exit
 
 
-Start = Callable[..., "asyncio.Future[tuple[EngineProcess, Heard]]"]
+Start = Callable[..., Awaitable[tuple[EngineProcess, Heard]]]
 
 
 @pytest_asyncio.fixture
@@ -78,18 +79,16 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
     supervisor = Supervisor(clock)
     engines: list[EngineProcess] = []
 
-    async def begin(script: str | None = None, timeouts: EngineTimeouts = QUICK, **config: object):
+    async def begin(script: str | None = None) -> tuple[EngineProcess, Heard]:
         heard = Heard()
-        extra = {}
-        if script is not None:
-            extra["command"] = ("-c", SCRIPT + textwrap.dedent(script))
+        command = ENGINE_MODULE if script is None else ("-c", SCRIPT + textwrap.dedent(script))
         engine = EngineProcess(
-            wire.EngineConfig(socket_path="", model_dir=str(model_dir), executor="null", **config),
+            wire.EngineConfig(socket_path="", model_dir=str(model_dir), executor="null"),
             events=heard.events_of(),
             clock=clock,
             supervisor=supervisor,
-            timeouts=timeouts,
-            **extra,
+            timeouts=QUICK,
+            command=command,
         )
         await engine.start()
         engines.append(engine)
@@ -131,10 +130,10 @@ async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
     await heard.ready()
     assert engine.send(submit())
     async with asyncio.timeout(5):
-        while len(heard.tokens) < 5:
+        while len(heard.tokens) < 5:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     async with asyncio.timeout(5):
-        while "heartbeat" not in heard.events:
+        while "heartbeat" not in heard.events:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await engine.stop()
     await engine.stop()
@@ -211,7 +210,9 @@ async def test_an_engine_that_does_not_read_is_killed_before_the_agent_fills_up(
         sent += 1
         await asyncio.sleep(0)
     assert 10 < sent < 30, "128 MiB of commands"
-    assert "does not read" in (await heard.ended()).message
+    exit_ = await heard.ended()
+    assert isinstance(exit_, Crashed)
+    assert "does not read" in exit_.message
 
 
 async def test_children_of_the_engine_end_with_it(start: Start, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ async def test_children_of_the_engine_end_with_it(start: Start, tmp_path: Path) 
     await heard.ended()
     child = int(note.read_text())
     async with asyncio.timeout(3):
-        while alive(child):
+        while alive(child):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -275,9 +276,9 @@ def test_no_engine_outlives_its_agent(model_dir: Path) -> None:
         text=True,
         start_new_session=True,
     )
+    assert agent.stdout is not None
     pid = 0
     try:
-        assert agent.stdout is not None
         line = next(line for line in agent.stdout if line.startswith("ready "))
         pid = int(line.split()[1])
         assert alive(pid)

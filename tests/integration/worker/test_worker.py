@@ -6,16 +6,20 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from tokenizers import Tokenizer
 
-from fairway.v1 import worker_pb2, worker_pb2_grpc
+from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.core.generation import FinishReason, NotAdmittedReason
-from services.core.records import WORKERS, AssignedVersion, VersionState, Worker, load
+from services.core.records import WORKERS, AssignedVersion, VersionState, Worker
 from services.worker.engine_process import EngineTimeouts
 from services.worker.version_slot import EngineSettings
+from tests.integration.worker.harness import Harness, Sink, Starter, eventually
 
 SLOW = EngineSettings(
     null_step_s=0.005,
@@ -27,27 +31,28 @@ SLOW = EngineSettings(
 LONG = 3000
 
 
-async def test_thirty_two_sequences_stream_to_their_ends(start_worker, new_sink, until):
+async def test_thirty_two_sequences_stream_to_their_ends(start_worker: Starter) -> None:
     worker = await start_worker()
     table = worker.table
-    sinks = [new_sink() for _ in range(32)]
+    sinks = [Sink() for _ in range(32)]
     for index, sink in enumerate(sinks):
         worker.client.start(worker.spec(max_tokens=10 + index, seed=index), sink)
     for index, sink in enumerate(sinks):
         await sink.wait()
-        assert sink.end is not None, sink.lost or sink.refusal
-        assert sink.end.reason is FinishReason.LENGTH
-        assert len(sink.ids) == sink.end.output_tokens == 10 + index
+        assert sink.finished.reason is FinishReason.LENGTH
+        assert len(sink.ids) == sink.finished.output_tokens == 10 + index
         assert sink.text
         assert sink.after_end == 0
     assert (table.reserved, len(table)) == (0, 0)
     worker.agent.check_integrity()
-    await until(lambda: table.stats.kv_blocks_used == 0)
+    await eventually(lambda: table.stats.kv_blocks_used == 0)
 
 
-async def test_text_is_the_decode_of_the_tokens_and_a_resume_goes_on(start_worker, new_sink, tokenizer):
+async def test_text_is_the_decode_of_the_tokens_and_a_resume_goes_on(
+    start_worker: Starter, tokenizer: Tokenizer
+) -> None:
     worker = await start_worker()
-    whole, rest = new_sink(), new_sink()
+    whole, rest = Sink(), Sink()
     worker.client.start(worker.spec(max_tokens=200, seed=5), whole)
     await whole.wait()
     assert whole.text == tokenizer.decode(whole.ids)
@@ -57,69 +62,69 @@ async def test_text_is_the_decode_of_the_tokens_and_a_resume_goes_on(start_worke
     await rest.wait()
     assert (rest.offset_base, rest.ids) == (70, whole.ids[70:])
     assert whole.text[:delivered] + rest.text == whole.text
-    assert rest.end.output_tokens == 200
+    assert rest.finished.output_tokens == 200
 
 
-async def test_stop_strings_logprobs_and_deadlines(start_worker, new_sink):
+async def test_stop_strings_logprobs_and_deadlines(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
-    first = new_sink()
+    first = Sink()
     worker.client.start(worker.spec(max_tokens=300, seed=9), first)
     await first.wait()
     stop = next(first.text[at : at + 3] for at in range(40, 300) if first.text[at : at + 3].isascii())
-    stopped, logged, late = new_sink(), new_sink(), new_sink()
+    stopped, logged, late = Sink(), Sink(), Sink()
     worker.client.start(worker.spec(max_tokens=300, seed=9, stop=(stop,)), stopped)
     worker.client.start(worker.spec(max_tokens=3, logprobs=0), logged)
     worker.client.start(worker.spec(max_tokens=LONG, time_left_s=0.3), late)
     for sink in (stopped, logged, late):
         await sink.wait()
-    assert stopped.end.reason is FinishReason.STOP
-    assert stopped.end.stop == stop
+    assert stopped.finished.reason is FinishReason.STOP
+    assert stopped.finished.stop == stop
     assert stopped.text == first.text[: first.text.index(stop)]
     assert len(logged.logprobs) == len(logged.ids) == 3
-    assert late.end.reason is FinishReason.DEADLINE
+    assert late.finished.reason is FinishReason.DEADLINE
     assert 0 < len(late.ids) < LONG
 
 
-async def test_credit_is_the_limit_and_a_slow_reader_disturbs_nobody(start_worker, new_sink, until):
+async def test_credit_is_the_limit_and_a_slow_reader_disturbs_nobody(start_worker: Starter) -> None:
     worker = await start_worker(replace(SLOW, slow_reader_s=0.5))
-    slow, steady = new_sink(), new_sink()
+    slow, steady = Sink(), Sink()
     worker.client.start(worker.spec(max_tokens=LONG, credit=20), slow)
     running = worker.client.start(worker.spec(max_tokens=300, credit=16), steady)
     steady.credit = running.credit
     await slow.wait()
     assert len(slow.ids) == 20
-    assert slow.end.reason is FinishReason.SLOW_READER
+    assert slow.finished.reason is FinishReason.SLOW_READER
     await steady.wait()
     assert len(steady.ids) == 300
 
 
-async def test_a_cancel_frees_its_blocks_within_one_step(start_worker, new_sink, until):
+async def test_a_cancel_frees_its_blocks_within_one_step(start_worker: Starter) -> None:
     worker = await start_worker(replace(SLOW, null_step_s=0.05))
     table = worker.table
-    gone, stays = new_sink(), new_sink()
+    gone, stays = Sink(), Sink()
     running = worker.client.start(worker.spec(max_tokens=LONG, prompt=range(320)), gone)
     worker.client.start(worker.spec(max_tokens=LONG), stays)
-    await until(lambda: len(gone.ids) > 2 and len(stays.ids) > 2)
+    await eventually(lambda: len(gone.ids) > 2 and len(stays.ids) > 2)
     before = table.stats
     used, steps = before.kv_blocks_used, before.steps
     assert used >= 20
     running.cancel()
-    await until(lambda: len(table) == 1)
+    await eventually(lambda: len(table) == 1)
     heard_at = table.stats.steps
     assert table.reserved < 20
-    await until(lambda: table.stats.kv_blocks_used <= used - 20)
+    await eventually(lambda: table.stats.kv_blocks_used <= used - 20)
     assert table.stats.steps <= heard_at + 2, "one step was on its way, the next has it freed"
     assert table.stats.steps > steps
 
 
-async def test_a_gateway_that_goes_away_frees_everything(start_worker, new_sink, until):
+async def test_a_gateway_that_goes_away_frees_everything(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
-    sinks = [new_sink() for _ in range(8)]
+    sinks = [Sink() for _ in range(8)]
     for sink in sinks:
         worker.client.start(worker.spec(max_tokens=LONG), sink)
-    await until(lambda: all(sink.ids for sink in sinks))
+    await eventually(lambda: all(sink.ids for sink in sinks))
     await worker.client.close()
-    await until(lambda: worker.table.reserved == 0 and worker.table.stats.kv_blocks_used == 0)
+    await eventually(lambda: worker.table.reserved == 0 and worker.table.stats.kv_blocks_used == 0)
     assert all(sink.lost for sink in sinks)
     worker.agent.check_integrity()
 
@@ -127,20 +132,20 @@ async def test_a_gateway_that_goes_away_frees_everything(start_worker, new_sink,
 # --- engines that die -----------------------------------------------------------------------------
 
 
-async def test_a_killed_engine_is_told_restarted_and_back_at_the_baseline(start_worker, new_sink, until):
+async def test_a_killed_engine_is_told_restarted_and_back_at_the_baseline(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     pid = worker.engine_pid
-    sinks = [new_sink() for _ in range(32)]
+    sinks = [Sink() for _ in range(32)]
     for sink in sinks:
         worker.client.start(worker.spec(max_tokens=LONG), sink)
-    await until(lambda: all(sink.ids for sink in sinks))
+    await eventually(lambda: all(sink.ids for sink in sinks))
     os.kill(pid, signal.SIGKILL)
     for sink in sinks:
         await sink.wait()
-        assert sink.end.reason is FinishReason.ENGINE_LOST
-        assert sink.end.output_tokens == len(sink.ids), "all that was made was told"
+        assert sink.finished.reason is FinishReason.ENGINE_LOST
+        assert sink.finished.output_tokens == len(sink.ids), "all that was made was told"
     assert worker.state() is VersionState.RESTARTING
-    refused = new_sink()
+    refused = Sink()
     worker.client.start(worker.spec(), refused)
     await refused.wait()
     assert refused.refusal is NotAdmittedReason.NOT_READY
@@ -148,33 +153,35 @@ async def test_a_killed_engine_is_told_restarted_and_back_at_the_baseline(start_
     assert worker.engine_pid != pid
     (version,) = worker.agent.status().versions
     assert (version.record.engine_restarts, version.kv_blocks_reserved) == (1, 0)
-    again = new_sink()
+    again = Sink()
     worker.client.start(worker.spec(max_tokens=5), again)
     await again.wait()
     assert len(again.ids) == 5
-    await until(lambda: table.stats.kv_blocks_used == 0)
+    await eventually(lambda: table.stats.kv_blocks_used == 0)
     worker.agent.check_integrity()
 
 
-async def test_a_stopped_engine_is_detected_and_replaced(start_worker, new_sink, until):
+async def test_a_stopped_engine_is_detected_and_replaced(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     pid = worker.engine_pid
-    sink = new_sink()
+    sink = Sink()
     worker.client.start(worker.spec(max_tokens=LONG), sink)
-    await until(lambda: sink.ids)
+    await eventually(lambda: sink.ids)
     os.kill(pid, signal.SIGSTOP)
     await sink.wait(6.0)
-    assert sink.end.reason is FinishReason.ENGINE_LOST
+    assert sink.finished.reason is FinishReason.ENGINE_LOST
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     await worker.ready()
 
 
-async def test_a_version_that_cannot_be_loaded_fails_with_its_message(start_worker, until, model_dir):
+async def test_a_version_that_cannot_be_loaded_fails_with_its_message(
+    start_worker: Starter, model_dir: Path
+) -> None:
     worker = await start_worker(SLOW, assign=False)
     (model_dir / "config.json").write_text('{"vocab_size": -3}')
     await worker.assign(AssignedVersion("d", "m", worker.digest, executor="null"))
-    await until(lambda: worker.state() is VersionState.FAILED)
+    await eventually(lambda: worker.state() is VersionState.FAILED)
     (version,) = worker.agent.status().versions
     assert "vocab_size" in version.record.message
     assert version.record.engine_restarts == 0
@@ -182,12 +189,12 @@ async def test_a_version_that_cannot_be_loaded_fails_with_its_message(start_work
     await worker.ready()
 
 
-async def test_what_does_not_fit_says_why(start_worker, until, model_dir):
+async def test_what_does_not_fit_says_why(start_worker: Starter, model_dir: Path) -> None:
     header = b'{"w":{"dtype":"F32","shape":[1024,1048576],"data_offsets":[0,4294967296]}}'
     (model_dir / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     worker = await start_worker(SLOW, assign=False)
     await worker.assign(AssignedVersion("d", "m", worker.digest, executor="torch"))
-    await until(lambda: worker.state() is VersionState.FAILED)
+    await eventually(lambda: worker.state() is VersionState.FAILED)
     (version,) = worker.agent.status().versions
     assert "needs 4096 MiB for weights" in version.record.message
     assert version.engine_pid == 0
@@ -197,78 +204,79 @@ async def test_what_does_not_fit_says_why(start_worker, until, model_dir):
 # --- assignment, registration, drain ---------------------------------------------------------------
 
 
-async def test_an_unassigned_version_drains_and_is_gone(start_worker, new_sink, until):
+async def test_an_unassigned_version_drains_and_is_gone(start_worker: Starter) -> None:
     worker = await start_worker(replace(SLOW, drain_s=10.0))
     pid = worker.engine_pid
-    sink, late = new_sink(), new_sink()
+    sink, late = Sink(), Sink()
     worker.client.start(worker.spec(max_tokens=100), sink)
-    await until(lambda: sink.ids)
+    await eventually(lambda: sink.ids)
     await worker.assign()
-    await until(lambda: worker.state() is VersionState.DRAINING)
+    await eventually(lambda: worker.state() is VersionState.DRAINING)
     worker.client.start(worker.spec(), late)
     await late.wait()
     assert late.refusal is NotAdmittedReason.DRAINING
     await sink.wait()
-    assert sink.end.reason is FinishReason.LENGTH
-    await until(lambda: worker.agent.status().versions == ())
+    assert sink.finished.reason is FinishReason.LENGTH
+    await eventually(lambda: worker.agent.status().versions == ())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert worker.files.pins == 0
 
 
-async def test_a_version_that_is_wanted_again_goes_on(start_worker, new_sink, until):
+async def test_a_version_that_is_wanted_again_goes_on(start_worker: Starter) -> None:
     worker = await start_worker(replace(SLOW, drain_s=10.0))
     pid = worker.engine_pid
-    sink = new_sink()
+    sink = Sink()
     worker.client.start(worker.spec(max_tokens=LONG), sink)
-    await until(lambda: sink.ids)
+    await eventually(lambda: sink.ids)
     await worker.assign()
-    await until(lambda: worker.state() is VersionState.DRAINING)
+    await eventually(lambda: worker.state() is VersionState.DRAINING)
     await worker.assign(worker.version)
     await worker.ready()
     assert worker.engine_pid == pid
 
 
-async def test_the_record_in_the_store_follows_the_states(start_worker, until):
+async def test_the_record_in_the_store_follows_the_states(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     async with asyncio.timeout(5):
-        while (record := await worker.registered()).versions[0].state is not VersionState.READY:
+        while (record := await worker.registered()).versions[0].state is not VersionState.READY:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert (record.address, record.versions[0].deployment) == (worker.address, "null")
     assert record.versions[0].kv_blocks_total > 0
     os.kill(worker.engine_pid, signal.SIGKILL)
-    await until(lambda: worker.state() is VersionState.RESTARTING)
+    await eventually(lambda: worker.state() is VersionState.RESTARTING)
     async with asyncio.timeout(5):
-        while (await worker.registered()).versions[0].engine_restarts != 1:
+        while (await worker.registered()).versions[0].engine_restarts != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
-async def test_a_lost_lease_is_a_new_life_and_running_sequences_go_on(start_worker, new_sink, until):
+async def test_a_lost_lease_is_a_new_life_and_running_sequences_go_on(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     old = worker.host.grants.incarnation
-    running = new_sink()
+    running = Sink()
     worker.client.start(worker.spec(max_tokens=500), running)
-    await until(lambda: running.ids)
+    await eventually(lambda: running.ids)
     entry = await worker.store.get(WORKERS + worker.worker_id)
+    assert entry is not None
     await worker.store.revoke_lease(entry.lease_id)
-    await until(lambda: worker.host.grants.incarnation not in (0, old))
-    stale, fresh = new_sink(), new_sink()
+    await eventually(lambda: worker.host.grants.incarnation not in (0, old))
+    stale, fresh = Sink(), Sink()
     worker.client.start(worker.spec(incarnation=old), stale)
     worker.client.start(worker.spec(max_tokens=3), fresh)
     await stale.wait()
     await fresh.wait()
     assert stale.refusal is NotAdmittedReason.STALE_INCARNATION
-    assert fresh.end.reason is FinishReason.LENGTH
+    assert fresh.finished.reason is FinishReason.LENGTH
     await running.wait()
     assert len(running.ids) == 500
-    assert load((await worker.store.get(WORKERS + worker.worker_id)).value, Worker).worker_id == "w1"
+    assert (await worker.registered()).worker_id == "w1"
 
 
-async def test_operators_see_and_drain_the_worker(start_worker, new_sink, until):
+async def test_operators_see_and_drain_the_worker(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
-    sink, late = new_sink(), new_sink()
+    sink, late = Sink(), Sink()
     worker.client.start(worker.spec(max_tokens=100), sink)
-    await until(lambda: sink.ids)
+    await eventually(lambda: sink.ids)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         seen = await stub.GetWorker(worker_pb2.GetWorkerRequest(), metadata=worker.metadata)
@@ -289,18 +297,18 @@ async def test_operators_see_and_drain_the_worker(start_worker, new_sink, until)
                 worker_pb2.DrainWorkerRequest(timeout=Duration(seconds=10)), metadata=worker.metadata
             )
         ).remaining == 0
-    assert sink.end.reason is FinishReason.LENGTH
+    assert sink.finished.reason is FinishReason.LENGTH
     assert (await drained_record(worker)).draining
 
 
-async def drained_record(worker) -> Worker:
+async def drained_record(worker: Harness) -> Worker:
     async with asyncio.timeout(5):
-        while not (record := await worker.registered()).draining:
+        while not (record := await worker.registered()).draining:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return record
 
 
-async def test_a_start_without_a_leaders_grant_is_refused(start_worker):
+async def test_a_start_without_a_leaders_grant_is_refused(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(metadata=worker.metadata)
@@ -310,16 +318,16 @@ async def test_a_start_without_a_leaders_grant_is_refused(start_worker):
             request_id="r1",
             tenant_id="t1",
             fallback=fallback,
-            sampling={"seed": 1},
+            sampling=common_pb2.Sampling(seed=1),
             max_output_tokens=1,
             initial_credit_tokens=1,
         )
         await call.write(worker_pb2.ExecuteRequest(starts=[start]))
-        response = await call.read()
+        response: Any = await call.read()
         assert [(entry.handle, entry.reason) for entry in response.not_admitted] == [
             (1, worker_pb2.NOT_ADMITTED_REASON_NO_FALLBACK)
         ]
         async with asyncio.timeout(3):
-            while not (await call.read()).HasField("heartbeat"):
-                pass
+            while not response.HasField("heartbeat"):
+                response = await call.read()
         call.cancel()

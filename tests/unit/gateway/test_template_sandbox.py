@@ -44,6 +44,9 @@ BOMBS = {
     "bytes of a number": "{{ (2).to_bytes(1000000000, 'big') }}",
     "padding filter": "{{ 'a' | center(1000000000) }}",
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "nested loops without a call": (
+        "{% set r = range(99999) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+    ),
     "loop with text": "{% for a in range(99999) %}" + "x" * 5000 + "{% endfor %}",
     "loop into a variable": "{% set x %}{% for a in range(99999) %}{{ text }}{% endfor %}{% endset %}",
     "large join": "{{ range(99999) | join(text) }}",

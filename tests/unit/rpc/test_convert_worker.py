@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairway.v1 import worker_pb2
+from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
     FinishReason,
@@ -156,16 +158,16 @@ def test_a_start_needs_a_leaders_grant() -> None:
         {"handles": [], "offsets": [], "counts": [], "ids": [7], "texts": []},
     ],
 )
-def test_columns_that_do_not_fit_are_refused(tokens: dict[str, list[int]]) -> None:
+def test_columns_that_do_not_fit_are_refused(tokens: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
-        frame_from_proto(worker_pb2.ExecuteResponse(tokens=tokens))
+        frame_from_proto(worker_pb2.ExecuteResponse(tokens=common_pb2.TokenFrame(**tokens)))
 
 
 def test_unknown_reasons_are_refused() -> None:
     with pytest.raises(InvalidInput):
-        frame_from_proto(worker_pb2.ExecuteResponse(finished=[{"handle": 1, "reason": 77}]))
+        frame_from_proto(worker_pb2.ExecuteResponse(finished=[worker_pb2.SequenceFinished(handle=1)]))
     with pytest.raises(InvalidInput):
-        frame_from_proto(worker_pb2.ExecuteResponse(not_admitted=[{"handle": 1}]))
+        frame_from_proto(worker_pb2.ExecuteResponse(not_admitted=[worker_pb2.NotAdmitted(handle=1)]))
 
 
 @pytest.mark.parametrize("state", list(VersionState))

@@ -44,11 +44,11 @@ class _JumpSelector(selectors.SelectSelector):
 
 class _VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._jump = _JumpSelector()
-        super().__init__(self._jump)
+        self.jump = _JumpSelector()
+        super().__init__(self.jump)
 
     def time(self) -> float:
-        return self._jump.now_s
+        return self.jump.now_s
 
 
 class LoopClock:
@@ -164,6 +164,12 @@ class World:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.append(task)
         return task
+
+    def pause_process(self, seconds: float) -> None:
+        """Time passes and no task runs, as when the process is stopped or the event loop is blocked."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _VirtualTimeLoop)
+        loop.jump.now_s += seconds
 
     async def stop(self, task: asyncio.Task[None]) -> None:
         task.cancel()

@@ -153,6 +153,21 @@ def test_a_cut_leader_is_over_before_the_next_begins(virtual: Virtual) -> None:
     virtual(scenario)
 
 
+def test_a_process_that_was_stopped_does_not_believe_it_leads(virtual: Virtual) -> None:
+    async def scenario(world: Any) -> None:
+        candidate, mine = election(world, world.store), registration(world, world.store)
+        world.spawn(candidate.run())
+        world.spawn(mine.run())
+        epoch, incarnation = await candidate.wait_leading(), await mine.wait_registered(1.0)
+        world.pause_process(TTL_S - 0.1)
+        assert (candidate.epoch, mine.incarnation) == (epoch, incarnation)
+        world.pause_process(0.2)
+        assert (candidate.epoch, mine.incarnation) == (None, None), "before any task could run"
+        assert await candidate.wait_leading() > epoch
+
+    virtual(scenario)
+
+
 def test_a_short_outage_changes_no_leader(virtual: Virtual) -> None:
     async def scenario(world: Any) -> None:
         link = world.link()

@@ -1,162 +1,17 @@
-"""Tokenizers of the kinds that real models have, and starts for sequences."""
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from services.core.generation import GenerationSpec, Grant, SamplingParams, StartSpec
-from services.core.records import Priority
-from services.worker import engine_protocol as wire
-from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
-from services.worker.host import SequenceHost
-from services.worker.sequences import PoolLimits, SequenceTable
-
-DIGEST = "sha256:" + "b" * 64
-EOS = 300
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    """256 bytes, pairs of them that cut through UTF-8 characters, special and plain added tokens."""
-    char_of = {byte: char for char, byte in byte_of_char().items()}
-    vocab = {char_of[byte]: byte for byte in range(256)}
-    merges = []
-    pairs = [(0xC3, 0xA9), (0xF0, 0x9F), (0x98, 0x80), (0x61, 0xC3), (0xE2, 0x82), (0x20, 0x61), (0x61, 0x62)]
-    for index, (first, second) in enumerate(pairs):
-        vocab[char_of[first] + char_of[second]] = 256 + index
-        merges.append((char_of[first], char_of[second]))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    filler = [AddedToken(f"<f{index}>", special=True) for index in range(256 + len(pairs), EOS)]
-    tokenizer.add_tokens([AddedToken("two words", special=False)])
-    tokenizer.add_special_tokens(filler[1:])
-    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
-    assert tokenizer.token_to_id("<eos>") == EOS
-    return tokenizer
+from tests.unit.worker.bench import Bench, byte_level_tokenizer, new_bench
 
 
 @pytest.fixture(scope="session")
 def byte_level() -> Tokenizer:
     return byte_level_tokenizer()
-
-
-@dataclass
-class Bench:
-    """A host with one table whose engine is a list of the commands that it was sent."""
-
-    host: SequenceHost
-    table: SequenceTable
-    clock: FakeClock
-    sent: list[wire.Command] = field(default_factory=list)
-    connected: bool = True
-    changes: int = 0
-    step: int = 0
-    tokens: int = 0  # those of sequences that lived
-    _sequence: int = 0
-
-    def spec(
-        self,
-        *,
-        prompt: int = 16,
-        blocks: int = 2,
-        credit: int = 1000,
-        max_tokens: int = 100,
-        min_tokens: int = 0,
-        stop: tuple[str, ...] = (),
-        logprobs: int | None = None,
-        produced: tuple[int, ...] = (),
-        delivered_chars: int = 0,
-        time_left_s: float | None = None,
-        tenant: str = "t1",
-        **grant: int | str,
-    ) -> StartSpec:
-        self._sequence += 1
-        values: dict[str, object] = {
-            "worker_id": "w1",
-            "address": "a:1",
-            "incarnation": 5,
-            "epoch": 3,
-            "sequence": self._sequence,
-            "kv_blocks": blocks,
-            "ttl_s": 5.0,
-            "version_digest": DIGEST,
-        }
-        return StartSpec(
-            generation=GenerationSpec(
-                request_id=f"r{self._sequence}",
-                model="m",
-                version_digest=DIGEST,
-                route_revision=1,
-                prompt_ids=list(range(prompt)),
-                sampling=SamplingParams(seed=1),
-                max_output_tokens=max_tokens,
-                min_output_tokens=min_tokens,
-                stop=stop,
-                logprobs=logprobs,
-                priority=Priority.STANDARD,
-            ),
-            choice=0,
-            tenant_id=tenant,
-            grant=Grant(**{**values, **grant}),  # type: ignore[arg-type]
-            initial_credit_tokens=credit,
-            produced_ids=produced,
-            delivered_chars=delivered_chars,
-            time_left_s=time_left_s,
-        )
-
-    def stepped(
-        self,
-        tokens: dict[int, int],
-        *,
-        finished: dict[int, wire.FinishReason] | None = None,
-        prefill_tokens: int = 0,
-        logprobs: dict[int, wire.TokenLogprobs] | None = None,
-        errors: dict[int, str] | None = None,
-    ) -> None:
-        """One engine step that made these tokens, by the engine's handle."""
-        self.step += 1
-        live = {sequence.number for sequence in self.table.sequences()}
-        self.tokens += sum(number in live for number in tokens)
-        self.table.on_stepped(
-            wire.Stepped(
-                step=self.step,
-                step_s=0.01,
-                handles=list(tokens),
-                tokens=list(tokens.values()),
-                finished=finished or {},
-                prefill_tokens=prefill_tokens,
-                kv_blocks_used=0,
-                running=len(tokens),
-                waiting=0,
-                logprobs=logprobs or {},
-                errors=errors or {},
-            )
-        )
-        self.host.check_integrity()
-
-    def commands(self, kind: type[wire.Command]) -> list[wire.Command]:
-        return [command for command in self.sent if isinstance(command, kind)]
-
-
-class FakeClock:
-    """Stands still until told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def unix_s(self) -> float:
-        return self.now_s
-
-    async def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 @pytest.fixture
@@ -169,48 +24,12 @@ def bench(byte_level: Tokenizer) -> Bench:
     return new_bench(byte_level)
 
 
-def new_bench(byte_level: Tokenizer) -> Bench:
-    """Total 10 blocks of 16 tokens, at most 8 sequences; slow readers after 30 s."""
-    clock = FakeClock()
-    host = SequenceHost(changed=lambda: None)
-    host.grants.registered(5)
-
-    def send(command: wire.Command) -> bool:
-        if made.connected:
-            made.sent.append(command)
-        return made.connected
-
-    vocabulary = ByteLevelVocabulary(byte_level)
-    vocabulary.cover(512)
-    table = SequenceTable(
-        DIGEST,
-        limits=PoolLimits(kv_blocks_total=10, block_size=16, max_model_len=160, max_sequences=8),
-        vocabulary=vocabulary,
-        send=send,
-        clock=clock,
-        tally=host.tally,
-        changed=host.note_change,
-        slow_reader_s=30.0,
-    )
-    made = Bench(host, table, clock)
-    host.changed = lambda: setattr(made, "changes", made.changes + 1)
-    host.add(table)
-    return made
-
-
-@pytest.fixture
-def text_ids() -> Callable[[str], list[int]]:
-    return lambda text: list(text.encode())
-
-
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[[Tokenizer], Path]:
+    """Write a tokenizer into a model folder of its own."""
+
     def write(tokenizer: Tokenizer) -> Path:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         return tmp_path
 
     return write
-
-
-def flat(frames: Iterable[Sequence[int]]) -> list[int]:
-    return [token for frame in frames for token in frame]

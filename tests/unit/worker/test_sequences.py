@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.errors import InvalidInput
+from services.core.fleet import ReportSnapshot
 from services.core.generation import FinishReason, NotAdmittedReason, SequenceEnd
 from services.ports.worker_stream import StepFrame
 from services.worker import engine_protocol as wire
 from services.worker.outbox import MAX_FRAME_TOKENS
 from services.worker.report import take_snapshot
+from tests.unit.worker.bench import Bench
 
 A, B, C = 0x61, 0x62, 0x63
 EOS = 300
@@ -22,7 +26,7 @@ EOS = 300
 class Reader:
     """What one gateway heard, by handle."""
 
-    def __init__(self, bench) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.wakes = 0
         self.stream = bench.host.open(self._wake)
         self.accepted: list[int] = []
@@ -33,6 +37,11 @@ class Reader:
 
     def _wake(self) -> None:
         self.wakes += 1
+
+    def take(self) -> StepFrame:
+        frame = self.stream.take()
+        assert frame is not None
+        return frame
 
     def read(self) -> list[StepFrame]:
         frames = []
@@ -60,7 +69,7 @@ class Reader:
 
 
 @pytest.fixture
-def reader(bench) -> Reader:
+def reader(bench: Bench) -> Reader:
     return Reader(bench)
 
 
@@ -76,7 +85,9 @@ def reader(bench) -> Reader:
         ({"version_digest": "sha256:other"}, NotAdmittedReason.NOT_READY),
     ],
 )
-def test_a_grant_that_does_not_count_is_refused_with_its_reason(bench, reader, grant, reason) -> None:
+def test_a_grant_that_does_not_count_is_refused_with_its_reason(
+    bench: Bench, reader: Reader, grant: dict[str, Any], reason: NotAdmittedReason
+) -> None:
     reader.stream.start(1, bench.spec())
     reader.stream.start(2, bench.spec(**grant))
     reader.read()
@@ -85,14 +96,14 @@ def test_a_grant_that_does_not_count_is_refused_with_its_reason(bench, reader, g
     assert len(bench.commands(wire.Submit)) == 1
 
 
-def test_a_grant_for_one_version_does_not_start_another(bench, reader) -> None:
+def test_a_grant_for_one_version_does_not_start_another(bench: Bench, reader: Reader) -> None:
     spec = bench.spec()
     reader.stream.start(1, replace(spec, generation=replace(spec.generation, version_digest="sha256:other")))
     reader.read()
     assert reader.refused == {1: NotAdmittedReason.NOT_READY}
 
 
-def test_room_is_total_less_reserved_at_the_larger_of_grant_and_use(bench, reader) -> None:
+def test_room_is_total_less_reserved_at_the_larger_of_grant_and_use(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(blocks=4, prompt=16))
     reader.stream.start(2, bench.spec(blocks=1, prompt=65))  # its prompt takes five
     assert bench.table.reserved == 9
@@ -104,14 +115,14 @@ def test_room_is_total_less_reserved_at_the_larger_of_grant_and_use(bench, reade
     assert reader.refused == {3: NotAdmittedReason.NO_ROOM, 5: NotAdmittedReason.NO_ROOM}
 
 
-def test_the_number_of_sequences_is_bounded(bench, reader) -> None:
+def test_the_number_of_sequences_is_bounded(bench: Bench, reader: Reader) -> None:
     for handle in range(9):
         reader.stream.start(handle, bench.spec(blocks=1, prompt=1))
     reader.read()
     assert reader.refused == {8: NotAdmittedReason.NO_ROOM}
 
 
-def test_draining_and_closed_versions_take_nothing(bench, reader) -> None:
+def test_draining_and_closed_versions_take_nothing(bench: Bench, reader: Reader) -> None:
     bench.host.close_version(bench.table.version_digest, True)
     reader.stream.start(1, bench.spec())
     bench.host.close_version(bench.table.version_digest, False)
@@ -124,7 +135,9 @@ def test_draining_and_closed_versions_take_nothing(bench, reader) -> None:
     assert reader.accepted == [3]
 
 
-def test_an_engine_that_cannot_be_told_is_not_ready_and_nothing_is_reserved(bench, reader) -> None:
+def test_an_engine_that_cannot_be_told_is_not_ready_and_nothing_is_reserved(
+    bench: Bench, reader: Reader
+) -> None:
     bench.connected = False
     reader.stream.start(1, bench.spec())
     reader.read()
@@ -133,13 +146,13 @@ def test_an_engine_that_cannot_be_told_is_not_ready_and_nothing_is_reserved(benc
     bench.host.check_integrity()
 
 
-def test_a_handle_in_use_is_refused(bench, reader) -> None:
+def test_a_handle_in_use_is_refused(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     with pytest.raises(InvalidInput):
         reader.stream.start(1, bench.spec())
 
 
-def test_use_beyond_the_grant_is_reserved(bench, reader) -> None:
+def test_use_beyond_the_grant_is_reserved(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(blocks=1, prompt=15))
     for step in range(1, 20):
         bench.stepped({1: A})
@@ -149,7 +162,7 @@ def test_use_beyond_the_grant_is_reserved(bench, reader) -> None:
 # --- tokens ----------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_step_travel_in_one_frame_per_gateway(bench, reader) -> None:
+def test_tokens_of_a_step_travel_in_one_frame_per_gateway(bench: Bench, reader: Reader) -> None:
     other = Reader(bench)
     reader.stream.start(1, bench.spec())
     other.stream.start(1, bench.spec())
@@ -163,7 +176,7 @@ def test_tokens_of_a_step_travel_in_one_frame_per_gateway(bench, reader) -> None
     assert (other.read()[0].texts, other.ids) == (["b"], {1: [B]})
 
 
-def test_a_writer_that_lags_gets_merged_entries(bench, reader) -> None:
+def test_a_writer_that_lags_gets_merged_entries(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     reader.stream.start(2, bench.spec())
     bench.stepped({1: A, 2: 0xC3})
@@ -174,7 +187,7 @@ def test_a_writer_that_lags_gets_merged_entries(bench, reader) -> None:
     assert (frame.ids, frame.texts) == ([A, B, C, 0xC3, 0xA9], ["abc", "é"])
 
 
-def test_a_frame_is_bounded_and_a_last_word_waits_for_its_tokens(bench, reader) -> None:
+def test_a_frame_is_bounded_and_a_last_word_waits_for_its_tokens(bench: Bench, reader: Reader) -> None:
     bench.table.limits = replace(bench.table.limits, kv_blocks_total=10_000)
     for handle in (1, 2):
         reader.stream.start(handle, bench.spec(credit=1 << 20, max_tokens=1 << 20))
@@ -186,7 +199,7 @@ def test_a_frame_is_bounded_and_a_last_word_waits_for_its_tokens(bench, reader) 
     assert [[handle for handle, _ in frame.finished] for frame in frames] == [[1], [2]]
 
 
-def test_a_stop_token_is_reported_without_text(bench, reader) -> None:
+def test_a_stop_token_is_reported_without_text(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     bench.stepped({1: A})
     bench.stepped({1: B}, finished={1: "stop"})
@@ -196,7 +209,7 @@ def test_a_stop_token_is_reported_without_text(bench, reader) -> None:
     assert reader.ends[1].output_tokens == 2
 
 
-def test_an_invalid_rest_is_replaced_at_the_end(bench, reader) -> None:
+def test_an_invalid_rest_is_replaced_at_the_end(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     bench.stepped({1: A})
     bench.stepped({1: 0xF0}, finished={1: "length"})
@@ -204,7 +217,7 @@ def test_an_invalid_rest_is_replaced_at_the_end(bench, reader) -> None:
     assert reader.text[1] == "a\ufffd"
 
 
-def test_a_stop_string_cancels_the_engine_and_cuts_the_text(bench, reader) -> None:
+def test_a_stop_string_cancels_the_engine_and_cuts_the_text(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(stop=("bc",)))
     bench.stepped({1: A})
     bench.stepped({1: B})
@@ -219,7 +232,7 @@ def test_a_stop_string_cancels_the_engine_and_cuts_the_text(bench, reader) -> No
     assert bench.table.reserved == 0
 
 
-def test_a_held_back_beginning_comes_out_at_the_end(bench, reader) -> None:
+def test_a_held_back_beginning_comes_out_at_the_end(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(stop=("bcd",)))
     bench.stepped({1: B})
     bench.stepped({1: C}, finished={1: "length"})
@@ -227,7 +240,7 @@ def test_a_held_back_beginning_comes_out_at_the_end(bench, reader) -> None:
     assert (reader.text[1], reader.ends[1].reason) == ("bc", FinishReason.LENGTH)
 
 
-def test_logprobs_carry_the_tokens_texts(bench, reader) -> None:
+def test_logprobs_carry_the_tokens_texts(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(logprobs=2))
     for _ in range(2):
         bench.stepped({1: A}, logprobs={1: wire.TokenLogprobs(-0.5, [A, EOS], [-0.5, -1.5])})
@@ -238,20 +251,20 @@ def test_logprobs_carry_the_tokens_texts(bench, reader) -> None:
     assert (first.token, first.top_tokens, first.top_logprobs) == ("a", ("a", "<eos>"), (-0.5, -1.5))
 
 
-def test_a_resume_goes_on_where_it_was(bench, reader) -> None:
+def test_a_resume_goes_on_where_it_was(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(produced=(A, B), delivered_chars=1, credit=5))
     (submit,) = bench.commands(wire.Submit)
     assert (submit.produced_ids, submit.credit_limit) == ([A, B], 7)
-    frame = reader.stream.take()
+    frame = reader.take()
     assert (frame.handles, frame.offsets, frame.counts, frame.texts) == ([1], [2], [0], ["b"])
     bench.stepped({1: C})
-    frame = reader.stream.take()
+    frame = reader.take()
     assert (frame.offsets, frame.ids, frame.texts) == ([2], [C], ["c"])
 
 
-def test_a_resume_of_what_had_stopped_ends_without_the_engine(bench, reader) -> None:
+def test_a_resume_of_what_had_stopped_ends_without_the_engine(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(produced=(A, B), stop=("b",)))
-    frame = reader.stream.take()
+    frame = reader.take()
     assert (frame.accepted, frame.texts) == ([1], ["a"])
     ((handle, end),) = frame.finished
     assert (handle, end.reason, end.stop, end.output_tokens) == (1, FinishReason.STOP, "b", 2)
@@ -262,14 +275,14 @@ def test_a_resume_of_what_had_stopped_ends_without_the_engine(bench, reader) -> 
 # --- credits, deadlines, ends ----------------------------------------------------------------------
 
 
-def test_credit_is_an_absolute_limit_for_the_engine(bench, reader) -> None:
+def test_credit_is_an_absolute_limit_for_the_engine(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(credit=2))
     reader.stream.start(2, bench.spec(credit=3))
     reader.stream.credit([1, 2, 99], [5, 1, 7])
     assert bench.commands(wire.Credit) == [wire.Credit([1, 2], [7, 4])]
 
 
-def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench, reader) -> None:
+def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(credit=1))
     reader.stream.start(2, bench.spec(credit=1))
     bench.stepped({1: A, 2: A})
@@ -288,7 +301,7 @@ def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench, reader
     assert len(bench.table) == 0
 
 
-def test_a_deadline_ends_it(bench, reader) -> None:
+def test_a_deadline_ends_it(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(time_left_s=2.0, stop=("bb",)))
     bench.stepped({1: B})
     bench.host.sweep(101.9)
@@ -298,7 +311,7 @@ def test_a_deadline_ends_it(bench, reader) -> None:
     assert bench.commands(wire.Cancel) == [wire.Cancel([1])]
 
 
-def test_a_cancel_is_silent_and_frees_at_once(bench, reader) -> None:
+def test_a_cancel_is_silent_and_frees_at_once(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     bench.stepped({1: A})
     reader.stream.cancel([1, 42])
@@ -312,7 +325,7 @@ def test_a_cancel_is_silent_and_frees_at_once(bench, reader) -> None:
     assert (reader.accepted, reader.ids) == ([1], {1: [C]})
 
 
-def test_a_cancel_that_crosses_the_last_word_silences_it(bench, reader) -> None:
+def test_a_cancel_that_crosses_the_last_word_silences_it(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     bench.stepped({1: A}, finished={1: "length"})
     reader.stream.cancel([1])
@@ -320,7 +333,7 @@ def test_a_cancel_that_crosses_the_last_word_silences_it(bench, reader) -> None:
     assert (reader.accepted, reader.ids, reader.ends) == ([], {}, {})
 
 
-def test_a_stream_that_ends_cancels_everything_of_its_own(bench, reader) -> None:
+def test_a_stream_that_ends_cancels_everything_of_its_own(bench: Bench, reader: Reader) -> None:
     other = Reader(bench)
     reader.stream.start(1, bench.spec())
     other.stream.start(1, bench.spec())
@@ -331,7 +344,7 @@ def test_a_stream_that_ends_cancels_everything_of_its_own(bench, reader) -> None
     assert len(bench.table) == 1
 
 
-def test_a_dead_engine_ends_everything_and_keeps_what_was_held_back(bench, reader) -> None:
+def test_a_dead_engine_ends_everything_and_keeps_what_was_held_back(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(stop=("bc",)))
     reader.stream.start(2, bench.spec())
     bench.stepped({1: B, 2: 0xF0})
@@ -346,7 +359,7 @@ def test_a_dead_engine_ends_everything_and_keeps_what_was_held_back(bench, reade
     assert reader.refused == {3: NotAdmittedReason.NOT_READY}
 
 
-def test_preempted_and_failed_sequences_say_so(bench, reader) -> None:
+def test_preempted_and_failed_sequences_say_so(bench: Bench, reader: Reader) -> None:
     for handle in (1, 2, 3):
         reader.stream.start(handle, bench.spec())
     bench.stepped({2: A}, prefill_tokens=32, finished={1: "preempted"})
@@ -359,7 +372,7 @@ def test_preempted_and_failed_sequences_say_so(bench, reader) -> None:
     assert (reader.ends[3].error_reason, reader.ends[3].error_message) == ("INVALID_INPUT", "prompt too long")
 
 
-def test_the_stage_clock_splits_waiting_from_prefill(bench, reader) -> None:
+def test_the_stage_clock_splits_waiting_from_prefill(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     bench.clock.now_s += 1.0
     bench.stepped({}, prefill_tokens=8)  # a chunk of a step that took 10 ms
@@ -370,14 +383,14 @@ def test_the_stage_clock_splits_waiting_from_prefill(bench, reader) -> None:
     assert reader.ends[1].prefill_us == 510_000
 
 
-def test_a_report_has_levels_and_takes_deltas(bench, reader) -> None:
+def test_a_report_has_levels_and_takes_deltas(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(prompt=20, tenant="x"))
     reader.stream.start(2, bench.spec(prompt=30, tenant="y"))
     reader.stream.start(3, bench.spec(epoch=2))
     bench.stepped({1: A})
     bench.stepped({1: A})
 
-    def take():
+    def take() -> ReportSnapshot:
         return take_snapshot(bench.host, worker_id="w1", address="a:1", zone="z")
 
     first, second = take(), take()
@@ -397,7 +410,7 @@ def test_a_report_has_levels_and_takes_deltas(bench, reader) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_order_of_events_leaks_nothing(bench_factory, data: st.DataObject) -> None:
+def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], data: st.DataObject) -> None:
     bench = bench_factory()
     reader = Reader(bench)
     handle = 0
@@ -416,7 +429,9 @@ def test_any_order_of_events_leaks_nothing(bench_factory, data: st.DataObject) -
                 chosen = data.draw(st.lists(st.sampled_from(numbers), unique=True))
                 tokens = {number: data.draw(st.sampled_from((A, B, 0xC3, EOS))) for number in chosen}
                 ends = data.draw(st.lists(st.sampled_from(chosen), unique=True)) if chosen else []
-                reasons = st.sampled_from(("stop", "length", "preempted", "error"))
+                reasons: st.SearchStrategy[wire.FinishReason] = st.sampled_from(
+                    ("stop", "length", "preempted", "error")
+                )
                 bench.stepped(
                     tokens, finished={n: data.draw(reasons) for n in ends}, prefill_tokens=len(chosen)
                 )
