@@ -5,7 +5,9 @@
 - time to first token of requests that arrive at 50 per second, open loop; ``added_ttft_*`` is the
   difference of the quantiles;
 - tokens per second of 64 concurrent ``Generate`` streams, flat out; ``stream_ratio`` is Fairway's over
-  the chain's (both send one message per token to the client unless a reader lags);
+  the chain's. The chain sends a message per token; Fairway merges what waits while a reader lags, so
+  ``stream_message_ratio`` (messages per second over the chain's) and ``stream_tokens_per_message`` say
+  how much of the ratio is merging;
 - tokens per second of one ``Session`` with 64 generations, flat out.
 
 The last line is ``RESULT {json}``; medians over the rounds.
@@ -84,20 +86,23 @@ async def ttft(target: Target) -> list[float]:
     return list(await asyncio.gather(*tasks))
 
 
-async def stream_rate(target: Target) -> float:
-    """Return tokens/s over concurrent Generate streams."""
+async def stream_rates(target: Target) -> tuple[float, float]:
+    """Return tokens/s and messages/s over concurrent Generate streams."""
 
-    async def one() -> int:
-        tokens = 0
+    async def one() -> tuple[int, int]:
+        tokens = messages = 0
         async for event in target.stub.Generate(target.request(STREAM_TOKENS), metadata=target.metadata):
             tokens += len(event.chunk.ids)
-        return tokens
+            messages += 1
+        return tokens, messages
 
     started = time.perf_counter()
-    total = sum(await asyncio.gather(*(one() for _ in range(STREAMS))))
+    counts = await asyncio.gather(*(one() for _ in range(STREAMS)))
+    wall_s = time.perf_counter() - started
+    total = sum(tokens for tokens, _ in counts)
     if total != STREAMS * STREAM_TOKENS:
         raise SystemExit(f"{target.name}: {total} tokens came, {STREAMS * STREAM_TOKENS} were due")
-    return total / (time.perf_counter() - started)
+    return total / wall_s, sum(messages for _, messages in counts) / wall_s
 
 
 async def session_rate(target: Target) -> float:
@@ -127,24 +132,33 @@ def quantile(values: list[float], ratio: float) -> float:
 
 async def measure(chain: Target, fairway: Target) -> dict[str, float]:
     """Run the rounds, in turn, and return the figures of the RESULT line."""
-    figures: dict[str, list[float]] = {name: [] for name in ("p50", "p99", "session", "stream", "chain")}
+    names = ("p50", "p99", "session", "stream", "chain", "messages", "chain_messages")
+    figures: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(2):
         await asyncio.gather(*(first_token_s(target) for target in (chain, fairway) for _ in range(20)))
     for number in range(ROUNDS):
         bare, ours = await ttft(chain), await ttft(fairway)
         figures["p50"].append((quantile(ours, 0.5) - quantile(bare, 0.5)) * 1000)
         figures["p99"].append((quantile(ours, 0.99) - quantile(bare, 0.99)) * 1000)
-        figures["chain"].append(await stream_rate(chain))
-        figures["stream"].append(await stream_rate(fairway))
+        for rate, messages, target in (("chain", "chain_messages", chain), ("stream", "messages", fairway)):
+            tokens_per_s, messages_per_s = await stream_rates(target)
+            figures[rate].append(tokens_per_s)
+            figures[messages].append(messages_per_s)
         figures["session"].append(await session_rate(fairway))
         latest = {name: round(values[-1], 2) for name, values in figures.items()}
         print(f"round {number + 1} of {ROUNDS}: {latest}", flush=True)
-    ratios = [ours / bare for ours, bare in zip(figures["stream"], figures["chain"], strict=True)]
+
+    def ratio(ours: str, bare: str) -> float:
+        pairs = zip(figures[ours], figures[bare], strict=True)
+        return round(statistics.median(one / other for one, other in pairs), 3)
+
     return {
         "added_ttft_p50_ms": round(statistics.median(figures["p50"]), 2),
         "added_ttft_p99_ms": round(statistics.median(figures["p99"]), 2),
         "session_tokens_per_s": round(statistics.median(figures["session"])),
-        "stream_ratio": round(statistics.median(ratios), 3),
+        "stream_ratio": ratio("stream", "chain"),
+        "stream_message_ratio": ratio("messages", "chain_messages"),
+        "stream_tokens_per_message": ratio("stream", "messages"),
     }
 
 

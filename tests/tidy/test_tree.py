@@ -13,7 +13,12 @@ import pytest
 from tests.tidy.sources import ROOT, project_files
 
 BIN: Final = Path(sys.executable).parent
-CPU_INDEX_USERS: Final = {"scripts/setup_env.py", "docs/decisions/0004-torch-installation.md", "Makefile", "README.md"}
+CPU_INDEX_USERS: Final = {
+    "scripts/setup_env.py",
+    "docs/decisions/0004-torch-installation.md",
+    "Makefile",
+    "README.md",
+}
 _S: Final = "/"  # the patterns below must not match themselves
 MACHINE: Final = {
     "a path of one machine": re.compile(
@@ -59,14 +64,21 @@ def test_machine_rule_catches(path: str) -> None:
     assert machine_traces(f"see /{path}") != []
 
 
-@pytest.mark.parametrize("text", ["/v1/models", "src/work/items", "/tmp/x", "https://example.com/root/x", "/homepage"])
+@pytest.mark.parametrize(
+    "text", ["/v1/models", "src/work/items", "/tmp/x", "https://example.com/root/x", "/homepage"]
+)
 def test_machine_rule_leaves_the_rest_alone(text: str) -> None:
     assert machine_traces(text) == []
 
 
 def test_import_rules_hold() -> None:
     done = subprocess.run(
-        [str(BIN / "lint-imports"), "--no-logo"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [str(BIN / "lint-imports"), "--no-logo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -83,7 +95,9 @@ def test_stubs_are_current() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/operations/running.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "docs/operations/running.md", "docs/benchmarks.md"]
+)
 def test_documented_make_targets_exist(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import grpc
 import pytest_asyncio
@@ -27,7 +27,7 @@ Requests: TypeAlias = "asyncio.Queue[worker_pb2.ExecuteRequest]"
 Behaviour = Callable[[Requests, Any], Awaitable[None]]
 
 
-class Scripted:
+class Scripted(worker_pb2_grpc.WorkerServiceServicer):
     """A worker that does what a test says."""
 
     def __init__(self) -> None:
@@ -35,7 +35,15 @@ class Scripted:
         self.streams = 0
         self.metadata: list[dict[str, str | bytes]] = []
 
-    async def Execute(self, request_iterator: Any, context: Any) -> None:
+    async def GetWorker(self, request: Any, context: Any) -> worker_pb2.GetWorkerResponse:
+        raise NotImplementedError
+
+    async def DrainWorker(self, request: Any, context: Any) -> worker_pb2.DrainWorkerResponse:
+        raise NotImplementedError
+
+    async def Execute(  # type: ignore[override]  # the stubs know generators only
+        self, request_iterator: Any, context: Any
+    ) -> None:
         self.streams += 1
         self.metadata.append(dict(context.invocation_metadata()))
         requests: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
@@ -96,7 +104,7 @@ async def rig() -> AsyncIterator[Rig]:
     worker = Scripted()
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(cast(Any, worker), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     await server.start()
     client = GrpcWorkers("secret", "g1", clock, supervisor, silence_s=1.5, idle_s=1.5)
     yield Rig(worker, client, server, address)

@@ -62,7 +62,9 @@ def test_sweep_ends_what_is_left_and_spares_reused_ids(sleeper: subprocess.Popen
 
 
 def test_sweep_kills_what_ignores_sigterm() -> None:
-    process = subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], start_new_session=True, stdout=subprocess.PIPE
+    )
     with process:
         assert process.stdout is not None
         process.stdout.readline()

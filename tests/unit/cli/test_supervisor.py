@@ -124,7 +124,9 @@ async def test_silent_child_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     async def probe() -> str:
         return "no answer at all" if silent.is_set() else ""
 
-    spec = ProcessSpec(**{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": probe, "silence_s": 0.3})
+    spec = ProcessSpec(
+        **{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": probe, "silence_s": 0.3}
+    )
     supervisor = ProcessSupervisor(recorder, tmp_path / "fleet.json")
     await supervisor.start([spec])
     before = supervisor.pids["one"]
@@ -163,7 +165,9 @@ async def test_child_that_never_serves_is_told_with_the_reason(tmp_path: Path) -
     async def probe() -> str:
         return "answers NOT_SERVING"
 
-    slow = ProcessSpec(**{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": probe, "start_s": 0.5})
+    slow = ProcessSpec(
+        **{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": probe, "start_s": 0.5}
+    )
     supervisor = ProcessSupervisor(Recorder(), tmp_path / "fleet.json")
     with pytest.raises(CliError, match="not ready within 0.5 s: answers NOT_SERVING"):
         await supervisor.start([slow])

@@ -109,7 +109,7 @@ def test_detached_life(installation: Installation) -> None:
     assert installation.run("status").returncode == 3
 
 
-def test_second_run_keeps_ports_and_key(installation: Installation) -> None:
+def test_second_run_keeps_ports_and_key_unless_the_stores_forgot_it(installation: Installation) -> None:
     assert installation.run("up", "--detach", "--no-model").returncode == 0
     first = installation.endpoints()
     assert installation.run("down").returncode == 0
@@ -117,11 +117,6 @@ def test_second_run_keeps_ports_and_key(installation: Installation) -> None:
     second = installation.endpoints()
     assert (second.http, second.grpc, second.controlplane) == (first.http, first.grpc, first.controlplane)
     assert (second.api_key, second.admin_key) == (first.api_key, first.admin_key)
-
-
-def test_key_that_the_stores_forgot_is_replaced(installation: Installation) -> None:
-    assert installation.run("up", "--detach", "--no-model").returncode == 0
-    first = installation.endpoints()
     assert installation.run("down").returncode == 0
     (installation.state.root / "state" / "store" / "key-local").write_text("another")
     assert installation.run("up", "--detach", "--no-model").returncode == 0

@@ -1,0 +1,127 @@
+"""Errors of the services become what the command line says and exits with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from fairway.cli.calls import checked, open_channel
+from fairway.cli.commands.lifecycle import curl_line, python_line
+from fairway.cli.endpoints import Endpoints
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.main import main
+from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc
+from services.core import errors
+from services.rpc.status import to_grpc_status
+
+FAILURES = {
+    "missing": errors.NotFound("no key missing"),
+    "busy": errors.RequestRateExceeded("too many", retry_after_s=1.5),
+    "closed": errors.Unauthenticated("who are you"),
+    "denied": errors.PermissionDenied("not you"),
+    "away": errors.StoreUnavailable("etcd does not answer", retry_after_s=2.0),
+}
+
+
+class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
+    async def GetKey(self, request: Any, context: Any) -> Any:
+        await context.abort_with_status(to_grpc_status(FAILURES[request.name]))
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(ControlPlane(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def _error(address: str, name: str) -> CliError:
+    async with open_channel(address) as channel:
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+        with pytest.raises(CliError) as caught:
+            await checked(
+                stub.GetKey(controlplane_pb2.GetKeyRequest(name=name), timeout=5), what="cannot look"
+            )
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "code", "step"),
+    [
+        ("missing", "NOT_FOUND", ExitCode.REFUSED, "change the request"),
+        ("busy", "REQUEST_RATE_EXCEEDED", ExitCode.UNAVAILABLE, "try again in 1.5 s"),
+        ("closed", "UNAUTHENTICATED", ExitCode.UNAUTHENTICATED, "--api-key"),
+        ("denied", "PERMISSION_DENIED", ExitCode.UNAUTHENTICATED, "--admin-key"),
+        ("away", "STORE_UNAVAILABLE", ExitCode.UNAVAILABLE, "try again in 2.0 s"),
+    ],
+)
+async def test_reason_and_next_step(address: str, name: str, reason: str, code: ExitCode, step: str) -> None:
+    error = await _error(address, name)
+    assert (error.reason, error.exit_code) == (reason, code)
+    assert error.message.startswith("cannot look: ")
+    assert step in error.next_step
+
+
+async def test_unreachable_server_says_how_to_start_one() -> None:
+    error = await _error("127.0.0.1:9", "missing")
+    assert (error.reason, error.exit_code) == ("UNAVAILABLE", ExitCode.UNAVAILABLE)
+    assert "fairway up" in error.next_step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "texts"),
+    [
+        (["complete", "x"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "fairway up", "--grpc")),
+        (["complete", "x", "--grpc", "127.0.0.1:9"], ExitCode.UNAUTHENTICATED, ("NO_KEY", "--api-key")),
+        (
+            ["complete", "x", "--grpc", "127.0.0.1:9", "--api-key", "k"],
+            ExitCode.USAGE,
+            ("NO_MODEL", "--model"),
+        ),
+        (["keys", "list"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--controlplane")),
+        (["models", "list"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--registry")),
+        (["status"], ExitCode.NOT_RUNNING, ("NOT_RUNNING", "fairway up")),
+        (["up", "--replicas", "2"], ExitCode.USAGE, ("TOO_MANY_REPLICAS", "--workers 2")),
+        (["up", "--model-dir", "nowhere"], ExitCode.USAGE, ("MODEL_MISSING", "--no-model")),
+        (["down"], ExitCode.OK, ("nothing runs",)),
+    ],
+)
+def test_command_without_an_installation(
+    arguments: list[str],
+    code: ExitCode,
+    texts: tuple[str, ...],
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "FAIRWAY_GRPC",
+        "FAIRWAY_API_KEY",
+        "FAIRWAY_ADMIN_KEY",
+        "FAIRWAY_CONTROLPLANE",
+        "FAIRWAY_REGISTRY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert int(caught.value.code or 0) == code
+    said = capsys.readouterr().err
+    for text in texts:
+        assert text in said
+
+
+def test_lines_to_paste_are_whole_and_compile() -> None:
+    endpoints = Endpoints("http://127.0.0.1:1", "127.0.0.1:2", "fw_local_secret", "fw_admin_x", "tiny")
+    curl, python = curl_line(endpoints), python_line(endpoints)
+    assert "\n" not in curl + python
+    assert "Authorization: Bearer fw_local_secret" in curl
+    code = python.removeprefix('python -c "').removesuffix('"')
+    assert '"' not in code
+    compile(code, "<pasted>", "exec")

@@ -1,0 +1,116 @@
+"""What `fairway up` gives its processes is what they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fairway.cli.errors import CliError
+from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.preflight import check_disk, check_model, check_python
+from fairway.cli.fleet.roles import Addresses, port_names, role_environment, role_specs, store_specs
+from fairway.cli.state import StateDir
+from services.runtime import config
+
+ROLES = ("registry", "controlplane", "scheduler", "worker-0", "worker-1", "gateway")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    state = StateDir.at(tmp_path)
+    state.create()
+    return state
+
+
+@pytest.fixture
+def addresses(tmp_path: Path) -> Addresses:
+    names = port_names(UpOptions(state_dir=str(tmp_path), workers=2))
+    return Addresses({name: 40000 + number for number, name in enumerate(names)}, workers=2)
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_environment_is_one_that_the_role_accepts(state: StateDir, addresses: Addresses, name: str) -> None:
+    caller = {"FAIRWAY_API_KEY": "k", "FAIRWAY_GRPC": "x", "FAIRWAY_LOG_LEVEL": "debug", "PATH": "/bin"}
+    environment = role_environment(state, addresses, caller, name)
+    settings = config.load(environment)
+    assert settings.etcd_endpoints == (addresses.of("etcd_client"),)
+    assert settings.redis_url == f"redis://{addresses.of('redis')}/0"
+    assert settings.internal_token_file == state.secret("internal_token")
+    assert settings.ticket_key_file == state.secret("ticket_key")
+    assert settings.registry == addresses.of("registry")
+    assert settings.log_level == "debug"
+    assert environment["PATH"] == "/bin"
+    assert "FAIRWAY_API_KEY" not in environment
+
+
+def test_each_role_has_an_address_and_a_folder_of_its_own(state: StateDir, addresses: Addresses) -> None:
+    settings = [config.load(role_environment(state, addresses, {}, name)) for name in ROLES]
+    assert len({each.listen for each in settings}) == len(ROLES)
+    assert len({each.state_dir for each in settings}) == len(ROLES)
+    assert [each.worker_id for each in settings[3:5]] == ["worker-0", "worker-1"]
+    assert settings[1].admin_key_file == state.secret("admin_key")
+    assert settings[5].http_listen == addresses.of("gateway_http")
+    assert {each.admin_key_file for each in (*settings[:1], *settings[2:])} == {None}
+
+
+def test_callers_settings_do_not_override_what_the_installation_decides(
+    state: StateDir, addresses: Addresses
+) -> None:
+    environment = role_environment(state, addresses, {"FAIRWAY_LISTEN": "0.0.0.0:1"}, "scheduler")
+    assert environment["FAIRWAY_LISTEN"] == addresses.of("scheduler")
+
+
+def test_drain_time_reaches_the_stop_time(state: StateDir, addresses: Addresses) -> None:
+    specs = role_specs(state, addresses, {"FAIRWAY_DRAIN_S": "42"})
+    assert {spec.stop_s for spec in specs} == {47.0}
+    assert [spec.name for spec in specs] == list(ROLES)
+    assert specs[3].argv[-3:] == ("-m", "services", "worker")
+
+
+def test_stores_keep_their_data_private_and_see_no_settings(state: StateDir, addresses: Addresses) -> None:
+    etcd, redis = store_specs(state, addresses, {"ETCD_NAME": "x", "FAIRWAY_LISTEN": "y", "PATH": "/bin"})
+    assert dict(etcd.env) == dict(redis.env) == {"PATH": "/bin"}
+    assert state.data("etcd").stat().st_mode & 0o077 == 0
+    assert "--appendonly" in redis.argv
+
+
+def test_old_python_is_refused() -> None:
+    with pytest.raises(CliError, match=r"Python 3\.10\.4") as caught:
+        check_python((3, 10, 4))
+    assert "PYTHON=" in caught.value.next_step
+    check_python((3, 11, 0))
+
+
+def test_full_disk_is_refused_where_the_folder_will_be(tmp_path: Path) -> None:
+    check_disk(tmp_path / "not" / "there" / "yet")
+    with pytest.raises(CliError, match=str(tmp_path)) as caught:
+        check_disk(tmp_path / "not" / "there" / "yet", needed=2**60)
+    assert caught.value.reason == "NO_DISK_SPACE"
+    assert "--state-dir" in caught.value.next_step
+
+
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    options = UpOptions(state_dir="", model_dir=str(tmp_path))
+    with pytest.raises(CliError, match="config.json"):
+        check_model(options)
+    (tmp_path / "config.json").write_text("{}")
+    check_model(options)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("", "fairway-tiny"),
+        ("/m/My_Model.7B", "my-model-7b"),
+        ("/m/Qwen/checkpoint", "qwen"),
+        ("/m/_", "model"),
+    ],
+)
+def test_model_takes_the_name_of_its_folder(folder: str, name: str) -> None:
+    assert UpOptions(state_dir="", model_dir=folder).model_name == name
+
+
+def test_options_survive_the_way_to_the_detached_process() -> None:
+    options = UpOptions(state_dir="/s", http_port=1, workers=2, replicas=2, model_dir="/m", deploy=False)
+    assert UpOptions.from_json(options.to_json()) == options
