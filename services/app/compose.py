@@ -60,6 +60,7 @@ from services.rpc.channel import open_channel
 from services.rpc.server import Service
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret
+from services.runtime.identity import KeyDirectory
 from services.runtime.informer import Informer
 from services.runtime.leadership import Election
 from services.runtime.machine import default_engine_threads
@@ -207,46 +208,7 @@ def gateway(environment: Environment) -> Role:
     """The gateway: both faces over one service."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     identity = environment.identity()
-    threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
-    environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
-    catalog = ModelCatalog(
-        environment.informer(DEPLOYMENTS, Deployment),
-        environment.informer(WORKERS, Worker),
-        _model_files(environment),
-        clock,
-        executor=threads,
-    )
-    gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    limiter = RedisLimiter(settings.redis_url, clock)
-    environment.closing.push_async_callback(limiter.close)
-    workers = GrpcWorkers(environment.internal_token, gateway_id, clock, supervisor)
-    environment.closing.push_async_callback(workers.close)
-    placement = GrpcPlacement(
-        _directory(environment), environment.internal_token, gateway_id, clock, supervisor, environment.rng
-    )
-    ticket_key = read_secret(settings.ticket_key_file).encode()
-
-    def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
-        return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
-
-    limits = GatewayLimits(queue_ttl_s=settings.queue_ttl_s, heartbeat_s=settings.heartbeat_s)
-    service = GatewayService(
-        validator=Validator(catalog, identity, environment.rng, executor=threads),
-        identity=identity,
-        catalog=catalog,
-        ports=Ports(
-            limiter=FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock),
-            placement=placement,
-            workers=workers,
-            clock=clock,
-            supervisor=supervisor,
-            rng=environment.rng,
-            sign_ticket=sign_ticket,
-            new_incident=environment.ids.incident_id,
-            error_of=by_reason,
-        ),
-        limits=limits,
-    )
+    service = _gateway_service(environment, identity)
 
     def received() -> Received:
         return Received(clock.monotonic_s(), int(clock.unix_s() * 1e6), environment.ids.request_id())
@@ -255,7 +217,7 @@ def gateway(environment: Environment) -> Role:
         Service(
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            InferenceServicer(service, received, heartbeat_s=limits.heartbeat_s),
+            InferenceServicer(service, received, heartbeat_s=settings.heartbeat_s),
         ),
         identity=identity,
     )
@@ -272,6 +234,54 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     return Role(server, start=_nothing, open=open_doors, drain=drain)
+
+
+def _gateway_service(environment: Environment, identity: KeyDirectory) -> GatewayService:
+    settings, clock = environment.settings, environment.clock
+    threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
+    environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
+    catalog = ModelCatalog(
+        environment.informer(DEPLOYMENTS, Deployment),
+        environment.informer(WORKERS, Worker),
+        _model_files(environment),
+        clock,
+        executor=threads,
+    )
+    return GatewayService(
+        validator=Validator(catalog, identity, environment.rng, executor=threads),
+        identity=identity,
+        catalog=catalog,
+        ports=_gateway_ports(environment),
+        limits=GatewayLimits(queue_ttl_s=settings.queue_ttl_s, heartbeat_s=settings.heartbeat_s),
+    )
+
+
+def _gateway_ports(environment: Environment) -> Ports:
+    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
+    token = environment.internal_token
+    gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
+    limiter = RedisLimiter(settings.redis_url, clock)
+    environment.closing.push_async_callback(limiter.close)
+    workers = GrpcWorkers(token, gateway_id, clock, supervisor)
+    environment.closing.push_async_callback(workers.close)
+    placement = GrpcPlacement(_directory(environment), token, gateway_id, clock, supervisor, environment.rng)
+    environment.closing.push_async_callback(placement.close)
+    ticket_key = read_secret(settings.ticket_key_file).encode()
+
+    def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
+        return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
+
+    return Ports(
+        limiter=FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock),
+        placement=placement,
+        workers=workers,
+        clock=clock,
+        supervisor=supervisor,
+        rng=environment.rng,
+        sign_ticket=sign_ticket,
+        new_incident=environment.ids.incident_id,
+        error_of=by_reason,
+    )
 
 
 def term_settings(settings: Settings) -> TermSettings:

@@ -21,6 +21,7 @@ WRITE_TIMEOUT_S: Final = 30.0
 MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
+_SESSION: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
 
@@ -57,6 +58,17 @@ class Headers:
                 if key == name and _CLIENT_ID.fullmatch(value):
                     return value
         return None
+
+    def session_key(self) -> str | None:
+        """Return ``x-session-key``, which makes a version split sticky. Raises InvalidInput."""
+        value = self.one(b"x-session-key")
+        if value is None:
+            return None
+        if not _SESSION.fullmatch(value):
+            raise InvalidInput(
+                "x-session-key must be 1 to 128 visible ASCII characters", field="x-session-key"
+            )
+        return value.decode()
 
     def timeout_s(self) -> float | None:
         """Return ``x-request-timeout-s``. Raises InvalidInput unless it is a number of seconds above 0."""
@@ -172,12 +184,7 @@ class Reply:
         Raises SlowReader, with the connection aborted, when it takes none for the write timeout.
         """
         self.complete = self.complete or last
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        except TimeoutError:
-            self.abort()
-            raise SlowReader(f"the client read nothing for {self._write_timeout_s:g} s") from None
+        await self._put({"type": "http.response.body", "body": data, "more_body": not last})
 
     def abort(self) -> None:
         """Cut the connection: nothing more can be said, and a plain end would read as success."""
@@ -185,9 +192,17 @@ class Reply:
         if self._abort is not None:
             self._abort()
 
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            self.abort()
+            raise SlowReader(f"the client read nothing for {self._write_timeout_s:g} s") from None
+
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.started = True
-        await self._send(
+        await self._put(
             {"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]}
         )
 

@@ -164,9 +164,12 @@ class OpenAiFace:
         await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
-        timeout_s = exchange.headers.timeout_s()
+        timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
         body = await read_body(exchange.headers, exchange.receive, self.limits)
         wanted = parse(body)
+        if session_key is not None:
+            for generation in wanted.generations:
+                generation.session_key = session_key
         if wanted.stream:
             work = self._stream(exchange, wanted, timeout_s)
             await unless_gone(exchange.receive, exchange.reply, work)

@@ -418,6 +418,15 @@ async def test_a_senseless_timeout_is_refused(face: Face, value: str) -> None:
     assert face.service.calls == []
 
 
+async def test_the_session_key_is_the_header_then_the_user(face: Face) -> None:
+    body = {**CHAT, "user": "u"}
+    await face.chat(body, headers=(("x-session-key", "s-1"),))
+    await face.chat(body)
+    assert [call.generation.session_key for call in face.service.calls] == ["s-1", "u"]
+    strange = await face.chat(body, headers=(("x-session-key", "a b"),))
+    assert (strange.status, strange.error["param"]) == (400, "x-session-key")
+
+
 async def test_models(face: Face) -> None:
     listed = (await face.ask("GET", "/v1/models")).json
     assert [entry["id"] for entry in listed["data"]] == ["m", "org/m"]

@@ -12,7 +12,7 @@ two near-equal tokens could change places.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 import torch
@@ -25,7 +25,8 @@ from services.worker.engine.validation import MAX_LOGPROBS
 from services.worker.engine_protocol import Sampling, TokenLogprobs
 
 TILE: Final = 128  # tokens whose weights are summed at once
-CANDIDATES: Final = 256  # what top-p looks at before it sorts a whole row
+CANDIDATES: Final = 128  # how many of the greatest logits top-p looks at first
+WIDER: Final = 16  # and how many times as many where these do not reach top_p
 NOT_FINITE: Final = "the model's logits are not finite"
 
 
@@ -33,23 +34,15 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> Samples:
     """Return a token per row of the float32 logits [rows, vocabulary], which are changed in place."""
     if all(_is_plain(sequence.sampling) for sequence in sequences):
         best, tokens = logits.max(dim=-1)
-        return Samples(tokens.tolist(), errors=_errors(best))
+        return Samples(tokens.tolist(), errors=_errors(best))  # as the greatest, NaN comes out too
     _add_bias(logits, sequences)
     _penalise_repetition(logits, sequences)
     _penalise_output(logits, sequences)
     logged = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     logprobs = logits[logged].log_softmax(dim=-1) if logged else None
     _mask_stops(logits, sequences)
-    best, tokens = logits.max(dim=-1)
-    errors = _errors(best)
-    drawn = [
-        row
-        for row, sequence in enumerate(sequences)
-        if sequence.sampling.temperature > 0 and row not in errors
-    ]
-    if drawn:
-        tokens[drawn] = _draw(logits[drawn], [sequences[row] for row in drawn])
-    chosen: list[int] = tokens.tolist()
+    errors = _errors(logits.amax(dim=-1))
+    chosen = _choose(logits, sequences, errors)
     if logprobs is None:
         return Samples(chosen, errors=errors)
     return Samples(chosen, _report(logprobs, logged, chosen, sequences), errors)
@@ -96,14 +89,34 @@ def floors(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     return floor
 
 
+def _choose(logits: torch.Tensor, sequences: Sequence[SequenceState], errors: Container[int]) -> list[int]:
+    """Return the token of each row; that of a row in ``errors`` means nothing."""
+    rows = [row for row in range(len(sequences)) if row not in errors]
+    drawn = [row for row in rows if sequences[row].sampling.temperature > 0]
+    greedy = [row for row in rows if sequences[row].sampling.temperature == 0]
+    chosen = [0] * len(sequences)
+    for part, choose in ((drawn, _draw), (greedy, _greatest)):
+        if part:
+            of_part = logits.index_select(0, torch.tensor(part, device=logits.device))
+            tokens: list[int] = choose(of_part, [sequences[row] for row in part]).tolist()
+            for row, token in zip(part, tokens, strict=True):
+                chosen[row] = token
+    return chosen
+
+
+def _greatest(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
 def _draw(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
+    """Return a token per row; the logits are used up."""
     samplings = [sequence.sampling for sequence in sequences]
     temperatures = torch.tensor([[s.temperature] for s in samplings], device=logits.device)
     # The greatest becomes 0 first, so that a tiny temperature cannot overflow.
-    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures
+    scaled = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures)
     weights = scaled.exp()
     if any(s.top_k or s.top_p < 1 or s.min_p for s in samplings):
-        weights = weights.masked_fill(scaled < floors(scaled, samplings), 0.0)
+        weights.masked_fill_(scaled < floors(scaled, samplings), 0.0)
     positions = [sequence.output_tokens for sequence in sequences]
     return invert_cdf(weights, uniforms([sequence.key for sequence in sequences], positions))
 
@@ -126,8 +139,9 @@ def _cut_floors(scaled: torch.Tensor, samplings: Sequence[Sampling], width: int)
     result = torch.where(top_p < 1, result, floor)
     full: list[bool] = kept.all(dim=-1).tolist()
     wide = [row for row, s in enumerate(samplings) if s.top_p < 1 and full[row]]
-    if wide and width < vocabulary:  # a flat distribution: look at all of it
-        result[wide] = _cut_floors(scaled[wide], [samplings[row] for row in wide], vocabulary)
+    if wide and width < vocabulary:  # a flat distribution: look at more of it
+        chosen = [samplings[row] for row in wide]
+        result[wide] = _cut_floors(scaled[wide], chosen, min(vocabulary, width * WIDER))
     return result
 
 

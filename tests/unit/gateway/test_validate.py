@@ -165,6 +165,14 @@ async def test_what_cannot_run_names_its_field(resolve: Resolve, name: str) -> N
     assert type(caught.value) is kind
 
 
+async def test_the_vocabulary_ends_where_it_ends(resolve: Resolve, fleet: Any) -> None:
+    size = (await fleet.catalog.text_model(fleet.catalog.resolve("chat-small").version_digest)).vocab_size
+    assert (await resolve(token_ids=ids(size - 1), stop_token_ids=[size - 1])).prompt_ids == (size - 1,)
+    for fields in ({"token_ids": ids(size)}, {"stop_token_ids": [size]}):
+        with pytest.raises(InvalidInput, match=str(size)):
+            await resolve(**fields)
+
+
 async def test_a_missing_input_is_refused(validator: Validator) -> None:
     with pytest.raises(InvalidInput, match="missing"):
         await validator.resolve(WHO, inference_pb2.Generation(model="chat-small"), "r")

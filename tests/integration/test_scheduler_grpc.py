@@ -1,0 +1,303 @@
+"""Scheduler, gateway client and worker client over real gRPC streams; the leader is found through a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from random import Random
+
+import grpc
+import pytest
+
+from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.adapters.etcd_store import EtcdStore
+from services.adapters.grpc_placement import GrpcPlacement
+from services.adapters.scheduler_directory import KnownLeader, SchedulerDirectory
+from services.core.errors import FairwayError, InvalidInput, NoLeader
+from services.core.records import Leader, dump, leader_key
+from services.rpc.channel import auth_metadata, open_channel
+from services.rpc.convert_scheduler import connect_request, place_to_proto
+from services.rpc.status import from_rpc_error
+from services.runtime.clock import SystemClock
+from services.runtime.leadership import Election
+from services.runtime.supervisor import Supervisor
+from services.scheduler.flow_queue import QueueLimits
+from services.scheduler.term import TermSettings
+from tests.integration.scheduler_fleet import (
+    DIGEST,
+    TOKEN,
+    FakeWorker,
+    SchedulerNode,
+    StaticDirectory,
+    place_spec,
+)
+
+SETTINGS = TermSettings(queue=QueueLimits(predicted_output_tokens=32))
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    found = Supervisor(SystemClock())
+    yield found
+    assert found.failures == ()
+    await found.close()
+
+
+@pytest.fixture
+async def node(supervisor: Supervisor) -> AsyncIterator[SchedulerNode]:
+    found = SchedulerNode(supervisor, SETTINGS)
+    await found.start()
+    found.election.turn(1)
+    await until(lambda: found.service.term is not None)
+    yield found
+    await found.stop()
+
+
+def directory_of(node: SchedulerNode) -> StaticDirectory:
+    directory = StaticDirectory()
+    directory.turn(KnownLeader("s1", node.address, 1))
+    return directory
+
+
+async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(supervisor: Supervisor) -> None:
+    """Killed with placements queued and one running: the next one knows the room and serves all, once."""
+    clock = SystemClock()
+    first, second = SchedulerNode(supervisor, SETTINGS), SchedulerNode(supervisor, SETTINGS)
+    await first.start()
+    await second.start()
+    first.election.turn(11)
+    directory = StaticDirectory()
+    directory.turn(KnownLeader("s1", first.address, 11))
+    worker = FakeWorker("w1", kv_blocks=16)
+    reporter = worker.reporter(directory, supervisor)
+    placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
+    blocking = await placement.place(place_spec("req_0", prompt_tokens=200))
+    assert worker.start(blocking)
+    waiting = [
+        asyncio.ensure_future(placement.place(place_spec(f"req_{n}", prompt_tokens=30, queue_ttl_s=20)))
+        for n in range(1, 9)
+    ]
+    term = first.service.term
+    assert term is not None
+    await until(lambda: len(term.queue) == 8)
+
+    await first.stop()
+    await asyncio.sleep(0.3)
+    assert not any(task.done() for task in waiting), "a lost leader fails nobody"
+    second.election.turn(12)
+    directory.turn(KnownLeader("s2", second.address, 12))
+    await until(lambda: worker.epoch == 12)
+    assert reporter.last_epoch == 12
+    after = second.service.term
+    assert after is not None
+    await until(lambda: len(after.queue) == 8)
+    assert after.fleet.candidates(DIGEST)["w1"].kv_tokens_room == (16 - blocking.kv_blocks) * 16
+
+    worker.finish(blocking)
+    grants = []
+    for next_done in asyncio.as_completed(waiting):
+        grant = await next_done
+        grants.append(grant)
+        assert worker.start(grant), "it is admitted"
+        assert worker.reserved <= worker.kv_blocks
+        worker.finish(grant)
+    assert {grant.epoch for grant in grants} == {12}
+    assert sorted(grant.sequence for grant in grants) == list(range(1, 9))
+    assert worker.refused == []
+    after.check_integrity()
+    await placement.close()
+    await reporter.close()
+    await second.stop()
+
+
+async def test_the_leader_is_found_through_etcd_and_a_standby_takes_over(
+    etcd_endpoint: str, supervisor: Supervisor
+) -> None:
+    clock = SystemClock()
+    async with EtcdStore((etcd_endpoint,)) as store:
+        nodes = [SchedulerNode(supervisor, SETTINGS) for _ in range(2)]
+        elections = []
+        for index, node in enumerate(nodes):
+            await node.server.start()
+            record = dump(Leader(f"s{index}", node.address))
+            election = Election(store, leader_key("scheduler", "test"), record, 2, clock, rng=Random(index))
+            elections.append(supervisor.spawn(f"election{index}", election.run()))
+            node._task = supervisor.spawn(f"scheduler{index}", node.service.run(election))
+            if not index:
+                await until(lambda: nodes[0].service.term is not None)
+        directory = SchedulerDirectory(store, clock, shard="test")
+        following = supervisor.spawn("directory", directory.run())
+        worker = FakeWorker("w1")
+        reporter = worker.reporter(directory, supervisor)
+        placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
+        before = await placement.place(place_spec("req_1"))
+        assert directory.leader is not None
+        assert directory.leader.epoch == before.epoch
+
+        elections[0].cancel()
+        await until(lambda: nodes[1].service.term is not None)
+        after = await placement.place(place_spec("req_2"))
+        assert after.epoch > before.epoch
+        assert worker.start(after)
+        assert not worker.start(before), "the worker refuses the leader before"
+
+        await placement.close()
+        await reporter.close()
+        for task in (*elections, following):
+            task.cancel()
+        await asyncio.wait((*elections, following))
+        for node in nodes:
+            await node.stop()
+
+
+async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
+    supervisor: Supervisor, node: SchedulerNode
+) -> None:
+    clock, rng = SystemClock(), Random(5)
+    directory = directory_of(node)
+    workers = {f"w{n}": FakeWorker(f"w{n}", kv_blocks=24) for n in range(3)}
+    reporters = [worker.reporter(directory, supervisor) for worker in workers.values()]
+    gateways = [
+        GrpcPlacement(directory, TOKEN, f"g{n}", clock, supervisor, Random(n)) for n in range(3)
+    ]
+    ended: list[str] = []
+
+    async def one(number: int) -> None:
+        gateway = gateways[number % 3]
+        spec = place_spec(f"req_{number}", prompt_tokens=rng.randint(1, 200), queue_ttl_s=20.0)
+        task = asyncio.ensure_future(gateway.place(spec))
+        if number % 5 == 0:
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            grant = await task
+            if number % 7 == 0:
+                gateway.give_back(grant)
+            else:
+                worker = workers[grant.worker_id]
+                assert worker.start(grant), "the scheduler knew the room"
+                assert worker.reserved <= worker.kv_blocks
+                await asyncio.sleep(rng.uniform(0, 0.02))
+                worker.finish(grant)
+            ended.append("granted")
+            return
+        ended.append("cancelled")
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(300):
+            group.create_task(one(number))
+    assert len(ended) == 300
+    assert ended.count("granted") >= 240
+    term = node.service.term
+    assert term is not None
+    await until(
+        lambda: all(c.kv_tokens_room == 24 * 16 for c in term.fleet.candidates(DIGEST).values()), 4.0
+    )
+    term.check_integrity()
+    assert term.fleet.outstanding == 0
+    for gateway in gateways:
+        await gateway.close()
+    for reporter in reporters:
+        await reporter.close()
+
+
+async def test_a_gateway_that_goes_away_withdraws_what_it_queued(
+    supervisor: Supervisor, node: SchedulerNode
+) -> None:
+    directory = directory_of(node)
+    placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
+    waiting = [asyncio.ensure_future(placement.place(place_spec(f"req_{n}"))) for n in range(4)]
+    term = node.service.term
+    assert term is not None
+    await until(lambda: len(term.queue) == 4)
+    await placement.close()
+    await until(lambda: len(term.queue) == 0)
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(error, NoLeader)
+
+
+async def test_a_worker_whose_stream_is_cut_is_placed_on_again_after_it_reports(
+    supervisor: Supervisor, node: SchedulerNode
+) -> None:
+    directory = directory_of(node)
+    worker = FakeWorker("w1")
+    reporter = worker.reporter(directory, supervisor)
+    placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
+    grant = await placement.place(place_spec("req_1"))
+    await reporter.close()
+    assert worker.start(grant)  # nobody is told of it
+    term = node.service.term
+    assert term is not None
+    await until(lambda: not term.fleet.candidates(DIGEST)["w1"].heard)
+    waiting = asyncio.ensure_future(placement.place(place_spec("req_2")))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    reporter = worker.reporter(directory, supervisor)
+    second = await waiting
+    assert term.fleet.candidates(DIGEST)["w1"].kv_tokens_room == (64 - grant.kv_blocks - second.kv_blocks) * 16
+    await placement.close()
+    await reporter.close()
+
+
+async def test_the_reporter_tells_when_it_heard_the_leader(supervisor: Supervisor, node: SchedulerNode) -> None:
+    clock = SystemClock()
+    directory = directory_of(node)
+    worker = FakeWorker("w1")
+    reporter = worker.reporter(directory, supervisor)
+    assert (reporter.last_epoch, reporter.leader_heard_s) == (0, float("-inf"))
+    await until(lambda: reporter.last_epoch == 1)
+    heard_s = reporter.leader_heard_s
+    assert 0 <= clock.monotonic_s() - heard_s < 5
+    await until(lambda: reporter.leader_heard_s > heard_s, 2.0)
+    await node.server.stop(0.0)
+    await asyncio.sleep(0.2)
+    last_s = reporter.leader_heard_s
+    await asyncio.sleep(0.5)
+    assert reporter.leader_heard_s == last_s, "a dead leader is not heard"
+    await reporter.close()
+
+
+@pytest.mark.parametrize("wrong", ["no_hello", "hello_twice", "hello_with_places", "unbounded"])
+async def test_a_gateway_out_of_protocol_is_refused(node: SchedulerNode, wrong: str) -> None:
+    hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
+    place = connect_request([(1, place_spec(), 1.0)], [])
+    mixed = scheduler_pb2.ConnectRequest(hello=hello.hello, places=[place_to_proto(1, place_spec(), 1.0)])
+    endless = connect_request([(1, place_spec(queue_ttl_s=1e6), 1e6)], [])
+    messages = {
+        "no_hello": [place],
+        "hello_twice": [hello, hello],
+        "hello_with_places": [mixed],
+        "unbounded": [hello, endless],
+    }[wrong]
+    error = await failure_of(node, messages)
+    assert isinstance(error, InvalidInput)
+
+
+async def test_while_not_leading_streams_fail_so_that_clients_look_on(node: SchedulerNode) -> None:
+    hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
+    node.election.turn(None)
+    await until(lambda: node.service.term is None)
+    assert isinstance(await failure_of(node, [hello]), NoLeader)
+
+
+async def failure_of(node: SchedulerNode, messages: list[scheduler_pb2.ConnectRequest]) -> FairwayError:
+    """Return how a Connect stream with these messages ends."""
+    async with open_channel(node.address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        call = stub.Connect(metadata=auth_metadata(TOKEN))
+        try:
+            async with asyncio.timeout(5):
+                for message in messages:
+                    await call.write(message)
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+    raise AssertionError("the stream ended well")
