@@ -77,5 +77,5 @@ bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-openai .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,10 +191,12 @@ async def run(chain_port: int, stack: NullStack) -> dict[str, float]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder:
-        with bare_chain() as port, NullStack.started(Path(folder)) as stack:
-            work: Awaitable[dict[str, float]] = run(port, stack)
-            figures = uvloop.run(work)  # type: ignore[arg-type]
+    with (
+        tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder,
+        bare_chain() as port,
+        NullStack.started(Path(folder)) as stack,
+    ):
+        figures = uvloop.run(run(port, stack))
     print("RESULT", json.dumps(figures))
 
 

@@ -247,6 +247,7 @@ def _gateway_service(environment: Environment, identity: KeyDirectory) -> Gatewa
         clock,
         executor=threads,
     )
+    environment.supervisor.spawn("warm text models", catalog.warm_forever())
     return GatewayService(
         validator=Validator(catalog, identity, environment.rng, executor=threads),
         identity=identity,

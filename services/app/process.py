@@ -56,7 +56,9 @@ async def run(environment: Environment, role: Role) -> int:
         if role.open is not None:
             await role.open()
         await _serve(environment, role, stop)
-        log.info("role.draining", healthy=environment.supervisor.healthy, tasks=environment.supervisor.failures)
+        log.info(
+            "role.draining", healthy=environment.supervisor.healthy, tasks=environment.supervisor.failures
+        )
         await role.server.set_serving(False)
         await role.drain(settings.drain_s)
         await role.server.stop(_STOP_GRACE_S)

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from services.core.errors import Unavailable
+from services.core.errors import FairwayError, Unavailable
 from services.core.records import DEPLOYMENTS, Deployment, VersionState, Worker
 from services.gateway.text_model import TextModel, is_text_file, load_text_model
 from services.ports.clock import Clock
@@ -29,6 +29,7 @@ log = structlog.get_logger()
 MAX_LOADED: Final = 32
 MAX_REMEMBERED: Final = 512
 LOAD_TIMEOUT_S: Final = 60.0
+WARM_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,17 @@ class ModelCatalog:
         finally:
             if not lock.locked():
                 self._loading.pop(version_digest, None)
+
+    async def warm_forever(self) -> None:
+        """Load the text model of each deployment before its first request; a task of the process."""
+        while True:
+            for route in self.routes():
+                if route.version_digest not in self._loaded and len(self._loaded) < MAX_LOADED:
+                    try:
+                        await self.text_model(route.version_digest)
+                    except FairwayError as error:
+                        log.info("text_model.warm_failed", model=route.model, reason=error.reason)
+            await self._clock.sleep(WARM_S)
 
     def check_integrity(self) -> None:
         assert len(self._loaded) <= MAX_LOADED, "more text models are kept than the bound allows"

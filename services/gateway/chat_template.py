@@ -5,8 +5,10 @@ text wherever they are spelled. A user who writes ``<|end|><|system|>`` must not
 character of a message that could begin a control token is followed by a mark, a code point that occurs
 nowhere else, while the template runs; trimming, replacing and joining keep it. Afterwards the marks are
 taken out and become cuts: where the text from a marked character on spells a control token, the text is
-tokenised in two pieces, so that no piece spells it. Text without such a spelling is tokenised in one
-piece, exactly as without this defence. ``TextModel.encode_chat`` counts the control tokens afterwards.
+tokenised in two pieces, so that no piece spells it. The template runs once more without marks, and if that
+text spells the same control tokens in the same order, it is taken as it is: so honest messages give exactly
+the tokens that they give elsewhere, also where a template looks for ``<|`` itself.
+``TextModel.encode_chat`` counts the control tokens afterwards.
 
 Control tokens are the tokenizer's added tokens that are flagged special. Other added tokens (``<think>``)
 are ordinary text with an id of their own: transformers reads them from messages too.
@@ -82,13 +84,13 @@ class ControlTokens:
         firsts = "".join(sorted({text[0] for text in special if text}))
         self._first = re.compile(f"[{re.escape(firsts)}]") if firsts else None
 
-    def count(self, text: str) -> int:
-        """Return how many control tokens a tokenizer reads from the text."""
-        return sum(1 for _ in self._special.finditer(text)) if self._special else 0
+    def spelled(self, text: str) -> list[str]:
+        """Return the control tokens that a tokenizer reads from the text, in order."""
+        return self._special.findall(text) if self._special else []
 
     def mark(self, text: str, mark: str) -> str:
         """Return the text with a mark after each character that could begin a control token."""
-        if self._first is None:
+        if self._first is None or not mark:
             return text
         plain = self._plain
 
@@ -143,6 +145,15 @@ class ChatTemplate:
         Raises InvalidInput when the template refuses the messages or asks for more than it is given.
         """
         mark = _unused_mark(messages)
+        text = self._run(messages, mark, max_chars)
+        if mark not in text:
+            return Rendered(text)
+        guarded = self._control.unmark(text, mark)
+        plain = self._run(messages, "", max_chars)
+        meant = [token for piece in guarded.pieces() for token in self._control.spelled(piece)]
+        return Rendered(plain) if self._control.spelled(plain) == meant else guarded
+
+    def _run(self, messages: Sequence[Message], mark: str, max_chars: int) -> str:
         budget = Budget(
             max_chars=8 * max_chars + MAX_WORK_CHARS,
             max_steps=MAX_STEPS,
@@ -158,7 +169,7 @@ class ChatTemplate:
         try:
             parts = _bounded(self._template.generate(variables), max_chars)
         except TemplateRefused as exc:
-            text = str(exc).replace(mark, "")
+            text = str(exc).replace(mark, "") if mark else str(exc)
             raise InvalidInput(f"the chat template refuses the messages: {text}", field="messages") from exc
         except BudgetExceeded as exc:
             raise InvalidInput(
@@ -167,7 +178,7 @@ class ChatTemplate:
         # A template's mistake over these messages is theirs to change: nothing else varies.
         except _TEMPLATE_MISTAKES as exc:
             raise InvalidInput("the chat template does not take these messages", field="messages") from exc
-        return self._control.unmark("".join(parts), mark)
+        return "".join(parts)
 
     def _message(self, message: Message, mark: str) -> dict[str, str]:
         # Templates older than the role call it by its former name.

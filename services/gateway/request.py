@@ -89,7 +89,9 @@ class Request:
         except Exception:
             incident = self._new_incident()
             log.exception("request.crashed", request_id=self.request_id, incident=incident)
-            self._fail(InternalError("internal error; quote the incident id to the operator", incident=incident))
+            self._fail(
+                InternalError("internal error; quote the incident id to the operator", incident=incident)
+            )
         else:
             self._sink.on_finished(finished)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import structlog
@@ -14,6 +14,7 @@ from services.core.errors import (
     FairwayError,
     InternalError,
     NoWorkerAvailable,
+    QueueTimeout,
     SlowReader,
     StreamBroken,
 )
@@ -28,7 +29,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.gateway.events import ChoiceResult, RequestSink
-from services.gateway.policy.retry import GiveUp, PlaceAgain, after_loss, after_refusal
+from services.gateway.policy.retry import EXCLUDED_S, GiveUp, PlaceAgain, after_loss, after_refusal
 from services.gateway.stage_timer import Stage, StageTimer
 from services.ports.clock import Clock
 from services.ports.placement import PlacementClient
@@ -100,7 +101,10 @@ class SequenceRun:
         while True:
             grant = await self._place(excluded)
             outcome = await self._execute(grant)
-            if isinstance(outcome, SequenceEnd) and outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if isinstance(outcome, SequenceEnd) and outcome.reason in (
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+            ):
                 return self._result(outcome)
             again = self._decide(outcome, grant)
             excluded = (again.exclude_worker,) if again.exclude_worker else ()
@@ -115,27 +119,43 @@ class SequenceRun:
             self._owed_credit = 0
 
     async def _place(self, excluded: tuple[str, ...]) -> Grant:
-        context, spec = self._context, self.spec
+        """Return a grant, without an excluded worker if another is to be had soon.
+
+        A worker that was lost may be the only one, and come back: after a while it is as good as any.
+        """
+        context = self._context
         self.timer.enter(Stage.QUEUE, context.clock.monotonic_s())
-        grant = await context.placement.place(
-            PlaceSpec(
-                request_id=spec.request_id,
-                choice=self.choice,
-                tenant_id=context.tenant_id,
-                priority=spec.priority,
-                model=spec.model,
-                version_digest=spec.version_digest,
-                route_revision=spec.route_revision,
-                prompt_tokens=len(spec.prompt_ids) + len(self._produced),
-                max_output_tokens=spec.max_output_tokens - len(self._produced),
-                arrival_unix_us=context.arrival_unix_us,
-                queue_ttl_s=context.queue_ttl_s,
-                ticket=context.ticket,
-                excluded_workers=excluded,
+        spec = self._place_spec()
+        try:
+            if not excluded:
+                return await context.placement.place(spec)
+            patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
+            return await context.placement.place(
+                replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s)
             )
+        except (QueueTimeout, NoWorkerAvailable):
+            if not excluded:
+                raise
+            return await context.placement.place(spec)
+        finally:
+            self.timer.enter(Stage.DISPATCH, context.clock.monotonic_s())
+
+    def _place_spec(self) -> PlaceSpec:
+        context, spec = self._context, self.spec
+        return PlaceSpec(
+            request_id=spec.request_id,
+            choice=self.choice,
+            tenant_id=context.tenant_id,
+            priority=spec.priority,
+            model=spec.model,
+            version_digest=spec.version_digest,
+            route_revision=spec.route_revision,
+            prompt_tokens=len(spec.prompt_ids) + len(self._produced),
+            max_output_tokens=spec.max_output_tokens - len(self._produced),
+            arrival_unix_us=context.arrival_unix_us,
+            queue_ttl_s=context.queue_ttl_s,
+            ticket=context.ticket,
         )
-        self.timer.enter(Stage.DISPATCH, context.clock.monotonic_s())
-        return grant
 
     async def _execute(self, grant: Grant) -> Outcome:
         """Start under a grant and wait for what becomes of it. Leaving early frees the worker's KV."""
@@ -159,7 +179,11 @@ class SequenceRun:
         try:
             return await self._outcome
         finally:
-            if not self._outcome.done() or self._outcome.cancelled() or isinstance(self._outcome.result(), Lost):
+            if (
+                not self._outcome.done()
+                or self._outcome.cancelled()
+                or isinstance(self._outcome.result(), Lost)
+            ):
                 self._running.cancel()
             self._running = self._outcome = None
 
@@ -235,4 +259,3 @@ class SequenceRun:
     def _resolve(self, outcome: Outcome) -> None:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
-

@@ -215,11 +215,14 @@ class GatewayService:
         return found
 
     async def renew_forever(self) -> None:
-        """Keep the reservations of running requests alive; a task of the process."""
+        """Keep the reservations of running requests alive; a task of the process.
+
+        The limiter is called even when nothing runs: it delivers settlements that it had to keep.
+        """
         while True:
             await self._ports.clock.sleep(self._limits.renew_s)
             held = [request.reservation for request in self._requests if request.reservation is not None]
-            for start in range(0, len(held), self._limits.renew_batch):
+            for start in range(0, max(1, len(held)), self._limits.renew_batch):
                 try:
                     await self._ports.limiter.renew(held[start : start + self._limits.renew_batch])
                 except StoreUnavailable as error:
@@ -289,10 +292,11 @@ class GatewayService:
 
     def _timeout_s(self, generation: inference_pb2.Generation, timeout_s: float | None) -> float:
         """The least of the server's bound, the RPC's deadline and the request's own timeout."""
-        found = self._limits.max_timeout_s if timeout_s is None else min(timeout_s, self._limits.max_timeout_s)
+        found = (
+            self._limits.max_timeout_s if timeout_s is None else min(timeout_s, self._limits.max_timeout_s)
+        )
         if generation.HasField("timeout"):
             asked_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
             if asked_s > 0:
                 found = min(found, asked_s)
         return found
-

@@ -45,7 +45,9 @@ class SessionStream:
         self._session.add_tokens(self._base + choice, offset, ids, text, logprobs)
 
     def on_finished(self, finished: Finished) -> None:
-        self._end(inference_pb2.SessionFinished(stream_id=self._stream_id, finished=finished_message(finished)))
+        self._end(
+            inference_pb2.SessionFinished(stream_id=self._stream_id, finished=finished_message(finished))
+        )
 
     def on_failed(self, error: FairwayError) -> None:
         self._end(inference_pb2.SessionFinished(stream_id=self._stream_id, error=to_proto(error)))
@@ -111,7 +113,9 @@ class MuxedSession:
         try:
             bounds.check(start, "start.")
             if len(self.streams) >= MAX_STREAMS:
-                raise QueueFull(f"a session runs at most {MAX_STREAMS} generations at once", retry_after_s=1.0)
+                raise QueueFull(
+                    f"a session runs at most {MAX_STREAMS} generations at once", retry_after_s=1.0
+                )
             self.streams[start.stream_id] = stream
             stream.request = self._service.submit(
                 self._principal,

@@ -110,11 +110,11 @@ class TextModel:
                 max_context_tokens=self.max_context_tokens,
             )
         ids: list[int] = []
-        meant = 0
+        meant: list[str] = []
         for piece in rendered.pieces():
             ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-            meant += self._control.count(piece)
-        if sum(1 for token in ids if token in self._special_ids) > meant:
+            meant += self._control.spelled(piece)
+        if sum(1 for token in ids if token in self._special_ids) > len(meant):
             raise InvalidInput("a message spells a control token of the model", field="messages")
         return self._in_vocabulary(ids)
 

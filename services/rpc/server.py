@@ -103,5 +103,3 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Take no new RPCs, give running ones ``grace_s``, then cancel them."""
         await self._server.stop(grace_s)
-
-

@@ -115,8 +115,6 @@ def from_proto(error: common_pb2.Error) -> errors.FairwayError:
     return found
 
 
-def by_reason(
-    reason: str, message: str, *, retry_after_s: float | None = None
-) -> errors.FairwayError:
+def by_reason(reason: str, message: str, *, retry_after_s: float | None = None) -> errors.FairwayError:
     """Return the error of the tree with this reason; an unknown reason is an InternalError."""
     return _BY_REASON.get(reason, errors.InternalError)(message, retry_after_s=retry_after_s)

@@ -7,15 +7,19 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Awaitable
+from typing import Any
 
 import openai
 
 BASE, KEY, MODEL = sys.argv[1:4]
 
 
-async def stream_one(client: openai.AsyncOpenAI, number: int) -> dict:
+async def stream_one(client: openai.AsyncOpenAI, number: int) -> dict[str, Any]:
     """Stream a completion of a length of its own; count what came."""
-    started, first, text, usage, reasons = time.perf_counter(), None, "", None, []
+    started, first, text = time.perf_counter(), None, ""
+    usage: Any = None
+    reasons: list[str] = []
     stream = await client.completions.create(
         model=MODEL,
         prompt=f"def function_{number}(value):\n" * (1 + number % 5),
@@ -44,7 +48,7 @@ async def stream_one(client: openai.AsyncOpenAI, number: int) -> dict:
     }
 
 
-async def chat(client: openai.AsyncOpenAI) -> dict:
+async def chat(client: openai.AsyncOpenAI) -> dict[str, Any]:
     messages = [
         {"role": "system", "content": "You write Python."},
         {"role": "user", "content": "Write a function `add` that adds two numbers."},
@@ -52,7 +56,8 @@ async def chat(client: openai.AsyncOpenAI) -> dict:
     whole = await client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=24, temperature=0, logprobs=True, top_logprobs=3
     )
-    parts, roles, done = "", [], None
+    parts, done = "", None
+    roles: list[str] = []
     stream = await client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=24, temperature=0, stream=True
     )
@@ -80,13 +85,15 @@ async def chat(client: openai.AsyncOpenAI) -> dict:
     }
 
 
-async def details(client: openai.AsyncOpenAI) -> dict:
+async def details(client: openai.AsyncOpenAI) -> dict[str, Any]:
     seeded = [
         (
             await client.completions.create(
                 model=MODEL, prompt="import ", max_tokens=16, temperature=1.0, seed=11
             )
-        ).choices[0].text
+        )
+        .choices[0]
+        .text
         for _ in range(2)
     ]
     plain = await client.completions.create(
@@ -110,10 +117,10 @@ async def details(client: openai.AsyncOpenAI) -> dict:
     }
 
 
-async def errors(client: openai.AsyncOpenAI) -> dict:
-    found = {}
+async def errors(client: openai.AsyncOpenAI) -> dict[str, Any]:
+    found: dict[str, Any] = {}
 
-    async def expect(name: str, call) -> None:
+    async def expect(name: str, call: Awaitable[object]) -> None:
         try:
             await call
             found[name] = "no error"
@@ -126,9 +133,14 @@ async def errors(client: openai.AsyncOpenAI) -> dict:
     await expect("model", client.completions.create(model="nope", prompt="x"))
     await expect("temperature", client.completions.create(model=MODEL, prompt="x", temperature=99))
     await expect("long", client.completions.create(model=MODEL, prompt="word " * 20000, max_tokens=4))
-    await expect("tools", client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "x"}],
-        tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]))
+    await expect(
+        "tools",
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        ),
+    )
     await bad.close()
     return found
 

@@ -7,9 +7,10 @@ import asyncio
 import grpc
 import pytest
 
+from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc
 from fairway.v1 import inference_pb2 as pb
 from services.core.generation import StageClock
-from tests.e2e.stack import Stack, at_rest, metadata
+from tests.support.stack import Stack, at_rest, metadata
 
 
 def generation(stack: Stack, number: int = 0, **values: object) -> pb.Generation:
@@ -73,7 +74,9 @@ async def test_complete_counts_and_models(stack: Stack) -> None:
         answer = await stub.Complete(request, metadata=key, timeout=60)
         assert [choice.text for choice in answer.choices] == [answer.choices[0].text] * 2
         counted = await stub.CountTokens(
-            pb.CountTokensRequest(model=stack.model, prompt=generation(stack, 3).prompt), metadata=key, timeout=10
+            pb.CountTokensRequest(model=stack.model, prompt=generation(stack, 3).prompt),
+            metadata=key,
+            timeout=10,
         )
         assert counted.prompt_tokens == answer.finished.usage.prompt_tokens
         models = await stub.ListModels(pb.ListModelsRequest(), metadata=key, timeout=10)
@@ -104,8 +107,9 @@ async def test_clients_that_go_away_free_their_kv(stack: Stack) -> None:
         request = pb.GenerateRequest(generation=generation(stack, 0, max_output_tokens=900))
         calls = [stub.Generate(request, metadata=metadata(stack.api_key)) for _ in range(8)]
         for call in calls:
-            while not (await call.read()).HasField("chunk"):
-                pass
+            async for event in call:
+                if event.HasField("chunk"):
+                    break
         busy = await stack.workers()
         assert sum(v.kv_blocks_used for w in busy.values() for v in w.versions) > 0
         for call in calls:
@@ -124,7 +128,7 @@ async def test_wrong_keys_open_nothing(stack: Stack) -> None:
             )
     async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/fairway.v1.ControlPlaneService/ListTenants")(
-                b"", metadata=metadata(stack.api_key), timeout=10
+            await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListTenants(
+                controlplane_pb2.ListTenantsRequest(), metadata=metadata(stack.api_key), timeout=10
             )
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

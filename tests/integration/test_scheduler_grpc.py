@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from random import Random
 
 import grpc
@@ -34,6 +34,13 @@ from tests.integration.scheduler_fleet import (
 )
 
 SETTINGS = TermSettings(queue=QueueLimits(predicted_output_tokens=32))
+
+
+@asynccontextmanager
+async def etcd(endpoint: str) -> AsyncIterator[EtcdStore]:
+    store = EtcdStore((endpoint,), SystemClock(), progress_s=0.5)
+    yield store
+    await store.close()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
@@ -121,7 +128,7 @@ async def test_the_leader_is_found_through_etcd_and_a_standby_takes_over(
     etcd_endpoint: str, supervisor: Supervisor
 ) -> None:
     clock = SystemClock()
-    async with EtcdStore((etcd_endpoint,)) as store:
+    async with etcd(etcd_endpoint) as store:
         nodes = [SchedulerNode(supervisor, SETTINGS) for _ in range(2)]
         elections = []
         for index, node in enumerate(nodes):

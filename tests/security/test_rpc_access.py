@@ -85,7 +85,9 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     await server.stop(0)
 
 
-async def call(channel: grpc.aio.Channel, method: Any, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+async def call(
+    channel: grpc.aio.Channel, method: Any, metadata: tuple[tuple[str, str], ...]
+) -> grpc.StatusCode:
     path = f"/{method.containing_service.full_name}/{method.name}"
     async with asyncio.timeout(5):
         try:
@@ -114,9 +116,15 @@ async def test_a_caller_opens_what_its_rule_says_and_nothing_else(
         code = await call(channel, method, metadata)
         rule = method.GetOptions().Extensions[options_pb2.access]
         if caller in ("nobody", "garbage"):
-            assert code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED), method.full_name
+            assert code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED), (
+                method.full_name
+            )
         elif ALLOWED[caller] in rule:
-            let_in = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+            let_in = (
+                grpc.StatusCode.UNIMPLEMENTED,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.INTERNAL,
+            )
             assert code in let_in, method.full_name
         else:
             assert code is grpc.StatusCode.PERMISSION_DENIED, method.full_name

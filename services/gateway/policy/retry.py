@@ -9,6 +9,8 @@ from services.core.generation import NotAdmittedReason
 
 MAX_LOSSES: Final = 3
 MAX_REFUSALS: Final = 64
+# How long a sequence is kept away from the worker that lost it while no other takes it.
+EXCLUDED_S: Final = 2.0
 _FIRST_DELAY_S: Final = 0.002
 _MAX_DELAY_S: Final = 0.2
 

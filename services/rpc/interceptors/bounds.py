@@ -7,7 +7,6 @@ from typing import Any, Final
 from services.rpc import bounds
 from services.rpc.interceptors.base import AroundInterceptor
 
-
 # One bad generation of a session ends that generation, so the session checks its messages itself.
 CHECKED_BY_SERVICER: Final = frozenset({"/fairway.v1.InferenceService/Session"})
 

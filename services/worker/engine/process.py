@@ -29,6 +29,9 @@ from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, P
 HEARTBEAT_S: Final = 1.0
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
+# glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, whose greatest value is 32 MiB.
+MALLOC_OPTIONS: Final = ((-1, 256 << 20), (-2, 64 << 20), (-3, 32 << 20))
+
 log = structlog.get_logger()
 
 
@@ -48,6 +51,7 @@ def main(arguments: list[str]) -> int:
     """Run until the end; return the exit code."""
     _configure_logging()
     _die_with_parent()
+    _keep_freed_memory()
     parser = argparse.ArgumentParser(prog="services.worker.engine.process")
     parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
     try:
@@ -157,6 +161,13 @@ def _die_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what a step frees: its tensors of some MB would be faulted in again at each use."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc; others do without
+    for option, value in MALLOC_OPTIONS if mallopt is not None else ():
+        mallopt(option, value)
 
 
 def _configure_logging() -> None:

@@ -97,7 +97,8 @@ def _choose(logits: torch.Tensor, sequences: Sequence[SequenceState], errors: Co
     chosen = [0] * len(sequences)
     for part, choose in ((drawn, _draw), (greedy, _greatest)):
         if part:
-            of_part = logits.index_select(0, torch.tensor(part, device=logits.device))
+            whole = len(part) == len(sequences)  # the usual case needs no copy
+            of_part = logits if whole else logits.index_select(0, torch.tensor(part, device=logits.device))
             tokens: list[int] = choose(of_part, [sequences[row] for row in part]).tolist()
             for row, token in zip(part, tokens, strict=True):
                 chosen[row] = token

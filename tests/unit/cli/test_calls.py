@@ -34,7 +34,7 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
     server = grpc.aio.server()
-    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(ControlPlane(), server)
+    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(ControlPlane(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

@@ -11,7 +11,12 @@ import pytest
 
 from fairway.cli.fleet.record import FleetRecord, ProcessId, lock_installation, sweep, wait_for_end
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture

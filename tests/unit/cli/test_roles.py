@@ -92,7 +92,7 @@ def test_full_disk_is_refused_where_the_folder_will_be(tmp_path: Path) -> None:
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     options = UpOptions(state_dir="", model_dir=str(tmp_path))
-    with pytest.raises(CliError, match="config.json"):
+    with pytest.raises(CliError, match=r"config\.json"):
         check_model(options)
     (tmp_path / "config.json").write_text("{}")
     check_model(options)

@@ -68,7 +68,7 @@ def _specs(folder: Path, *names: str, flags: tuple[str, ...] = (), stop_s: float
 
 async def _until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -169,7 +169,7 @@ async def test_child_that_never_serves_is_told_with_the_reason(tmp_path: Path) -
         **{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": probe, "start_s": 0.5}
     )
     supervisor = ProcessSupervisor(Recorder(), tmp_path / "fleet.json")
-    with pytest.raises(CliError, match="not ready within 0.5 s: answers NOT_SERVING"):
+    with pytest.raises(CliError, match=r"not ready within 0\.5 s: answers NOT_SERVING"):
         await supervisor.start([slow])
     await supervisor.stop()
 
@@ -212,8 +212,9 @@ from fairway.cli.output import out
 import os
 folder = Path({str(tmp_path)!r})
 ports = choose_ports(("a", "b"), fixed={{}}, remembered={{}}, preferred={{}})
-specs = [ProcessSpec(name=n, argv=(sys.executable, "-c", {LISTENER!r}, str(p), "stubborn"), env=dict(os.environ),
-         log=folder / n, probe=tcp_open("127.0.0.1", p), address="") for n, p in ports.items()]
+specs = [ProcessSpec(name=n, argv=(sys.executable, "-c", {LISTENER!r}, str(p), "stubborn"),
+         env=dict(os.environ), log=folder / n, probe=tcp_open("127.0.0.1", p), address="")
+         for n, p in ports.items()]
 async def main():
     supervisor = ProcessSupervisor(LineProgress(out()), folder / "fleet.json")
     await supervisor.start(specs)

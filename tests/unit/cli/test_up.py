@@ -46,9 +46,14 @@ class Installation:
 
     def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments), cwd=self.folder, env=self.environment(env), capture_output=True, text=True,
-            timeout=90, check=False,
-        )  # fmt: skip
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment(env),
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
 
     def record(self) -> FleetRecord:
         record = FleetRecord.load(self.state.fleet)
@@ -94,8 +99,14 @@ def test_detached_life(installation: Installation) -> None:
     assert endpoints.model == ""
     record = installation.record()
     assert list(record.children) == [
-        "etcd", "redis", "registry", "controlplane", "scheduler", "worker-0", "gateway",
-    ]  # fmt: skip
+        "etcd",
+        "redis",
+        "registry",
+        "controlplane",
+        "scheduler",
+        "worker-0",
+        "gateway",
+    ]
     assert installation.run("status").returncode == 0
     again = installation.run("up", "--no-model")
     assert again.returncode == 0
@@ -135,9 +146,12 @@ def test_model_is_published_deployed_and_named(installation: Installation) -> No
 
 def test_replica_that_fails_ends_the_start_with_its_reason(installation: Installation) -> None:
     done = installation.run(
-        "up", "--detach", "--model-dir", str(installation.model),
+        "up",
+        "--detach",
+        "--model-dir",
+        str(installation.model),
         env={"STANDIN_REPLICA": "VERSION_STATE_FAILED"},
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     assert "MODEL_FAILED: worker-0 cannot serve my-model: as told" in done.stderr
     assert installation.processes() == []
@@ -194,9 +208,13 @@ def test_role_that_dies_later_is_restarted(installation: Installation) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_foreground_ends_on_a_signal(installation: Installation, number: signal.Signals) -> None:
     with subprocess.Popen(
-        installation.command("up", "--no-model"), cwd=installation.folder, env=installation.environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        installation.command("up", "--no-model"),
+        cwd=installation.folder,
+        env=installation.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "stop" in line:
@@ -212,9 +230,13 @@ def test_foreground_ends_on_a_signal(installation: Installation, number: signal.
 
 def test_interrupted_start_leaves_nothing(installation: Installation) -> None:
     with subprocess.Popen(
-        installation.command("up", "--no-model"), cwd=installation.folder, env=installation.environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        installation.command("up", "--no-model"),
+        cwd=installation.folder,
+        env=installation.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "registry" in line:

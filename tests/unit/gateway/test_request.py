@@ -68,10 +68,13 @@ class Placement:
         self.asked: list[PlaceSpec] = []
         self.hold = asyncio.Event()
         self.hold.set()
+        self.only_worker = ""
 
     async def place(self, spec: PlaceSpec) -> Grant:
         self.asked.append(spec)
         await self.hold.wait()
+        if self.only_worker in spec.excluded_workers:
+            raise errors.QueueTimeout("no other worker took it")
         return Grant("w0", "127.0.0.1:1", 1, 1, len(self.asked), 4, 5.0, spec.version_digest)
 
     def give_back(self, grant: Grant) -> None: ...
@@ -148,7 +151,9 @@ class Harness:
     def __init__(self, *scripts: Script, choices: int = 1) -> None:
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
         self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
-        self.spec = GenerationSpec("req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64, choices=choices)
+        self.spec = GenerationSpec(
+            "req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64, choices=choices
+        )
         self.request = Request(
             Received(CLOCK.monotonic_s(), 1, "req_1"),
             self.sink,
@@ -218,6 +223,15 @@ async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> No
     assert harness.placement.asked[1].excluded_workers == ("w0",)
     assert harness.placement.asked[1].prompt_tokens == 5
     assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
+
+
+async def test_the_only_worker_is_taken_again_when_no_other_is_there() -> None:
+    harness = Harness(emit(2, "gone"), emit(1, ended(3)))
+    harness.placement.only_worker = "w0"
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    waits = [(spec.excluded_workers, spec.queue_ttl_s) for spec in harness.placement.asked]
+    assert waits == [((), 5.0), (("w0",), 2.0), ((), 5.0)]
 
 
 async def test_a_preempted_sequence_goes_back_without_blame() -> None:

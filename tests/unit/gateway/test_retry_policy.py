@@ -1,7 +1,14 @@
 """Placing again is bounded, backs off, and leaves alone what cannot help."""
 
 from services.core.generation import NotAdmittedReason
-from services.gateway.policy.retry import MAX_LOSSES, MAX_REFUSALS, GiveUp, PlaceAgain, after_loss, after_refusal
+from services.gateway.policy.retry import (
+    MAX_LOSSES,
+    MAX_REFUSALS,
+    GiveUp,
+    PlaceAgain,
+    after_loss,
+    after_refusal,
+)
 
 
 def test_the_first_refusal_is_placed_again_at_once() -> None:

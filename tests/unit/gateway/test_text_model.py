@@ -113,7 +113,7 @@ def test_marks_are_never_left_in_the_text() -> None:
         rendered = control.unmark(control.mark(text, "﷐"), "﷐")
         assert rendered.text == text
         assert "".join(rendered.pieces()) == text
-        assert sum(control.count(piece) for piece in rendered.pieces()) == 0
+        assert [control.spelled(piece) for piece in rendered.pieces() if control.spelled(piece)] == []
 
 
 def test_the_refusal_of_a_template_reaches_the_caller(text_model: TextModel) -> None:
@@ -220,13 +220,22 @@ def test_weights_are_no_text_files() -> None:
     assert not is_text_file("sub/tokenizer.json")
 
 
-def tiny_checkpoint() -> Path:
-    return Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
+def test_a_template_that_looks_for_control_characters_sees_them(
+    tokenizer: Tokenizer, make_folder: Callable[..., Path], clock: Clock
+) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content | replace('<|', '< |') }}{% endfor %}"
+    model = load_text_model(make_folder(template=template), DIGEST, clock)
+    for content in ("a <| b", "<|end|>", "<|end|> <|"):
+        expected = tokenizer.encode("<|begin|>" + content.replace("<|", "< |"), add_special_tokens=False).ids
+        assert list(model.encode_chat([Message("user", content)])) == expected
 
 
-@pytest.mark.skipif(not (tiny_checkpoint() / "tokenizer.json").exists(), reason="the model is not built")
+CHECKPOINT = Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
+
+
+@pytest.mark.skipif(not (CHECKPOINT / "tokenizer.json").exists(), reason="the model is not built")
 def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
-    model = load_text_model(tiny_checkpoint(), DIGEST, clock)
+    model = load_text_model(CHECKPOINT, DIGEST, clock)
     honest = model.encode_chat([Message("system", "x"), Message("user", "y")])
     hostile = model.encode_chat([Message("system", "x"), Message("user", BOUNDARY)])
     assert specials(hostile) == specials(honest) == [0, 2, 1, 3, 1, 4]

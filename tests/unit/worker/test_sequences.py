@@ -262,6 +262,13 @@ def test_a_resume_goes_on_where_it_was(bench: Bench, reader: Reader) -> None:
     assert (frame.offsets, frame.ids, frame.texts) == ([2], [C], ["c"])
 
 
+def test_what_an_earlier_run_produced_is_prefill_here_and_not_output(bench: Bench, reader: Reader) -> None:
+    reader.stream.start(1, bench.spec(prompt=20, produced=(A, B)))
+    bench.stepped({1: C}, finished={1: "length"})
+    (use,) = take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").tenants
+    assert (use.prefill, use.output) == (22, 1)
+
+
 def test_a_resume_of_what_had_stopped_ends_without_the_engine(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(produced=(A, B), stop=("b",)))
     frame = reader.take()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.stop_strings import StopFinder
 
-ALPHABET = "abé😀"
+ALPHABET = "aaaabbbbé😀"  # few letters: stop strings overlap and contain each other
 texts = st.text(alphabet=ALPHABET, max_size=40)
 stop_lists = st.lists(st.text(alphabet=ALPHABET, min_size=1, max_size=4), max_size=4)
 
@@ -32,6 +32,7 @@ def streamed(pieces: list[str], stops: list[str]) -> tuple[str, str]:
     return out + finder.flush(), ""
 
 
+@settings(max_examples=500)
 @given(texts, stop_lists, st.data())
 def test_equals_the_search_in_the_whole_text(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
@@ -58,6 +59,12 @@ def test_no_text_is_held_back_that_cannot_begin_a_match() -> None:
     assert finder.feed("x") == ("Ex", "")
     assert finder.feed("EN") == ("", "")
     assert finder.feed("DE") == ("", "END")
+
+
+def test_the_match_that_ends_first_wins() -> None:
+    finder = StopFinder(["abab", "b"])
+    assert finder.feed("xabab") == ("xa", "b")
+    assert StopFinder(["b", "ab"]).feed("xab") == ("x", "ab")
 
 
 def test_an_empty_stop_string_is_none() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,7 +17,7 @@ from services.adapters.redis_limiter import RedisLimiter
 from services.core.errors import FairwayError
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
-from tests.e2e.stack import Stack, at_rest, kill, metadata
+from tests.support.stack import Stack, at_rest, kill, metadata
 
 STREAMS = 32
 TOKENS = 100
@@ -29,7 +31,9 @@ class Outcome:
     error: FairwayError | None = None
 
 
-async def stream(stack: Stack, stub: object, number: int, tokens: int, seen: Callable[[int], None]) -> Outcome:
+async def stream(
+    stack: Stack, stub: object, number: int, tokens: int, seen: Callable[[int], None]
+) -> Outcome:
     outcome = Outcome()
     generation = pb.Generation(
         model=stack.model,
@@ -113,3 +117,16 @@ async def test_a_kill_under_32_streams(stack: Stack, victim: str) -> None:
     assert after[busiest].versions[0].engine_pid != engine_pid
     assert await slots(stack) == 0
     assert (await run_streams(stack, None))[0].finished is not None
+
+
+async def test_the_only_replica_comes_back_and_goes_on(tmp_path: Path) -> None:
+    with Stack.started(tmp_path / "state", workers=1, replicas=1) as lone:
+        await lone.wait_workers(lambda state: at_rest(state, 1), 60)
+        for victim in ("engine", "worker"):
+            state = await lone.workers()
+            engine_pid = state["worker-0"].versions[0].engine_pid
+            pid = engine_pid if victim == "engine" else lone.worker_pid("worker-0")
+            outcomes = await run_streams(lone, partial(kill, pid))
+            assert [outcome.error for outcome in outcomes if outcome.error] == []
+            assert all(len(outcome.ids) == TOKENS for outcome in outcomes)
+            await lone.wait_workers(lambda state: at_rest(state, 1), 60)

@@ -17,7 +17,13 @@ from typing import Any
 import grpc
 import psutil
 
-from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from fairway.v1 import (
+    controlplane_pb2,
+    controlplane_pb2_grpc,
+    inference_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +56,16 @@ class Stack:
     @contextlib.contextmanager
     def started(cls, state: Path, *, workers: int, replicas: int) -> Iterator[Stack]:
         """Bring it up, check on the way out that nothing of it is left."""
-        fairway("up", "--detach", "--state-dir", str(state), "--workers", str(workers), "--replicas", str(replicas))
+        fairway(
+            "up",
+            "--detach",
+            "--state-dir",
+            str(state),
+            "--workers",
+            str(workers),
+            "--replicas",
+            str(replicas),
+        )
         try:
             yield cls(state, json.loads((state / "endpoints.json").read_text()))
         finally:
@@ -150,7 +165,9 @@ def at_rest(state: dict[str, worker_pb2.GetWorkerResponse], workers: int = 2) ->
         and len(versions) == workers
         and all(
             version.state == worker_pb2.VERSION_STATE_READY
-            and not (version.kv_blocks_reserved or version.kv_blocks_used or version.running or version.waiting)
+            and not (
+                version.kv_blocks_reserved or version.kv_blocks_used or version.running or version.waiting
+            )
             for version in versions
         )
     )

@@ -1,0 +1,5 @@
+"""Chaos tests use a whole installation."""
+
+from tests.support.fixtures import stack
+
+__all__ = ["stack"]
