@@ -7,9 +7,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
+OPENAI := 3.52.0
 
 .PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check e2e chaos bench-overhead clean
+	lint types imports stubs stubs-check e2e e2e-env chaos bench-overhead clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,7 +67,15 @@ fix-format: setup-dev
 stubs: setup-dev ## Generate the stubs from the protos
 	$(BIN)/python scripts/gen_stubs.py
 
-e2e: setup-dev ## Run the tests that use an installation as its users do
+# The SDK lives in an environment of its own: what it needs never meets what we pin.
+e2e-env: .venv-openai/openai-$(OPENAI)
+
+.venv-openai/openai-$(OPENAI):
+	$(PYTHON) -m venv .venv-openai
+	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI)
+	@touch $@
+
+e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 chaos: setup-dev ## Run the tests that kill and freeze parts of an installation

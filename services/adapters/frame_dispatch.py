@@ -65,3 +65,13 @@ class SinkTable:
             if sink is not None:
                 sink.on_tokens(offset, ids[at:end], text, logprobs.get(entry, NONE) if logprobs else NONE)
             at = end
+
+
+class NotStarted:
+    """Implements ``ports.worker.RunningSequence`` for a sequence that never reached a worker."""
+
+    def credit(self, tokens: int) -> None:
+        return
+
+    def cancel(self) -> None:
+        return

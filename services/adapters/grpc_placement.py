@@ -97,9 +97,7 @@ class _GrpcLink:
     def epoch(self) -> int:
         return self._epoch
 
-    async def send(
-        self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]
-    ) -> None:
+    async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         try:
             await self._call.write(connect_request(places, cancelled))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

@@ -63,9 +63,7 @@ class _LocalLink:
     def epoch(self) -> int:
         return self._stream.epoch
 
-    async def send(
-        self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]
-    ) -> None:
+    async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         if places:
             self._stream.submit(
                 [(number, replace(spec, queue_ttl_s=ttl_s)) for number, spec, ttl_s in places]

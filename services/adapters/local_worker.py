@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.adapters.frame_dispatch import SinkTable
+from services.adapters.frame_dispatch import NotStarted, SinkTable
 from services.core.generation import StartSpec
 from services.ports.worker import RunningSequence, SequenceSink
 from services.ports.worker_stream import WorkerStream, WorkerStreams
@@ -31,7 +31,7 @@ class LocalWorkers:
             worker = self._workers.get(address)
             if worker is None:
                 asyncio.get_running_loop().call_soon(sink.on_lost, f"no worker at {address}")
-                return _Nothing()
+                return NotStarted()
             link = self._links[address] = _LocalLink(worker, self._after_frame)
         return link.start(spec, sink)
 
@@ -84,11 +84,3 @@ class _LocalSequence:
     def cancel(self) -> None:
         if self._link.sinks.drop(self._handle):
             self._link.stream.cancel((self._handle,))
-
-
-class _Nothing:
-    def credit(self, tokens: int) -> None:
-        return
-
-    def cancel(self) -> None:
-        return

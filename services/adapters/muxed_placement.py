@@ -37,9 +37,7 @@ class PlacementLink(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    async def send(
-        self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]
-    ) -> None:
+    async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         """Send (placement id, spec, queue time left) and withdrawn ids. Raises FairwayError when broken."""
 
     async def receive(self) -> PlacementFrame:

@@ -321,7 +321,7 @@ def _election(environment: Environment, role: str, leader: Leader) -> Election:
         environment.store,
         leader_key(role),
         dump(leader),
-        environment.settings.lease_ttl_s,
+        environment.settings.leader_ttl_s,
         environment.clock,
         rng=environment.rng,
     )

@@ -114,6 +114,8 @@ class HttpServer:
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                # The application logs what happens to requests; the rest is strangers' malformed bytes.
+                log_level="critical",
                 access_log=False,
                 server_header=False,
                 date_header=False,

@@ -114,6 +114,11 @@ def _fail(path: str, text: str) -> InvalidInput:
     return InvalidInput(f"{path} {text}", field=path)
 
 
+def _plain(value: float) -> str:
+    """Whole numbers with all their digits, others short."""
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else f"{value:g}"
+
+
 def _required(field: FieldDescriptor) -> FieldCheck:
     name, has_presence = field.name, field.has_presence
 
@@ -219,7 +224,7 @@ def _number_check(bounds: options_pb2.Bounds, *, real: bool) -> ValueCheck:
         if real and not math.isfinite(value):
             raise _fail(path, "is not a finite number")
         if not low <= value <= high:
-            raise _fail(path, f"is {value:g}; it must be from {low:g} to {high:g}")
+            raise _fail(path, f"is {_plain(value)}; it must be from {_plain(low)} to {_plain(high)}")
 
     return check_number
 

@@ -42,6 +42,7 @@ class Settings(BaseModel):
     log_format: Literal["json", "console"] = "json"
     drain_s: float = Field(default=10.0, ge=0, le=3600)
     lease_ttl_s: int = Field(default=5, ge=1, le=120)
+    leader_ttl_s: int = Field(default=3, ge=1, le=120)
 
     device: str = "cpu"
     memory_bytes: int = Field(default=2 * 1024**3, ge=1024**2)

@@ -108,9 +108,7 @@ async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
     return first.hello.gateway_id
 
 
-async def _read_places(
-    requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayStream
-) -> None:
+async def _read_places(requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayStream) -> None:
     async for message in requests:
         if message.HasField("hello"):
             raise InvalidInput("a gateway says hello once", field="hello")
@@ -120,9 +118,7 @@ async def _read_places(
             stream.cancel(message.cancel.placement_ids)
 
 
-async def _read_reports(
-    requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: ReportStream
-) -> None:
+async def _read_reports(requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: ReportStream) -> None:
     expected = 1
     async for message in requests:
         if message.report != expected:

@@ -284,5 +284,3 @@ class Term:
             if not session.outbox:
                 session.wake()
             session.outbox.append(outcome)
-
-

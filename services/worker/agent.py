@@ -196,9 +196,7 @@ class WorkerAgent:
             log.info("version.planned", action=type(action).__name__, digest=_digest(action))
             match action:
                 case Fetch(version):
-                    slot = self._slots.setdefault(
-                        version.version_digest, VersionSlot(version, self._context)
-                    )
+                    slot = self._slots.setdefault(version.version_digest, VersionSlot(version, self._context))
                     slot.fetch()
                 case Load(digest):
                     self._slots[digest].load()

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 import structlog
@@ -24,9 +23,8 @@ import structlog
 from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
+from services.worker.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink, LogPipe, Refusal
 from services.worker.engine_protocol import (
-    LENGTH_PREFIX,
-    MAX_MESSAGE_BYTES,
     Command,
     EngineConfig,
     Event,
@@ -36,15 +34,12 @@ from services.worker.engine_protocol import (
     Ready,
     Shutdown,
     Stepped,
-    decode_event,
     encode,
 )
 
 log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 with its end
-MAX_SEND_BUFFER_BYTES: Final = 2 * MAX_MESSAGE_BYTES
-MAX_LOG_LINE_BYTES: Final = 65536
 CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
@@ -95,99 +90,6 @@ class EngineEvents:
     on_exit: Callable[[EngineExit], None]
 
 
-class _Link(asyncio.Protocol):
-    """The agent's end of the socket: cuts the bytes into messages. Any fault ends the connection."""
-
-    def __init__(self, on_event: Callable[[Event], None], on_fault: Callable[[str], None]) -> None:
-        self._on_event = on_event
-        self._on_fault = on_fault
-        self._buffer = bytearray()
-        self._faulty = False
-        self.transport: asyncio.Transport | None = None
-        self.closed = asyncio.Event()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A stream server's transport writes; uvloop's does not derive from asyncio.Transport.
-        stream = cast(asyncio.Transport, transport)
-        if self.transport is not None:
-            stream.close()  # one engine, one connection
-            return
-        self.transport = stream
-        stream.set_write_buffer_limits(high=MAX_SEND_BUFFER_BYTES)
-
-    def data_received(self, data: bytes) -> None:
-        if self._faulty:
-            return
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        try:
-            while len(buffer) - at >= LENGTH_PREFIX.size:
-                (length,) = LENGTH_PREFIX.unpack_from(buffer, at)
-                if length > MAX_MESSAGE_BYTES:
-                    raise ValueError(f"a message of {length} bytes")
-                end = at + LENGTH_PREFIX.size + length
-                if end > len(buffer):
-                    break
-                with memoryview(buffer) as view:
-                    event = decode_event(bytes(view[at + LENGTH_PREFIX.size : end]))
-                self._on_event(event)
-                at = end
-        except Exception as exc:  # a fault of this engine or of its handler ends this engine, not the agent
-            log.exception("engine.event_refused")
-            self._faulty = True
-            self._on_fault(f"the engine's message could not be handled: {type(exc).__name__}")
-            return
-        del buffer[:at]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed.set()
-
-
-class _LogPipe:
-    """The engine's stderr. Not asyncio's own pipe: with that one the end of a process is not told before
-    its children closed theirs."""
-
-    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport, write_fd: int) -> None:
-        self._reader = reader
-        self._transport = transport
-        self._write_fd = write_fd
-
-    @staticmethod
-    async def open() -> _LogPipe:
-        read_fd, write_fd = os.pipe()
-        reader = asyncio.StreamReader(limit=MAX_LOG_LINE_BYTES)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd)
-        )
-        return _LogPipe(reader, transport, write_fd)
-
-    @contextlib.contextmanager
-    def write_end(self) -> Iterator[int]:
-        """Lend the end that the process writes to; ours is closed after it."""
-        try:
-            yield self._write_fd
-        finally:
-            os.close(self._write_fd)
-            self._write_fd = -1
-
-    async def copy(self, pid: int) -> None:
-        """Log each line until the last writer is gone."""
-        while True:
-            try:
-                line = await self._reader.readline()
-            except ValueError:  # longer than the limit: that much of it was dropped
-                continue
-            if not line:
-                return
-            log.info("engine.stderr_written", pid=pid, line=line.decode("utf-8", "replace").rstrip())
-
-    def close(self) -> None:
-        self._transport.close()
-        if self._write_fd >= 0:
-            os.close(self._write_fd)
-
-
 class EngineProcess:
     """Runs from ``start`` until ``on_exit``. One instance is one process; a restart is a new instance."""
 
@@ -210,7 +112,7 @@ class EngineProcess:
         self._timeouts = timeouts or EngineTimeouts()
         self._env = env
         self._command = command
-        self._link = _Link(self._on_event, self._kill)
+        self._link = EngineLink(self._on_event, self._kill)
         self._process: asyncio.subprocess.Process | None = None
         self._ready = False
         self._stopping = False
@@ -229,7 +131,7 @@ class EngineProcess:
         async with contextlib.AsyncExitStack() as undo:
             try:
                 server, path = await self._listen(undo)
-                log_pipe = await _LogPipe.open()
+                log_pipe = await LogPipe.open()
                 undo.callback(log_pipe.close)
                 self._process = process = await self._spawn(path, log_pipe)
             except OSError as exc:
@@ -275,11 +177,14 @@ class EngineProcess:
         path = os.path.join(directory, "e")
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
-        server = await asyncio.get_running_loop().create_unix_server(lambda: self._link, path)
+        server = await asyncio.get_running_loop().create_unix_server(self._accept, path)
         undo.callback(server.close)
         return server, path
 
-    async def _spawn(self, socket_path: str, log_pipe: _LogPipe) -> asyncio.subprocess.Process:
+    def _accept(self) -> asyncio.Protocol:
+        return self._link if self._link.transport is None else Refusal()
+
+    async def _spawn(self, socket_path: str, log_pipe: LogPipe) -> asyncio.subprocess.Process:
         """Start it in a session, and so in a process group, of its own."""
         config = msgspec.structs.replace(self._config, socket_path=socket_path)
         with log_pipe.write_end() as stderr:
@@ -301,7 +206,7 @@ class EngineProcess:
         self,
         process: asyncio.subprocess.Process,
         server: asyncio.Server,
-        log_pipe: _LogPipe,
+        log_pipe: LogPipe,
         undo: contextlib.AsyncExitStack,
     ) -> None:
         """Own the process until it is gone, whatever happens to this task."""

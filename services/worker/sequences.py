@@ -17,6 +17,7 @@ from services.worker import engine_protocol as wire
 from services.worker.detokenizer import Vocabulary
 from services.worker.live_sequence import LiveSequence
 from services.worker.outbox import Outbox
+from services.worker.submit import submit_command
 from services.worker.tally import Tally
 from services.worker.text_stream import TextStream
 
@@ -389,34 +390,3 @@ def _prefill_tokens(sequence: LiveSequence) -> int:
 
 def _microseconds(start_s: float | None, end_s: float | None) -> int:
     return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))
-
-
-def submit_command(sequence: LiveSequence) -> wire.Submit:
-    """Return the engine's view of a start."""
-    spec = sequence.spec
-    generation = spec.generation
-    sampling = generation.sampling
-    return wire.Submit(
-        handle=sequence.number,
-        prompt_ids=list(generation.prompt_ids),
-        produced_ids=list(spec.produced_ids),
-        credit_limit=sequence.credit_limit,
-        priority=generation.priority.rank,
-        sampling=wire.Sampling(
-            seed=sampling.seed,
-            choice=spec.choice,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=dict(sampling.logit_bias),
-            logprobs=generation.logprobs,
-            max_tokens=generation.max_output_tokens,
-            min_tokens=generation.min_output_tokens,
-            stop_token_ids=generation.stop_token_ids,
-            ignore_eos=generation.ignore_eos,
-        ),
-    )

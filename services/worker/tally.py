@@ -31,6 +31,4 @@ class Tally:
     def take(self, limit: int) -> tuple[TenantUse, ...]:
         """Return and forget at most ``limit`` entries, in order of tenant and version."""
         keys = sorted({*self._prefill, *self._output})[:limit]
-        return tuple(
-            TenantUse(*key, self._prefill.pop(key, 0), self._output.pop(key, 0)) for key in keys
-        )
+        return tuple(TenantUse(*key, self._prefill.pop(key, 0), self._output.pop(key, 0)) for key in keys)

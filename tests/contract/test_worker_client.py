@@ -126,7 +126,7 @@ class Sink:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 

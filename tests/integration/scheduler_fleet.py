@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.grpc_reporter import Reporter
-from services.adapters.scheduler_directory import KnownLeader
+from services.adapters.scheduler_directory import KnownLeader, LeaderDirectory
 from services.core.fleet import LiveSequence, PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
@@ -224,15 +223,17 @@ class FakeWorker:
         self.running.clear()
         self._seen = []
 
-    def reporter(self, directory: StaticDirectory, supervisor: Supervisor) -> Reporter:
+    def reporter(self, directory: LeaderDirectory, supervisor: Supervisor) -> Reporter:
         """Return a started reporter of this worker."""
         found = Reporter(
-            directory, TOKEN, SystemClock(), supervisor, self.snapshot, hear_leader=self.hear_leader, rng=Random(2)
+            directory,
+            TOKEN,
+            SystemClock(),
+            supervisor,
+            self.snapshot,
+            hear_leader=self.hear_leader,
+            rng=Random(2),
         )
         self.changed = found.changed
         found.start()
         return found
-
-
-def with_ttl(spec: PlaceSpec, queue_ttl_s: float) -> PlaceSpec:
-    return replace(spec, queue_ttl_s=queue_ttl_s)

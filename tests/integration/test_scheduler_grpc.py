@@ -1,4 +1,4 @@
-"""Scheduler, gateway client and worker client over real gRPC streams; the leader is found through a real etcd."""
+"""Scheduler and both of its clients over real gRPC streams; the leader is found through a real etcd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.etcd_store import EtcdStore
-from services.adapters.grpc_placement import GrpcPlacement
+from services.adapters.grpc_placement import GrpcPlacement, GrpcPlacementLinks
 from services.adapters.scheduler_directory import KnownLeader, SchedulerDirectory
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.records import Leader, dump, leader_key
@@ -171,9 +171,7 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     directory = directory_of(node)
     workers = {f"w{n}": FakeWorker(f"w{n}", kv_blocks=24) for n in range(3)}
     reporters = [worker.reporter(directory, supervisor) for worker in workers.values()]
-    gateways = [
-        GrpcPlacement(directory, TOKEN, f"g{n}", clock, supervisor, Random(n)) for n in range(3)
-    ]
+    gateways = [GrpcPlacement(directory, TOKEN, f"g{n}", clock, supervisor, Random(n)) for n in range(3)]
     ended: list[str] = []
 
     async def one(number: int) -> None:
@@ -204,9 +202,7 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     assert ended.count("granted") >= 240
     term = node.service.term
     assert term is not None
-    await until(
-        lambda: all(c.kv_tokens_room == 24 * 16 for c in term.fleet.candidates(DIGEST).values()), 4.0
-    )
+    await until(lambda: all(c.kv_tokens_room == 24 * 16 for c in term.fleet.candidates(DIGEST).values()), 4.0)
     term.check_integrity()
     assert term.fleet.outstanding == 0
     for gateway in gateways:
@@ -248,12 +244,16 @@ async def test_a_worker_whose_stream_is_cut_is_placed_on_again_after_it_reports(
     assert not waiting.done()
     reporter = worker.reporter(directory, supervisor)
     second = await waiting
-    assert term.fleet.candidates(DIGEST)["w1"].kv_tokens_room == (64 - grant.kv_blocks - second.kv_blocks) * 16
+    assert (
+        term.fleet.candidates(DIGEST)["w1"].kv_tokens_room == (64 - grant.kv_blocks - second.kv_blocks) * 16
+    )
     await placement.close()
     await reporter.close()
 
 
-async def test_the_reporter_tells_when_it_heard_the_leader(supervisor: Supervisor, node: SchedulerNode) -> None:
+async def test_the_reporter_tells_when_it_heard_the_leader(
+    supervisor: Supervisor, node: SchedulerNode
+) -> None:
     clock = SystemClock()
     directory = directory_of(node)
     worker = FakeWorker("w1")
@@ -269,6 +269,31 @@ async def test_the_reporter_tells_when_it_heard_the_leader(supervisor: Superviso
     await asyncio.sleep(0.5)
     assert reporter.leader_heard_s == last_s, "a dead leader is not heard"
     await reporter.close()
+
+
+async def test_a_leader_that_falls_silent_is_left_and_nothing_waits_for_ever(node: SchedulerNode) -> None:
+    links = GrpcPlacementLinks(directory_of(node), TOKEN, "g1", silence_s=0.1)  # it beats every 0.3 s
+    link = await links.open()
+    with pytest.raises(NoLeader, match="silent"):
+        async with asyncio.timeout(2.0):
+            await link.receive()
+    await link.close()
+    with pytest.raises(FairwayError):
+        await link.send([(1, place_spec(), 1.0)], [])
+    await links.close()
+
+
+async def test_reading_a_link_that_is_closed_here_fails_without_cancelling_the_reader(
+    node: SchedulerNode,
+) -> None:
+    links = GrpcPlacementLinks(directory_of(node), TOKEN, "g1")
+    link = await links.open()
+    reading = asyncio.ensure_future(link.receive())
+    await asyncio.sleep(0.05)
+    await link.close()
+    with pytest.raises(NoLeader):
+        await reading
+    await links.close()
 
 
 @pytest.mark.parametrize("wrong", ["no_hello", "hello_twice", "hello_with_places", "unbounded"])

@@ -164,10 +164,11 @@ def _die_with_parent() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let the allocator keep what a step frees: its tensors of some MB would be faulted in again at each use."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc; others do without
-    for option, value in MALLOC_OPTIONS if mallopt is not None else ():
-        mallopt(option, value)
+    """Let the allocator keep what a step frees: tensors of some MB would be faulted in again at each use."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # glibc has it; others do without
+        for option, value in MALLOC_OPTIONS:
+            library.mallopt(option, value)
 
 
 def _configure_logging() -> None:

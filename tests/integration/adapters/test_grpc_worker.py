@@ -116,7 +116,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def until(condition: Callable[[], object], timeout_s: float = 6.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -164,7 +164,7 @@ class Sink:
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     """Return once the condition holds; the test fails after ``timeout_s``."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # what is waited for signals nobody
+        while not condition():  # what is waited for signals nobody
             await asyncio.sleep(0.01)
 
 

@@ -64,7 +64,7 @@ class Heard:
 
     async def ended(self, timeout_s: float = 8.0) -> EngineExit:
         async with asyncio.timeout(timeout_s):
-            while self.exit is None:  # noqa: ASYNC110
+            while self.exit is None:
                 await asyncio.sleep(0.01)
         assert self.exits == 1
         return self.exit
@@ -130,10 +130,10 @@ async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
     await heard.ready()
     assert engine.send(submit())
     async with asyncio.timeout(5):
-        while len(heard.tokens) < 5:  # noqa: ASYNC110
+        while len(heard.tokens) < 5:
             await asyncio.sleep(0.01)
     async with asyncio.timeout(5):
-        while "heartbeat" not in heard.events:  # noqa: ASYNC110
+        while "heartbeat" not in heard.events:
             await asyncio.sleep(0.05)
     await engine.stop()
     await engine.stop()
@@ -227,7 +227,7 @@ async def test_children_of_the_engine_end_with_it(start: Start, tmp_path: Path) 
     await heard.ended()
     child = int(note.read_text())
     async with asyncio.timeout(3):
-        while alive(child):  # noqa: ASYNC110
+        while alive(child):
             await asyncio.sleep(0.02)
 
 

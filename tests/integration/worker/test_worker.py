@@ -239,14 +239,14 @@ async def test_a_version_that_is_wanted_again_goes_on(start_worker: Starter) -> 
 async def test_the_record_in_the_store_follows_the_states(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     async with asyncio.timeout(5):
-        while (record := await worker.registered()).versions[0].state is not VersionState.READY:  # noqa: ASYNC110
+        while (record := await worker.registered()).versions[0].state is not VersionState.READY:
             await asyncio.sleep(0.02)
     assert (record.address, record.versions[0].deployment) == (worker.address, "null")
     assert record.versions[0].kv_blocks_total > 0
     os.kill(worker.engine_pid, signal.SIGKILL)
     await eventually(lambda: worker.state() is VersionState.RESTARTING)
     async with asyncio.timeout(5):
-        while (await worker.registered()).versions[0].engine_restarts != 1:  # noqa: ASYNC110
+        while (await worker.registered()).versions[0].engine_restarts != 1:
             await asyncio.sleep(0.02)
 
 
@@ -303,7 +303,7 @@ async def test_operators_see_and_drain_the_worker(start_worker: Starter) -> None
 
 async def drained_record(worker: Harness) -> Worker:
     async with asyncio.timeout(5):
-        while not (record := await worker.registered()).draining:  # noqa: ASYNC110
+        while not (record := await worker.registered()).draining:
             await asyncio.sleep(0.02)
     return record
 

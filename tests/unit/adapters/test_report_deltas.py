@@ -65,7 +65,9 @@ def test_a_snapshot_that_is_not_sent_is_kept() -> None:
 )
 def test_every_delta_is_told_within_bounds_and_confirmed_ones_once(actions: list[tuple[str, int]]) -> None:
     keeper = DeltaKeeper(max_seen=3, max_tenants=2)
-    made, told, confirmed = 0, {}, set()
+    made = 0
+    told: dict[int, None] = {}
+    confirmed: set[int] = set()
     sent: list[tuple[int, tuple[int, ...]]] = []
     for action, value in [*actions, *[("report", 0)] * 60]:
         if action == "report":

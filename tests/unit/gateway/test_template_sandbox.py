@@ -8,6 +8,7 @@ import tracemalloc
 
 import jinja2
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.template_sandbox import (
     BUDGET,
@@ -157,3 +158,79 @@ def test_what_chat_templates_do_still_works(source: str, expected: str) -> None:
 def test_an_author_can_refuse() -> None:
     with pytest.raises(TemplateRefused, match="no tools"):
         render("{{ raise_exception('no tools') }}")
+
+
+# The constructs that published chat templates are made of.
+PUBLISHED = {
+    "chatml with a default system turn": (
+        "{%- if messages[0]['role'] == 'system' %}"
+        "{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+        "{%- else %}{{- '<|im_start|>system\nYou help.<|im_end|>\n' }}{%- endif %}\n"
+        "{%- for message in messages %}\n"
+        '    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}\n'
+        "        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}\n"
+        '    {%- elif message.role == "tool" %}\n'
+        "        {{- '<tool_response>' ~ (message.content | tojson) }}\n"
+        "    {%- endif %}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    "alternating turns": (
+        "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
+        "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}"
+        "{{- bos_token }}{%- for m in loop_messages %}"
+        "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{- raise_exception('alternate') }}{%- endif %}"
+        "{%- if m['role'] == 'user' and loop.last and system is defined %}"
+        "{{- '[INST] ' + system + '\n\n' + m['content'] | trim + '[/INST]' }}"
+        "{%- elif m['role'] == 'user' %}{{- '[INST] ' + m['content'] + '[/INST]' }}"
+        "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"
+    ),
+    "thoughts cut from history": (
+        "{%- set ns = namespace(multi_step_tool=true, last=messages | length - 1) %}"
+        "{%- for message in messages[::-1] %}{%- set index = (messages | length - 1) - loop.index0 %}"
+        "{%- if ns.multi_step_tool and message.role == 'user' and not (message.content.startswith('<r>')"
+        " and message.content.endswith('</r>')) %}{%- set ns.multi_step_tool = false %}"
+        "{%- set ns.last = index %}{%- endif %}{%- endfor %}"
+        "{%- for message in messages %}"
+        "{%- set content = message.content if message.content is string else '' %}"
+        "{%- if message.role == 'assistant' and '</think>' in content %}"
+        "{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+        "{%- set content = content.split('</think>')[-1].lstrip('\n') %}"
+        "{%- if loop.index0 > ns.last %}{{- thought }}{%- endif %}{%- endif %}"
+        "{{- message.role ~ ':' ~ content ~ '\n' }}{%- endfor %}"
+    ),
+    "parts and dates": (
+        "{%- if not date is defined %}{%- set date = 'today' %}{%- endif %}{{- date }}"
+        "{%- for message in messages %}{%- if message.content is mapping or message.content is iterable"
+        " and message.content is not string %}{{- message.content[0].text }}{%- else %}"
+        "{{- message['content'] | trim | replace('\n', ' ') }}{%- endif %}"
+        "{%- if not loop.last %}{{ ', ' }}{% endif %}{%- endfor %}"
+    ),
+}
+TURNS = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "a\nb"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
+    {"role": "user", "content": "c"},
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("start", [0, 1])
+def test_published_templates_render_as_in_a_stock_sandbox(name: str, start: int) -> None:
+    def refuse(message: str) -> None:
+        raise TemplateRefused(message)
+
+    stock = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    stock.globals["raise_exception"] = refuse
+    variables = {
+        "messages": TURNS[start:],
+        "add_generation_prompt": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    expected = stock.from_string(PUBLISHED[name]).render(variables)
+    budget = Budget(max_chars=10_000, max_steps=1_000, deadline_s=5.0, monotonic_s=lambda: 0.0)
+    assert environment().from_string(PUBLISHED[name]).render({**variables, BUDGET: budget}) == expected
+    assert "c" in expected

@@ -1,8 +1,8 @@
 """A fleet around one scheduler term, without a wire: messages wait in lists until the test delivers them.
 
-Physical bounds that the protocol counts on, and that ``Fleet.advance`` keeps: a gateway starts a grant within
-its time to live from receipt, a start travels for less than ``TRAVEL_S``, a report for less than ``REPORT_S``, and a
-connected worker reports every second.
+Physical bounds that the protocol counts on, and that ``Fleet.advance`` keeps: a gateway starts a grant
+within its time to live from receipt, a start travels for less than ``TRAVEL_S``, a report for less than
+``REPORT_S``, and a connected worker reports every second.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ class ModelWorker:
             self.epoch, self.numbers, self.seen = epoch, set(), []
 
     def start(self, grant: Grant) -> None:
-        if grant.incarnation != self.incarnation or grant.epoch < self.epoch or grant.sequence in self.numbers:
+        if (
+            grant.incarnation != self.incarnation
+            or grant.epoch < self.epoch
+            or grant.sequence in self.numbers
+        ):
             return
         self.hear_leader(grant.epoch)
         self.numbers.add(grant.sequence)
@@ -194,7 +198,7 @@ class Fleet:
         return gateway.numbers
 
     def cancel(self, gateway: ModelGateway, placement_id: int) -> None:
-        """Withdraw a pending placement, or give a grant back that is in hand. A used one is not given back."""
+        """Withdraw a pending placement, or give a grant back that is in hand and was not used."""
         if placement_id in gateway.used:
             return
         if gateway.pending.pop(placement_id, None) is not None:
@@ -268,7 +272,9 @@ class Fleet:
             return
         number, snapshot = worker.deltas.next_report(worker.snapshot())
         streams = self.reports[self.workers.index(worker)]
-        streams.setdefault(worker.reporter.number, deque()).append(InFlight(worker.reporter, number, snapshot, self.clock.now_s))
+        streams.setdefault(worker.reporter.number, deque()).append(
+            InFlight(worker.reporter, number, snapshot, self.clock.now_s)
+        )
         worker.last_report_s = self.clock.now_s
 
     def deliver(self, index: int, which: int = 0, *, answered: bool = True) -> None:

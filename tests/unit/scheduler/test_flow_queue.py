@@ -6,7 +6,14 @@ from random import Random
 
 import pytest
 
-from services.core.errors import FairwayError, InvalidInput, NoWorkerAvailable, PromptTooLong, QueueFull, QueueTimeout
+from services.core.errors import (
+    FairwayError,
+    InvalidInput,
+    NoWorkerAvailable,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+)
 from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot
 from services.core.generation import Grant
 from services.core.records import Priority
@@ -23,7 +30,11 @@ class Rig:
     """A queue over workers of one pool each, on a clock of the test's."""
 
     def __init__(
-        self, *totals: int, limits: QueueLimits | None = None, order: OrderPolicy | None = None, slots: int = 64
+        self,
+        *totals: int,
+        limits: QueueLimits | None = None,
+        order: OrderPolicy | None = None,
+        slots: int = 64,
     ) -> None:
         self.now_s = 1000.0
         self.slots = slots
@@ -44,7 +55,14 @@ class Rig:
 
     def report(self, index: int, *, ready: bool = True, draining: bool = False, digest: str = DIGEST) -> None:
         pool = PoolSnapshot(
-            digest, self.totals[index], self.reserved[index], BLOCK, 0, 0, self.slots, self.totals[index] * BLOCK,
+            digest,
+            self.totals[index],
+            self.reserved[index],
+            BLOCK,
+            0,
+            0,
+            self.slots,
+            self.totals[index] * BLOCK,
             ready=ready,
         )
         seen, self.seen[index] = tuple(self.seen[index]), []

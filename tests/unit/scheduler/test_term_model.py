@@ -1,4 +1,4 @@
-"""Random histories against a model fleet: late and repeated reports, restarts, cancellations at every stage."""
+"""Random histories of a model fleet: late reports, overlapping streams, restarts, cancellations."""
 
 from __future__ import annotations
 
@@ -188,9 +188,17 @@ TestTerm = TermMachine.TestCase
 
 
 def history(fleet: Fleet, seed: int, steps: int = 250) -> None:
-    """A busy fleet: most grants start soon, reports are late, streams overlap. Ends with everything settled."""
+    """A busy fleet: most grants start soon, reports are late, streams overlap. All is settled then."""
     rng = Random(seed)
-    actions = {"ask": 30, "use": 25, "arrive": 25, "report": 15, "deliver": 25, "finish": 8, "cancel": 6}
+    actions: dict[str, float] = {
+        "ask": 30,
+        "use": 25,
+        "arrive": 25,
+        "report": 15,
+        "deliver": 25,
+        "finish": 8,
+        "cancel": 6,
+    }
     actions |= {"stream": 3, "time": 6, "reconnect": 1, "restart": 1, "leader": 0.3}
     for action in rng.choices(list(actions), list(actions.values()), k=steps):
         gateway, worker = rng.choice(fleet.gateways), rng.choice(fleet.workers)

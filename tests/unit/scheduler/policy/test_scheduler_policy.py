@@ -66,7 +66,9 @@ def test_each_filter_gives_its_reason(worker: Candidate, reason: str, waits: boo
 
 
 def test_no_worker_at_all_neither_waits_for_room_nor_never_fits() -> None:
-    assert choose(QUERY, [], PlacementProfile(), Random(1)) == NoWorker((), never_fits=False, waits_for_room=False)
+    assert choose(QUERY, [], PlacementProfile(), Random(1)) == NoWorker(
+        (), never_fits=False, waits_for_room=False
+    )
 
 
 def test_one_that_is_too_small_and_one_that_is_full_means_waiting() -> None:
@@ -107,7 +109,8 @@ def test_equals_share_the_draw_and_the_same_seed_draws_the_same() -> None:
 )
 def test_the_summary_agrees_with_a_look_at_each(rooms: list[tuple[int, int, bool]], prompt: int) -> None:
     workers = [
-        Candidate(f"w{n}", 640, room, 16, slots, 640, ready=ready) for n, (room, slots, ready) in enumerate(rooms)
+        Candidate(f"w{n}", 640, room, 16, slots, 640, ready=ready)
+        for n, (room, slots, ready) in enumerate(rooms)
     ]
     demand = demand_of(prompt, 10, 5)
     summary = room_of(workers)
