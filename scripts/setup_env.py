@@ -7,6 +7,8 @@ nothing else ever is; where that index cannot be reached, pip's own index is use
 makes a second run a matter of milliseconds.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import shutil

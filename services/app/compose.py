@@ -221,7 +221,18 @@ def gateway(environment: Environment) -> Role:
         ),
         identity=identity,
     )
-    app = build_app(service, identity, clock, environment.ids, max_body_bytes=settings.max_body_bytes)
+
+    def not_ready() -> str:
+        return "this gateway is shutting down" if service.draining else ""
+
+    app = build_app(
+        service,
+        identity,
+        clock,
+        environment.ids,
+        max_body_bytes=settings.max_body_bytes,
+        not_ready=not_ready,
+    )
     host, _, port = settings.http_listen.rpartition(":")
     http = HttpServer(app, host, int(port))
 

@@ -102,6 +102,11 @@ class GatewayService:
     def running(self) -> int:
         return len(self._requests)
 
+    @property
+    def draining(self) -> bool:
+        """No new requests are taken."""
+        return self._draining
+
     def submit(
         self,
         principal: Principal,

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -113,7 +114,7 @@ class EngineProcess:
         self._env = env
         self._command = command
         self._link = EngineLink(self._on_event, self._kill)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._stopping = False
         self._refused: LoadRefused | None = None
@@ -133,7 +134,7 @@ class EngineProcess:
                 server, path = await self._listen(undo)
                 log_pipe = await LogPipe.open()
                 undo.callback(log_pipe.close)
-                self._process = process = await self._spawn(path, log_pipe)
+                self._process = process = self._spawn(path, log_pipe)
             except OSError as exc:
                 raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
             self._started_s = self._heard_s = self._clock.monotonic_s()
@@ -184,17 +185,18 @@ class EngineProcess:
     def _accept(self) -> asyncio.Protocol:
         return self._link if self._link.transport is None else Refusal()
 
-    async def _spawn(self, socket_path: str, log_pipe: LogPipe) -> asyncio.subprocess.Process:
-        """Start it in a session, and so in a process group, of its own."""
+    def _spawn(self, socket_path: str, log_pipe: LogPipe) -> subprocess.Popen[bytes]:
+        """Start it in a session, and so in a process group, of its own; blocks for about a millisecond.
+
+        Not by the event loop: uvloop forks, and gRPC's fork handlers now and then crash the child before it
+        is the engine; ``Popen`` uses vfork. Not in a thread: the engine dies with the thread that started it.
+        """
         config = msgspec.structs.replace(self._config, socket_path=socket_path)
         with log_pipe.write_end() as stderr:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *self._command,
-                "--config",
-                msgspec.json.encode(config).decode(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
+            return subprocess.Popen(
+                [sys.executable, *self._command, "--config", msgspec.json.encode(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
                 env=None if self._env is None else dict(self._env),
@@ -204,7 +206,7 @@ class EngineProcess:
 
     async def _run(
         self,
-        process: asyncio.subprocess.Process,
+        process: subprocess.Popen[bytes],
         server: asyncio.Server,
         log_pipe: LogPipe,
         undo: contextlib.AsyncExitStack,
@@ -214,13 +216,16 @@ class EngineProcess:
             async with undo, asyncio.TaskGroup() as group:
                 reader = group.create_task(log_pipe.copy(process.pid))
                 watcher = group.create_task(self._watch(server))
-                code = await process.wait()
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it may have started
+                await wait_end(process.pid, self._clock)
+                self._signal_group(signal.SIGKILL)  # what it may have started
+                code = process.wait()
                 watcher.cancel()
                 await self._drain(reader)
         finally:
             self._signal_group(signal.SIGKILL)
+            if process.returncode is None:  # this task was cancelled: leave no zombie
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1.0)
             if self._link.transport is not None:
                 self._link.transport.abort()
             self._exited.set()
@@ -295,3 +300,21 @@ class EngineProcess:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal_number)
+
+
+async def wait_end(pid: int, clock: Clock) -> None:
+    """Return once a child process ended, its own children notwithstanding. It is still to be reaped."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        pid_fd = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not on this system
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            await clock.sleep(CHECK_S)
+        return
+    loop.add_reader(pid_fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pid_fd)
+        os.close(pid_fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -214,6 +214,15 @@ async def test_a_forged_ticket_is_refused(rig: Rig) -> None:
     rig.lead(1)
     with pytest.raises(PermissionDenied):
         await rig.placement.place(place_spec(key=b"x" * 32))
+
+
+async def test_a_ticket_of_another_request_is_refused(rig: Rig) -> None:
+    rig.lead(1)
+    mine = place_spec("req_1")
+    with pytest.raises(PermissionDenied, match="another"):
+        await rig.placement.place(replace(mine, ticket=place_spec("req_2").ticket))
+    with pytest.raises(PermissionDenied, match="another"):
+        await rig.placement.place(replace(mine, tenant_id="beta"))
 
 
 async def test_without_a_leader_the_queue_time_ends_in_no_leader(rig: Rig) -> None:

@@ -283,9 +283,10 @@ async def test_after_frame_comes_once_after_all_sinks_of_a_step(rig: Rig) -> Non
         rig.client.start(rig.spec(), sink)
     await until(lambda: all(sink.heard for sink in sinks))
     before = len(rig.frames)
-    rig.step(dict.fromkeys(range(1, 9), 0x61))
+    rig.step({number: 0x60 + number for number in range(1, 9)})
     await until(lambda: len(rig.frames) > before)
-    assert all(sink.ids == [0x61] for sink in sinks)
+    assert [sink.ids for sink in sinks] == [[0x60 + number] for number in range(1, 9)]
+    assert [sink.text for sink in sinks] == list("abcdefgh")
     assert len(rig.frames) == before + 1
 
 

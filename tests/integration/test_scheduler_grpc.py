@@ -216,12 +216,14 @@ async def test_a_gateway_that_goes_away_withdraws_what_it_queued(
 ) -> None:
     directory = directory_of(node)
     placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
-    waiting = [asyncio.ensure_future(placement.place(place_spec(f"req_{n}"))) for n in range(4)]
+    waiting = [
+        asyncio.ensure_future(placement.place(place_spec(f"req_{n}", queue_ttl_s=60))) for n in range(4)
+    ]
     term = node.service.term
     assert term is not None
     await until(lambda: len(term.queue) == 4)
     await placement.close()
-    await until(lambda: len(term.queue) == 0)
+    await until(lambda: len(term.queue) == 0, 2.0)
     for error in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(error, NoLeader)
 
@@ -238,7 +240,7 @@ async def test_a_worker_whose_stream_is_cut_is_placed_on_again_after_it_reports(
     assert worker.start(grant)  # nobody is told of it
     term = node.service.term
     assert term is not None
-    await until(lambda: not term.fleet.candidates(DIGEST)["w1"].heard)
+    await until(lambda: not term.fleet.candidates(DIGEST)["w1"].heard, 1.5)  # long before it counts as silent
     waiting = asyncio.ensure_future(placement.place(place_spec("req_2")))
     await asyncio.sleep(0.1)
     assert not waiting.done()

@@ -28,7 +28,8 @@ def project_files() -> list[Path]:
     return sorted(
         path
         for path in ROOT.rglob("*")
-        if path.is_file() and not any(part.startswith(".") or part in SKIPPED for part in path.parts)
+        if path.is_file()
+        and not any(part.startswith(".") or part in SKIPPED for part in path.relative_to(ROOT).parts)
     )
 
 
@@ -42,7 +43,7 @@ def python_files(*packages: str) -> list[Path]:
         path
         for package in packages or PACKAGES
         for path in (ROOT / package).rglob("*.py")
-        if not is_generated(path) and not SKIPPED.intersection(path.parts)
+        if not is_generated(path) and not SKIPPED.intersection(path.relative_to(ROOT).parts)
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from services.core.errors import Conflict
 from services.scheduler.fleet_view import FleetView
 from services.scheduler.flow_queue import FlowQueue
+from services.scheduler.term import Report
 from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, place_spec
 from tests.unit.scheduler.planted import (
     ForgetsOutstandingGrants,
@@ -187,6 +190,42 @@ def another_life_forgets_and_numbers_go_on(fleet: Fleet) -> None:
     assert fleet.workers[0].reserved == 8, "the old life's grant is refused"
 
 
+def the_life_before_is_not_heard_any_more(fleet: Fleet) -> None:
+    connected(fleet)
+    worker = fleet.workers[0]
+    old = worker.snapshot()
+    fleet.restart(worker)
+    fleet.deliver(0)
+    ask(fleet, 8)
+    use_all(fleet)
+    late = fleet.term.open_reporter(lambda: None)  # the old process is still there
+    fleet.term.send(Report(late, 1, replace(old, epoch=1, grants_seen=(1, 2, 3))))
+    fleet.term.step()
+    assert isinstance(late.error, Conflict)
+    assert room_blocks(fleet) == 2
+
+
+def a_timeout_lets_the_others_go(fleet: Fleet) -> None:
+    gateway = connected(fleet)
+    ask(fleet, 8)
+    use_all(fleet)
+    short = place_spec(prompt_tokens=9 * BLOCK, arrival_s=fleet.clock.now_s, queue_ttl_s=1.0)
+    fleet.submit(gateway, short)
+    for _ in range(4):  # as many as may pass it, and one more
+        ask(fleet, 1)
+        use_all(fleet)
+        if len(fleet.workers[0].running) > 1:
+            fleet.finish(fleet.workers[0], 1)
+        fleet.report(fleet.workers[0])
+        fleet.deliver(0)
+    assert len(fleet.term.queue) == 2, "the big one is waited for"
+    fleet.clock.now_s += 1.0
+    fleet.report(fleet.workers[0])
+    fleet.reports[0].clear()
+    fleet.term.step()
+    assert len(fleet.term.queue) == 0, "both ended in one turn"
+
+
 def a_silent_worker_gets_nothing(fleet: Fleet) -> None:
     connected(fleet)
     fleet.clock.now_s += 2.6
@@ -219,6 +258,8 @@ HISTORIES: tuple[tuple[History, type[FleetView] | type[FlowQueue] | None], ...] 
     (a_start_at_the_last_moment, LapsesWithoutMargin),
     (a_grant_of_the_leader_before, HonoursAnyEpoch),
     (another_life_forgets_and_numbers_go_on, None),
+    (the_life_before_is_not_heard_any_more, None),
+    (a_timeout_lets_the_others_go, None),
     (a_silent_worker_gets_nothing, None),
     (a_broken_stream_stops_placing, None),
 )
