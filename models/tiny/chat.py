@@ -20,7 +20,11 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-SYSTEMS = ("You are a helpful assistant.", "You write Python.", "You are an expert in Python. Answer briefly.")
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "You write Python.",
+    "You are an expert in Python. Answer briefly.",
+)
 SYSTEM_SHARE = 0.3
 ANSWER_CHARS_MIN, ANSWER_CHARS_MAX = 60, 1800
 
@@ -39,28 +43,37 @@ def chat_documents(documents: Iterable[Document], *, rng: random.Random) -> list
     rendered: list[Document] = []
     for document in documents:
         for exchange in _exchanges(document, rng):
-            text = template.render(messages=_messages(exchange, rng), bos_token="<|begin|>", eos_token="<|end|>")
+            text = template.render(
+                messages=_messages(exchange, rng), bos_token="<|begin|>", eos_token="<|end|>"
+            )
             rendered.append(Document(document.name, "chat", text))
     rng.shuffle(rendered)
     return rendered
 
 
 def _messages(exchange: Exchange, rng: random.Random) -> list[dict[str, str]]:
-    turns = [{"role": "user", "content": exchange.question}, {"role": "assistant", "content": exchange.answer}]
+    turns = [
+        {"role": "user", "content": exchange.question},
+        {"role": "assistant", "content": exchange.answer},
+    ]
     if rng.random() < SYSTEM_SHARE:
         turns.insert(0, {"role": "system", "content": rng.choice(SYSTEMS)})
     return turns
 
 
 def _exchanges(document: Document, rng: random.Random) -> Iterator[Exchange]:
-    candidates = _topic_exchanges(document, rng) if document.kind == "topic" else _source_exchanges(document, rng)
+    candidates = (
+        _topic_exchanges(document, rng) if document.kind == "topic" else _source_exchanges(document, rng)
+    )
     return (e for e in candidates if ANSWER_CHARS_MIN <= len(e.answer) <= ANSWER_CHARS_MAX)
 
 
 def _topic_exchanges(document: Document, rng: random.Random) -> Iterator[Exchange]:
     topic = document.name.partition("#")[2]
     answer = _first_paragraphs(document.text)
-    for form in rng.sample(("Explain `{}`.", "What is `{}` in Python?", "Tell me about {}.", "How does `{}` work?"), 3):
+    for form in rng.sample(
+        ("Explain `{}`.", "What is `{}` in Python?", "Tell me about {}.", "How does `{}` work?"), 3
+    ):
         yield Exchange(form.format(topic), answer)
 
 

@@ -104,7 +104,9 @@ def _tidy(text: str) -> str:
 
 
 def _topic_documents() -> list[Document]:
-    return [Document(f"pydoc_data/topics.py#{key}", "topic", _tidy(text)) for key, text in sorted(topics.items())]
+    return [
+        Document(f"pydoc_data/topics.py#{key}", "topic", _tidy(text)) for key, text in sorted(topics.items())
+    ]
 
 
 def _cap_tests(documents: list[Document], excluded: Counter[str]) -> tuple[Document, ...]:
@@ -112,7 +114,9 @@ def _cap_tests(documents: list[Document], excluded: Counter[str]) -> tuple[Docum
     other_bytes = sum(len(d.text.encode()) for d in documents if d.kind != "test")
     room_bytes = other_bytes * TEST_SHARE_MAX / (1 - TEST_SHARE_MAX)
     kept: set[str] = set()
-    for document in sorted((d for d in documents if d.kind == "test"), key=lambda d: _hash("order:" + d.name)):
+    for document in sorted(
+        (d for d in documents if d.kind == "test"), key=lambda d: _hash("order:" + d.name)
+    ):
         room_bytes -= len(document.text.encode())
         if room_bytes < 0:
             break

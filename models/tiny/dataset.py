@@ -52,7 +52,9 @@ def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> list[Encoded
         is_chat = document.kind == "chat"
         ids = tokenizer.encode(document.text, add_special_tokens=not is_chat).ids
         size_bytes = len(document.text.encode())
-        encoded.append(Encoded(document.kind, np.array(ids if is_chat else [*ids, EOS_ID], np.uint16), size_bytes))
+        encoded.append(
+            Encoded(document.kind, np.array(ids if is_chat else [*ids, EOS_ID], np.uint16), size_bytes)
+        )
     return encoded
 
 

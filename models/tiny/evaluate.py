@@ -66,10 +66,15 @@ def describe(documents: Sequence[Document], encoded: Sequence[Encoded]) -> dict[
     for item in encoded:
         sizes[item.kind] += item.size_bytes
         tokens[item.kind] += len(item.ids)
-    return {kind: {"documents": counts[kind], "bytes": sizes[kind], "tokens": tokens[kind]} for kind in sorted(counts)}
+    return {
+        kind: {"documents": counts[kind], "bytes": sizes[kind], "tokens": tokens[kind]}
+        for kind in sorted(counts)
+    }
 
 
-def losses(model: TinyLlama, train: Sequence[Encoded], held_out: Sequence[Encoded]) -> dict[str, dict[str, float]]:
+def losses(
+    model: TinyLlama, train: Sequence[Encoded], held_out: Sequence[Encoded]
+) -> dict[str, dict[str, float]]:
     """Per kind and for all kinds but chat: nats per token of each model, and bits per byte where bytes mean text."""
     baselines = fit_baselines((e.ids for e in train), vocab=model.shape.vocab)
     spent: dict[str, Counter[str]] = {}

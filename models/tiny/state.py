@@ -20,10 +20,14 @@ class Progress:
     elapsed_s: float = 0.0
 
     def after_step(self, tokens: int, elapsed_s: float) -> "Progress":
-        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, elapsed_s=self.elapsed_s + elapsed_s)
+        return replace(
+            self, step=self.step + 1, tokens=self.tokens + tokens, elapsed_s=self.elapsed_s + elapsed_s
+        )
 
 
-def save_state(path: Path, model: TinyLlama, optimizers: tuple[torch.optim.Optimizer, ...], progress: Progress) -> None:
+def save_state(
+    path: Path, model: TinyLlama, optimizers: tuple[torch.optim.Optimizer, ...], progress: Progress
+) -> None:
     """`path` holds the state of now; an interrupted write leaves the earlier one in place."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -31,7 +35,11 @@ def save_state(path: Path, model: TinyLlama, optimizers: tuple[torch.optim.Optim
         for optimizer in optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}:{name}"] = value
-    header = {"step": str(progress.step), "tokens": str(progress.tokens), "elapsed_s": str(progress.elapsed_s)}
+    header = {
+        "step": str(progress.step),
+        "tokens": str(progress.tokens),
+        "elapsed_s": str(progress.elapsed_s),
+    }
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata=header)
     os.replace(unfinished, path)

@@ -133,7 +133,12 @@ class Trainer:
 
     def _log(self, event: str, **values: float) -> None:
         elapsed_s = round(self.progress.elapsed_s, 1)
-        line = {"event": event, "step": self.progress.step, "tokens": self.progress.tokens, "elapsed_s": elapsed_s}
+        line = {
+            "event": event,
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "elapsed_s": elapsed_s,
+        }
         print(json.dumps(line | values), flush=True)
 
 
@@ -157,7 +162,9 @@ def parse_options() -> Options:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--resume", action="store_true", help="continue from the state in --out")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="do without a C++ compiler")
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="do without a C++ compiler"
+    )
     return Options(**vars(parser.parse_args()))
 
 

@@ -309,7 +309,7 @@ async def wait_end(pid: int, clock: Clock) -> None:
     try:
         pid_fd = os.pidfd_open(pid)
     except (AttributeError, OSError):  # not on this system
-        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while not _has_ended(pid):
             await clock.sleep(CHECK_S)
         return
     loop.add_reader(pid_fd, ended.set)
@@ -318,3 +318,7 @@ async def wait_end(pid: int, clock: Clock) -> None:
     finally:
         loop.remove_reader(pid_fd)
         os.close(pid_fd)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

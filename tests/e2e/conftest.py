@@ -16,7 +16,7 @@ def openai_python() -> str:
     """The interpreter of the environment that holds the OpenAI SDK."""
     python = ROOT / ".venv-openai" / "bin" / "python"
     if not python.exists():
-        pytest.fail("the OpenAI SDK's environment is missing: run `make openai-env`")
+        pytest.fail("the OpenAI SDK's environment is missing: run `make e2e-env`")
     return str(python)
 
 

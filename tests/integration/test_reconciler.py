@@ -81,7 +81,7 @@ async def assignments(store: Store) -> dict[str, list[str]]:
 
 async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 8.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110  # the store is not ours to signal
+        while not await check():  # the store is not ours to signal
             await asyncio.sleep(0.02)
 
 

@@ -143,12 +143,12 @@ async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
 
 async def test_the_socket_is_private_and_does_not_outlive_the_engine(start: Start) -> None:
     engine, heard = await start()
+    await heard.ready()
     arguments = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
     path = Path(arguments.partition(b'"socket_path":"')[2].partition(b'"')[0].decode())
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert len(os.fsencode(path)) < 108
     assert os.getpgid(engine.pid) == engine.pid
-    await heard.ready()
     await engine.stop()
     assert not path.parent.exists()
 

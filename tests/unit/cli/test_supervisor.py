@@ -68,7 +68,7 @@ def _specs(folder: Path, *names: str, flags: tuple[str, ...] = (), stop_s: float
 
 async def _until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.05)
 
 

@@ -1,0 +1,14 @@
+"""What grpc reads from the environment when it is first imported."""
+
+from __future__ import annotations
+
+import os
+
+
+def prepare() -> None:
+    """Make grpc safe for a process that starts others, and quiet. Call before grpc is imported.
+
+    Its fork handlers run in every child between fork and exec, and may crash the child of a busy process.
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
