@@ -206,7 +206,7 @@ def dump(record: object) -> bytes:
 
 
 def load(data: bytes, kind: type[Record]) -> Record:
-    """Parse a record. Unknown fields are ignored, so that an older reader survives a newer writer.
+    """Parse a record. Unknown fields are ignored: an older reader survives a newer writer.
 
     Raises IntegrityError for anything that is not one.
     """

@@ -1,7 +1,8 @@
 """The strongly consistent store of fleet state: revisions, leases, conditions, watches.
 
 A revision counts the writes of the whole store. Every method raises StoreUnavailable after a bounded
-time when the store does not answer. Implementations: ``adapters/etcd_store.py``, ``adapters/memory_store.py``.
+time when the store does not answer.
+Implementations: ``adapters/etcd_store.py``, ``adapters/memory_store.py``.
 """
 
 from __future__ import annotations

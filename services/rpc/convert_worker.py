@@ -286,7 +286,7 @@ def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
 
 
 def _seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    return duration.ToNanoseconds() / 1e9
 
 
 def _known(table: Mapping[Any, Value], number: int) -> Value:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fairway.v1 import (
     controlplane_pb2,
@@ -65,7 +66,7 @@ def authenticate(token: str | None) -> Principal:
 
 
 @pytest.fixture
-async def channel() -> AsyncIterator[grpc.aio.Channel]:
+async def channel() -> AsyncIterator[Any]:
     """Every service of the protos, with the base servicers: what is let in answers UNIMPLEMENTED."""
     services = []
     for messages, stubs in MODULES:
@@ -85,9 +86,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     await server.stop(0)
 
 
-async def call(
-    channel: grpc.aio.Channel, method: Any, metadata: tuple[tuple[str, str], ...]
-) -> grpc.StatusCode:
+async def call(channel: Any, method: Any, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
     path = f"/{method.containing_service.full_name}/{method.name}"
     async with asyncio.timeout(5):
         try:
@@ -107,9 +106,7 @@ def test_every_method_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("caller", CALLERS)
-async def test_a_caller_opens_what_its_rule_says_and_nothing_else(
-    channel: grpc.aio.Channel, caller: str
-) -> None:
+async def test_a_caller_opens_what_its_rule_says_and_nothing_else(channel: Any, caller: str) -> None:
     key = CALLERS[caller]
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     for _, method in METHODS:
@@ -140,19 +137,26 @@ async def test_a_caller_opens_what_its_rule_says_and_nothing_else(
         (("x-api-key", "tenant-key"),),
     ],
 )
-async def test_odd_credentials_open_nothing(
-    channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]
-) -> None:
+async def test_odd_credentials_open_nothing(channel: Any, metadata: tuple[tuple[str, str], ...]) -> None:
     method = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name["ListModels"]
     assert await call(channel, method, metadata) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_health_answers_everybody(channel: grpc.aio.Channel) -> None:
+async def test_health_answers_everybody(channel: Any) -> None:
     answer = await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
     assert answer == b"\x08\x02"  # NOT_SERVING until the role says otherwise
 
 
-async def test_an_unknown_method_is_unimplemented_not_open(channel: grpc.aio.Channel) -> None:
+async def test_reflection_lists_every_service(channel: Any) -> None:
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter([request]))
+    answer = await call.read()
+    named = {service.name for service in answer.list_services_response.service}
+    assert {service.full_name for service, _ in METHODS} <= named
+
+
+async def test_an_unknown_method_is_unimplemented_not_open(channel: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/fairway.v1.InferenceService/Nope")(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
