@@ -78,6 +78,7 @@ class Submit(Message, frozen=True):
     """Run one sequence. ``produced_ids`` are output tokens of an earlier run that it resumes.
 
     The sequence is not scheduled past output offset ``credit_limit`` until a ``Credit`` raises it.
+    A lower ``priority`` is admitted first; equal ones in the order of arrival.
     """
 
     handle: int

@@ -16,7 +16,7 @@ def submit_command(sequence: LiveSequence) -> wire.Submit:
         prompt_ids=list(generation.prompt_ids),
         produced_ids=list(spec.produced_ids),
         credit_limit=sequence.credit_limit,
-        priority=generation.priority.rank,
+        priority=-generation.priority.rank,
         sampling=wire.Sampling(
             seed=sampling.seed,
             choice=spec.choice,

@@ -73,13 +73,15 @@ class Placement:
 
 @dataclass
 class Running:
-    """Emits a token every millisecond within its credit; prompts of one character never end."""
+    """Emits a token every millisecond within its credit; prompts of up to two characters never end, and
+    those of two have tokens of 8 KiB."""
 
     spec: StartSpec
     sink: SequenceSink
     credits: int
     live: set[Running]
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    produced: int = 0
 
     __hash__ = object.__hash__
 
@@ -92,20 +94,19 @@ class Running:
 
     async def run(self) -> None:
         self.sink.on_accepted()
-        limit = self.spec.generation.max_output_tokens
-        endless = len(self.spec.generation.prompt_ids) == 1
-        offset = 0
-        while self in self.live and (endless or offset < limit):
-            if offset >= self.credits:
+        limit, prompt = self.spec.generation.max_output_tokens, len(self.spec.generation.prompt_ids)
+        padding = "y" * 8192 if prompt == 2 else ""
+        while self in self.live and (prompt <= 2 or self.produced < limit):
+            if self.produced >= self.credits:
                 self.wake.clear()
                 await self.wake.wait()
                 continue
-            self.sink.on_tokens(offset, [offset], f"{offset} ", ())
-            offset += 1
+            self.sink.on_tokens(self.produced, [self.produced], f"{self.produced} {padding}", ())
+            self.produced += 1
             await asyncio.sleep(0.001)
         if self in self.live:
             self.live.discard(self)
-            self.sink.on_finished(SequenceEnd(FinishReason.LENGTH, output_tokens=offset))
+            self.sink.on_finished(SequenceEnd(FinishReason.LENGTH, output_tokens=self.produced))
 
 
 class Workers:
@@ -227,15 +228,19 @@ async def test_a_client_that_goes_away_frees_everything(gateway: Gateway) -> Non
 
 
 async def test_a_reader_that_stops_stops_the_worker(gateway: Gateway) -> None:
-    call = gateway.stub.Generate(pb.GenerateRequest(generation=generation(prompt="x")), metadata=AUTH)
+    request = pb.GenerateRequest(generation=generation(prompt="xy"))
+    call: Any = gateway.stub.Generate(request, metadata=AUTH)
     await call.read()
-    await asyncio.sleep(0.5)
-    # Nothing is read: the transport's buffers fill, then credit stops.
-    produced = [run.credits for run in gateway.workers.started]
+    await asyncio.sleep(1.0)  # nothing is read: the transport's buffers fill, then no credit is given
+    (running,) = gateway.workers.started
+    stopped_at = running.produced
     await asyncio.sleep(0.3)
+    assert running.produced == stopped_at
+    async with asyncio.timeout(5):
+        while running.produced <= stopped_at + 16:
+            await call.read()  # a reader that comes back finds everything, and the worker goes on
     call.cancel()
     await gateway.at_rest()
-    assert produced[0] >= 16
 
 
 async def test_a_silent_stream_has_heartbeats(gateway: Gateway) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairway.v1 import common_pb2, worker_pb2
@@ -34,7 +34,7 @@ uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 float32 = st.floats(0, 2, width=32)
 ids = st.lists(uint32, max_size=5)
-short = st.text(max_size=8).filter(lambda text: text.isprintable())
+short = st.text(st.characters(codec="utf-8"), max_size=8)
 
 samplings = st.builds(
     SamplingParams,
@@ -128,6 +128,7 @@ def frames(draw: st.DrawFn) -> StepFrame:
     return frame
 
 
+@settings(deadline=None)
 @given(uint64, starts)
 def test_a_start_arrives_as_it_was_sent(handle: int, spec: StartSpec) -> None:
     message = worker_pb2.StartSequence.FromString(start_to_proto(handle, spec).SerializeToString())
@@ -135,6 +136,7 @@ def test_a_start_arrives_as_it_was_sent(handle: int, spec: StartSpec) -> None:
     assert start_from_proto(message) == spec
 
 
+@settings(deadline=None)
 @given(frames())
 def test_a_frame_arrives_as_it_was_sent(frame: StepFrame) -> None:
     message = worker_pb2.ExecuteResponse.FromString(frame_to_proto(frame).SerializeToString())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import Grant, NotAdmittedReason
@@ -52,6 +52,7 @@ def test_the_numbers_seen_are_told_once_admitted_or_not() -> None:
     assert grants.take_seen() == (4, ()), "the numbers of the old leader mean nothing to the new one"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=200))
 def test_each_number_counts_once(numbers: list[int]) -> None:
     grants = book()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.records import AssignedVersion
@@ -84,6 +84,7 @@ def pass_time(state: dict[str, Slot]) -> None:
                 del state[digest]
 
 
+@settings(deadline=None)
 @given(assignments, slots)
 def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], observed: list[Slot]) -> None:
     desired = wanted(assigned)
@@ -108,6 +109,7 @@ def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], o
     assert plan(desired, list(state.values()), now_s) == ()
 
 
+@settings(deadline=None)
 @given(assignments, slots)
 def test_running_sequences_are_not_cut_short(assigned: list[AssignedVersion], observed: list[Slot]) -> None:
     desired = wanted(assigned)
