@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.adapters.etcd_store import EtcdStore
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
@@ -34,17 +34,16 @@ class Environment:
         self.closing = AsyncExitStack()
         self.store = EtcdStore(settings.etcd_endpoints, self.clock)
         self.closing.push_async_callback(self.store.close)
-        self._informers: list[Informer[object]] = []
+        self._informers: dict[str, Informer[Any]] = {}
 
     def informer(self, prefix: str, kind: type[Record]) -> Informer[Record]:
-        """Return a running view of the records under a prefix."""
+        """Return a view of the records under a prefix; ``sync`` starts it."""
 
         def decode(entry: Entry) -> Record:
             return load(entry.value, kind)
 
         informer = Informer(self.store, prefix, decode, self.clock, rng=self.rng)
-        self.supervisor.spawn(f"informer {prefix}", informer.run())
-        self._informers.append(informer)  # type: ignore[arg-type]
+        self._informers[prefix] = informer
         return informer
 
     def identity(self) -> KeyDirectory:
@@ -61,9 +60,14 @@ class Environment:
             authenticate=identity.authenticate if identity is not None else None,
         )
 
-    async def wait_synced(self, timeout_s: float = 20.0) -> None:
-        """Return once every view was listed. Raises StoreUnavailable after ``timeout_s``."""
-        for informer in self._informers:
+    async def sync(self, timeout_s: float = 20.0) -> None:
+        """Start the views and return once each was listed. Raises StoreUnavailable after ``timeout_s``.
+
+        What the process itself wrote before is in them.
+        """
+        for prefix, informer in self._informers.items():
+            self.supervisor.spawn(f"informer {prefix}", informer.run())
+        for informer in self._informers.values():
             await informer.wait_synced(timeout_s)
 
     async def close(self) -> None:

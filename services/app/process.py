@@ -51,7 +51,7 @@ async def run(environment: Environment, role: Role) -> int:
     settings = environment.settings
     try:
         await role.start()
-        await environment.wait_synced()
+        await environment.sync()
         await role.server.start()
         if role.open is not None:
             await role.open()

@@ -165,7 +165,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What operators say of a worker; outlives it. Cordoned: nothing new. Draining: what it runs moves away."""
+    """What operators say of a worker; outlives it.
+
+    Cordoned: it gets nothing new. Draining: what it runs moves away.
+    """
 
     worker_id: str
     cordoned: bool = False

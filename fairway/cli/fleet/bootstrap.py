@@ -16,7 +16,15 @@ from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.publishing import publish_folder
 from fairway.cli.fleet.roles import Addresses
 from fairway.cli.state import StateDir, read_secret, write_private
-from fairway.v1 import common_pb2, controlplane_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
+from fairway.v1 import (
+    common_pb2,
+    controlplane_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    worker_pb2,
+)
 from fairway.v1 import controlplane_pb2 as cp
 
 Metadata = tuple[tuple[str, str], ...]
@@ -41,6 +49,7 @@ class Bootstrap:
     async def run(self) -> str:
         """Return the API key once the gateway accepts it and serves the model. Raises CliError."""
         admin = bearer(read_secret(self.state, "admin_key"))
+        await self._until_admin_is_known(admin)
         digest = await self._publish(admin) if self.options.deploy else ""
         async with open_channel(self.addresses.of("controlplane")) as channel:
             stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
@@ -50,6 +59,27 @@ class Bootstrap:
                 await self._ensure_deployment(stub, admin, digest)
                 await self._until_deployed(stub, admin)
         return await self._until_served(api_key, admin)
+
+    async def _until_admin_is_known(self, admin: Metadata) -> None:
+        """Return once control plane and registry accept the admin key: they hear of it from the store."""
+        deadline = time.monotonic() + _SETTLE_S
+        async with (
+            open_channel(self.addresses.of("controlplane")) as control_channel,
+            open_channel(self.addresses.of("registry")) as registry_channel,
+        ):
+            control = controlplane_pb2_grpc.ControlPlaneServiceStub(control_channel)
+            registry = registry_pb2_grpc.RegistryServiceStub(registry_channel)
+            while True:
+                try:
+                    await control.ListTenants(cp.ListTenantsRequest(), timeout=CALL_TIMEOUT_S, metadata=admin)
+                    await registry.ListRegisteredModels(
+                        registry_pb2.ListRegisteredModelsRequest(), timeout=CALL_TIMEOUT_S, metadata=admin
+                    )
+                    return
+                except grpc.aio.AioRpcError as exc:
+                    if exc.code() != grpc.StatusCode.UNAUTHENTICATED or time.monotonic() > deadline:
+                        raise to_cli_error(exc, what="the admin key is not accepted") from exc
+                await asyncio.sleep(_POLL_S)
 
     async def _publish(self, admin: Metadata) -> str:
         name, folder = self.options.model_name, self.options.model_folder
