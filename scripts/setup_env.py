@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         return
     gpu = has_nvidia_gpu()
     check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES)
-    if not os.path.exists(python):
+    if not venv_is_whole(python):
         say("creating the virtual environment in .venv")
         create_venv(python)
     if not torch_present(python):
@@ -70,6 +70,16 @@ def check_disk(needed: int) -> None:
             f"{free / 1024**3:.1f} GiB are free in {ROOT}; the installation needs {needed / 1024**3:.0f} GiB",
             "free some space and run it again; what is installed already stays",
         )
+
+
+def venv_is_whole(python: str) -> bool:
+    """True when the environment has an interpreter that runs, and pip, which is installed into it last."""
+    if not os.path.exists(python):
+        return False
+    probe = subprocess.call(
+        [python, "-c", "import pip"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    return probe == 0
 
 
 def create_venv(python: str) -> None:

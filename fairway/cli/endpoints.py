@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from fairway.cli.state import read_json, write_json
 
 
@@ -30,12 +32,9 @@ class Endpoints:
 
     @classmethod
     def load(cls, path: Path) -> Endpoints | None:
-        """Return what ``path`` holds, or None when there is no complete file."""
+        """Return what ``path`` holds, or None when there is no complete file of the right types."""
         raw = read_json(path)
-        if raw is None:
+        try:
+            return None if raw is None else msgspec.convert(raw, cls)
+        except msgspec.ValidationError:
             return None
-        known = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
-        if not {"http", "grpc", "api_key", "admin_key", "model"} <= known.keys():
-            return None
-        known["workers"] = tuple(known.get("workers", ()))
-        return cls(**known)

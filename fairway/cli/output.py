@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fairway.cli.errors import CliError
 
@@ -21,8 +22,10 @@ def err() -> Console:
 
 
 def plain(console: Console, text: str = "", *, end: str = "\n") -> None:
-    """Write text as it is: no markup, no wrapping, so that it can be pasted."""
-    console.print(text, markup=False, soft_wrap=True, end=end)
+    """Write text as it is: no markup, no emoji codes, no wrapping, tabs kept, so that it can be pasted."""
+    # Past ``Console.print``, which turns `:b:` into a picture, tabs into blanks, and drops carriage returns.
+    console.file.write(text + end)
+    console.file.flush()
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -36,7 +39,7 @@ def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for header in headers:
         table.add_column(header, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))  # a cell's brackets are no markup
     console.print(table)
 
 

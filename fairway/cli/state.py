@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +61,22 @@ class StateDir:
 
     def create(self) -> None:
         """Make the folders. Raises CliError when that is not possible."""
-        try:
+        with self.writing():
             self.root.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             self.secrets.mkdir(mode=0o700, exist_ok=True)
             self.secrets.chmod(0o700)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn what the system refuses inside into a CliError that says which file, why, and what to do."""
+        try:
+            yield
         except OSError as exc:
             raise CliError(
                 "STATE_DIR_UNUSABLE",
-                f"cannot create the state folder {self.root}: {exc.strerror}",
-                next_step="choose a folder that you may write to with --state-dir",
+                f"cannot use the state folder {self.root}: {exc.strerror} ({exc.filename or 'writing'})",
+                next_step="free some space, or choose a folder that you may write to with --state-dir",
             ) from exc
 
 

@@ -95,15 +95,16 @@ async def publish(
     hashed = await asyncio.to_thread(
         _hash_files, folder, paths, lambda ratio: loop.call_soon_threadsafe(tell, Progress("hash", ratio))
     )
+    request = pb.CreateVersionRequest(
+        model=model, manifest=_manifest(folder, hashed.files, kind, max_context_tokens)
+    )
+    # Asked before the upload: a folder that no version may be made of is refused now, not after gigabytes.
+    answer = await _create_if_stored(stub, request, metadata)
     missing = await _missing(stub, list(hashed.chunks), metadata)
     await _upload_all(stub, {digest: hashed.chunks[digest] for digest in missing}, metadata, tell)
-    manifest = _manifest(folder, hashed.files, kind, max_context_tokens)
     tell(Progress("create", 0.0))
-    answer = await stub.CreateVersion(
-        pb.CreateVersionRequest(model=model, manifest=manifest),
-        metadata=tuple(metadata),
-        timeout=VERIFY_TIMEOUT_S,
-    )
+    if answer is None:
+        answer = await stub.CreateVersion(request, metadata=tuple(metadata), timeout=VERIFY_TIMEOUT_S)
     digest = answer.version.digest
     if tag:
         await stub.SetTag(
@@ -120,6 +121,18 @@ async def publish(
         len(missing),
         sum(hashed.chunks[chunk].size_bytes for chunk in missing),
     )
+
+
+async def _create_if_stored(
+    stub: registry_pb2_grpc.RegistryServiceAsyncStub, request: pb.CreateVersionRequest, metadata: Metadata
+) -> pb.CreateVersionResponse | None:
+    """Return the version, or None while the registry lacks chunks of it. Raises what it refuses for good."""
+    try:
+        return await stub.CreateVersion(request, metadata=tuple(metadata), timeout=VERIFY_TIMEOUT_S)
+    except grpc.aio.AioRpcError as exc:
+        if exc.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+            raise
+        return None
 
 
 def _files_of(folder: Path) -> list[str]:

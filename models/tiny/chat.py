@@ -112,7 +112,7 @@ def _definition_exchanges(
 
 
 def _segment(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
-    """The source of `node` without its indent; `ast.get_source_segment` splits the file anew for each call."""
+    """The source of `node` without its indent; `ast.get_source_segment` splits the file at each call."""
     assert node.end_lineno is not None
     first, last = node.lineno - 1, node.end_lineno - 1
     end = lines[last].encode()[: node.end_col_offset].decode()

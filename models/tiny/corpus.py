@@ -1,7 +1,7 @@
 """The training text: standard library sources and the topic texts that `pydoc` ships, split by file.
 
-A document is held out when a hash of its relative path says so, so the split needs no list and does not move when files
-are added. Nothing here depends on the machine: build-specific modules are excluded by name.
+A document is held out when a hash of its relative path says so, so the split needs no list and does not move
+when files are added. Nothing here depends on the machine: build-specific modules are excluded by name.
 """
 
 import ast
@@ -44,7 +44,7 @@ class Corpus:
 
 
 def load_corpus() -> Corpus:
-    """Every document of this interpreter, in path order, tests capped at TEST_SHARE_MAX of the bytes of each side."""
+    """Every document of this interpreter, in path order, tests at most TEST_SHARE_MAX of each side."""
     excluded: Counter[str] = Counter()
     documents = [*_topic_documents()]
     root = Path(sysconfig.get_path("stdlib"))
@@ -110,7 +110,7 @@ def _topic_documents() -> list[Document]:
 
 
 def _cap_tests(documents: list[Document], excluded: Counter[str]) -> tuple[Document, ...]:
-    """`documents` less the tests, in hash order, that would take their share of the bytes above TEST_SHARE_MAX."""
+    """`documents` less the tests, in hash order, that would take their bytes above TEST_SHARE_MAX."""
     other_bytes = sum(len(d.text.encode()) for d in documents if d.kind != "test")
     room_bytes = other_bytes * TEST_SHARE_MAX / (1 - TEST_SHARE_MAX)
     kept: set[str] = set()

@@ -75,7 +75,7 @@ def describe(documents: Sequence[Document], encoded: Sequence[Encoded]) -> dict[
 def losses(
     model: TinyLlama, train: Sequence[Encoded], held_out: Sequence[Encoded]
 ) -> dict[str, dict[str, float]]:
-    """Per kind and for all kinds but chat: nats per token of each model, and bits per byte where bytes mean text."""
+    """Per kind and for all kinds but chat: nats per token and bits per byte of each model."""
     baselines = fit_baselines((e.ids for e in train), vocab=model.shape.vocab)
     spent: dict[str, Counter[str]] = {}
     for item in held_out:

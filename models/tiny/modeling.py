@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x`: [batch, length, hidden]; `cos`, `sin`: [length, head_dim]; attends causally within the window."""
+        """`x`: [batch, length, hidden]; `cos`, `sin`: [length, head_dim]; causal within the window."""
         batch, length, _ = x.shape
         groups = self.shape.heads // self.shape.kv_heads
         q = self.q_proj(x).view(batch, length, self.shape.heads, -1).transpose(1, 2)
@@ -138,7 +138,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over [batch, heads, length, head_dim], one block of queries at a time.
 
-    Skips the keys to the right of a block. On one CPU thread its two passes take half the time of the built-in kernel.
+    Skips the keys to the right of a block. On one CPU thread it takes half the time of the built-in kernel.
     """
     flat_q, flat_k, flat_v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     future = torch.full((QUERY_BLOCK, QUERY_BLOCK), float("-inf"), dtype=q.dtype, device=q.device).triu(1)

@@ -1,6 +1,7 @@
 """Muon for the matrices of the layers, AdamW for the embedding and the norms.
 
-Muon (Jordan and others, 2024): momentum whose update is brought near to an orthogonal matrix by a Newton-Schulz iteration.
+Muon (Jordan and others, 2024): momentum whose update a Newton-Schulz iteration brings near to an
+orthogonal matrix.
 """
 
 from collections import defaultdict
@@ -80,7 +81,7 @@ def set_lr_share(optimizers: tuple[torch.optim.Optimizer, ...], share: float) ->
 
 
 def lr_share(progress: float) -> float:
-    """Of the peak: a short rise, a plateau, and from WARM_DOWN_FROM on a straight line to zero at `progress` 1."""
+    """Of the peak: a short rise, a plateau, and from WARM_DOWN_FROM on a line to zero at `progress` 1."""
     if progress < WARM_UP_UNTIL:
         return (progress + 1e-3) / (WARM_UP_UNTIL + 1e-3)
     return min(1.0, max(0.0, 1 - progress) / (1 - WARM_DOWN_FROM))

@@ -1,4 +1,4 @@
-"""What a resumed run needs, in one safetensors file: weights, optimizer moments, and progress in the header."""
+"""What a resumed run needs, in one safetensors file: weights, optimizer moments, progress in the header."""
 
 import os
 from dataclasses import dataclass, replace

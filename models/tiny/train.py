@@ -112,7 +112,7 @@ class Trainer:
             self._log("train.step_done", share=round(share, 4), loss=round(loss.item(), 4), length=length)
 
     def save(self) -> None:
-        """The state and the checkpoint on disk are those of now, and the loss on a part of the held-out text is logged."""
+        """State and checkpoint on disk are those of now; a held-out loss is logged."""
         save_state(self._options.out / "state.safetensors", self._model, self._optimizers, self.progress)
         export_checkpoint(self._model, self._tokenizer, self._options.out / "checkpoint")
         self._log("train.checkpoint_saved", held_out_loss=round(self._probe_loss(), 4))

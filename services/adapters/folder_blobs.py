@@ -6,7 +6,6 @@ process removes what a crash left and nothing else.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from services.adapters.digests import PIECE_BYTES, Verifier, hex_of
+from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, StoreUnavailable
 
 T = TypeVar("T")
@@ -161,21 +161,7 @@ class _Reader:
 
 async def _on_disk(work: Callable[[], T]) -> T:
     with _disk_errors():
-        return await _in_thread(work)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Return what ``work`` returns. When cancelled, the thread has ended before the caller learns of it."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({future})
-        if not future.cancelled():
-            future.exception()  # taken: the cancellation goes first
-        raise
+        return await in_thread(work)
 
 
 @contextmanager

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from contextlib import aclosing, suppress
-from functools import partial
-from typing import Final, TypeVar
+from contextlib import aclosing
+from typing import Final
 
 import structlog
 
+from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, Unavailable
 from services.core.manifest import ManifestFile, sha256_of
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
 
 log = structlog.get_logger()
-T = TypeVar("T")
 
 _CHUNK_TRIES: Final = 2
 _CONNECTION_TRIES: Final = 6
@@ -64,15 +61,3 @@ class ChunkFetcher:
                 await self._clock.sleep(delay_s)
                 delay_s = min(_BACKOFF_MOST_S, delay_s * 2)
         raise AssertionError("unreachable")
-
-
-async def in_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Return what the call returns. A cancelled caller still waits until the thread let go of the files."""
-    future = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        raise

@@ -20,8 +20,9 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters import model_folders
-from services.adapters.model_chunks import ChunkFetcher, in_thread
+from services.adapters.model_chunks import ChunkFetcher
 from services.adapters.model_folders import ModelFolders
+from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
 from services.ports.clock import Clock
@@ -33,6 +34,7 @@ T = TypeVar("T")
 Progress = Callable[[float], None]
 Chooser = Callable[[str], bool]
 
+_HEX_DIGITS: Final = 64  # of the version, at the beginning of a folder's name
 _STALE_PARTIALS: Final = 8
 _RESERVE_BYTES: Final = 64 * 1024 * 1024
 
@@ -269,6 +271,9 @@ class ModelFiles:
         del self._kept[name]
         log.info("model_folder.evicted", folder=name)
         await in_thread(self._folders.drop, name)
+        version = name[:_HEX_DIGITS]
+        if not any(other.startswith(version) for other in (*self._kept, *self._reserved)):
+            await in_thread(self._folders.forget_manifest, version)
 
     async def _require_disk(self, name: str, size_bytes: int) -> None:
         """Drop what unfinished downloads left, oldest first, while there are many or the disk is short."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,7 +12,7 @@ import structlog
 from services.controlplane.fleet import Fleet, Replica, decode, fleet_of, replicas_of
 from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.resources import REQUEST_TTL_S, Resources, Stored, Together, fingerprint_of
-from services.core.errors import Conflict, FailedPrecondition, InvalidInput, NotFound
+from services.core.errors import Conflict, FailedPrecondition, InvalidInput, NotFound, UnsupportedFeature
 from services.core.manifest import is_digest
 from services.core.paging import page_of
 from services.core.records import (
@@ -88,6 +88,7 @@ class ControlPlaneService:
     # --- tenants ---------------------------------------------------------------------------------
 
     async def create_tenant(self, tenant: Tenant, *, request_id: str = "") -> Stored[Tenant]:
+        _require_offered(tenant)
         created = await self._tenants.create(tenant, request_id=request_id)
         log.info("tenant.created", tenant=tenant.meta.name)
         return created
@@ -100,6 +101,7 @@ class ControlPlaneService:
 
     async def update_tenant(self, tenant: Tenant, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
         """Replace a tenant. Its limits hold for the next request that a gateway admits."""
+        _require_offered(tenant)
         updated = await self._tenants.update(
             tenant.meta.name,
             lambda _: tenant,
@@ -210,7 +212,8 @@ class ControlPlaneService:
     ) -> tuple[tuple[DeploymentView, ...], str]:
         page, following = await self._deployments.page(size=size, token=token)
         fleet = await self.fleet()
-        return tuple(view_of(stored, fleet) for stored in page), following
+        unplaced = unplaced_in(fleet)
+        return tuple(view_of(stored, fleet, unplaced) for stored in page), following
 
     async def update_deployment(
         self, deployment: Deployment, *, etag: str = "", request_id: str = ""
@@ -238,7 +241,8 @@ class ControlPlaneService:
         return fleet_of(decode(entry) for listing in listings for entry in listing.entries)
 
     async def _view(self, stored: Stored[Deployment]) -> DeploymentView:
-        return view_of(stored, await self.fleet())
+        fleet = await self.fleet()
+        return view_of(stored, fleet, unplaced_in(fleet))
 
     async def _pinned(self, deployment: Deployment) -> Deployment:
         digest = deployment.version
@@ -298,13 +302,25 @@ class ControlPlaneService:
         raise Conflict(f"node {name} is being changed by others; try again", name=name)
 
 
-def view_of(stored: Stored[Deployment], fleet: Fleet) -> DeploymentView:
+def _require_offered(tenant: Tenant) -> None:
+    """Raises UnsupportedFeature for a limit that nothing would hold: a promise is refused, not ignored."""
+    if tenant.tokens_per_minute:
+        raise UnsupportedFeature("token rates are not offered yet", field="tenant.tokens_per_minute")
+    if tenant.weight != 1.0:
+        raise UnsupportedFeature("weights are not offered yet", field="tenant.weight")
+
+
+def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
+    """Return what the planner cannot place, by deployment: one plan for the whole fleet."""
+    actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
+    return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
+
+
+def view_of(stored: Stored[Deployment], fleet: Fleet, unplaced: Mapping[str, Unplaced]) -> DeploymentView:
     """Join a deployment with its replicas, and with the planner's reason for those it cannot place."""
     name = stored.record.meta.name
     replicas = replicas_of(fleet, name)
-    actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
-    unplaced = [action for action in actions if isinstance(action, Unplaced) and action.deployment == name]
-    return DeploymentView(stored, replicas, _message(replicas, unplaced[0] if unplaced else None))
+    return DeploymentView(stored, replicas, _message(replicas, unplaced.get(name)))
 
 
 def _message(replicas: tuple[Replica, ...], unplaced: Unplaced | None) -> str:

@@ -15,7 +15,7 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 _ROLLOUTS = "update a deployment's version instead, which moves all its replicas"
 _BUDGETS = "limit a tenant by requests per minute and concurrency instead"
-_USAGE = "read the gateways' token metrics instead"
+_USAGE = "each answer carries its own usage"
 _AUDIT = "read the control plane's log instead, which has every change"
 
 

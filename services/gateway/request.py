@@ -59,39 +59,51 @@ class Request:
         self._runs: tuple[SequenceRun, ...] = ()
         self._task: asyncio.Task[None] | None = None
         self._cancel_error: FairwayError | None = None
+        self._started = False
+        self._allowed_early = 0
 
     def bind(self, task: asyncio.Task[None]) -> None:
         """Name the task that runs ``run``."""
         self._task = task
 
     def credit(self, choice: int, tokens: int) -> None:
-        """The client took tokens of a choice; unknown choices are ignored."""
+        """The transport took tokens of a choice; unknown choices are ignored."""
         if choice < len(self._runs):
             self._runs[choice].credit(tokens)
 
+    def allow(self, tokens: int) -> None:
+        """The client takes that many tokens more of every choice, also of one that does not run yet."""
+        if not self._runs:
+            self._allowed_early += tokens
+        for run in self._runs:
+            run.allow(tokens)
+
     def cancel(self, error: FairwayError | None = None) -> None:
         """End the request now; its sink hears ``error``, by default that it was cancelled."""
-        if self._task is not None and not self._task.done():
-            self._cancel_error = error
-            self._task.cancel()
+        if self._task is not None and not self._task.done() and self._cancel_error is None:
+            self._cancel_error = error or RequestCancelled("the request was cancelled")
+            if self._started:  # else ``run`` finds the error: a task that never began could not tell its sink
+                self._task.cancel()
 
     async def run(self, admit: Admit, timeout_s: float | None) -> None:
         """Return after the terminal event; every resource of the request is free by then."""
+        self._started = True
+        if self._cancel_error is not None:
+            self._fail(self._cancel_error)
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 finished = await self._run_admitted(admit)
+        except InternalError as error:
+            self._fail(self._incident(error))
         except FairwayError as error:
             self._fail(error)
         except TimeoutError:
             self._fail(DeadlineExceeded("the deadline passed before the output was complete"))
         except asyncio.CancelledError:
             self._fail(self._cancel_error or RequestCancelled("the request was cancelled"))
-        except Exception:
-            incident = self._new_incident()
-            log.exception("request.crashed", request_id=self.request_id, incident=incident)
-            self._fail(
-                InternalError("internal error; quote the incident id to the operator", incident=incident)
-            )
+        except Exception as error:
+            self._fail(self._incident(error))
         else:
             self._sink.on_finished(finished)
 
@@ -109,6 +121,8 @@ class Request:
             SequenceRun(spec, choice, admitted.context, self._sink, self._timer.fork())
             for choice in range(spec.choices)
         )
+        if self._allowed_early:
+            self.allow(self._allowed_early)
         self._sink.on_accepted(
             Accepted(
                 request_id=spec.request_id,
@@ -153,11 +167,20 @@ class Request:
         reservation lapses by itself.
         """
         self.reservation = None
-        settle = self._limiter.settle(admitted.reservation, self._usage(admitted.spec))
+        settling = self._settle_with(admitted.reservation, self._usage(admitted.spec))
+        await asyncio.shield(self._supervisor.spawn(f"settle {self.request_id}", settling))
+
+    async def _settle_with(self, reservation: Reservation, usage: Usage) -> None:
         try:
-            await asyncio.shield(self._supervisor.spawn(f"settle {self.request_id}", settle))
+            await self._limiter.settle(reservation, usage)
         except FairwayError as error:
             log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
+
+    def _incident(self, error: Exception) -> InternalError:
+        """Return what the client hears of a bug: an id that stands in the log, and none of its own text."""
+        incident = self._new_incident()
+        log.error("request.crashed", request_id=self.request_id, incident=incident, exc_info=error)
+        return InternalError("internal error; quote the incident id to the operator", incident=incident)
 
     def _fail(self, error: FairwayError) -> None:
         error.metadata.setdefault("request_id", self.request_id)

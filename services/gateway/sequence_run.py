@@ -64,8 +64,11 @@ class RunContext:
     ticket: bytes
     arrival_unix_us: int
     queue_ttl_s: float
-    window_tokens: int
     deadline_s: float | None
+    # Tokens that may be on their way to the client, untaken; and how many it takes before it gives credit
+    # itself, None for any number.
+    window_tokens: int
+    client_window: int | None = None
 
 
 class SequenceRun:
@@ -89,7 +92,10 @@ class SequenceRun:
         self._chars = 0
         self._running: RunningSequence | None = None
         self._outcome: asyncio.Future[Outcome] | None = None
-        self._owed_credit = 0
+        # Output offsets: what the transport took, what the client allows, what the worker may send up to.
+        self._taken = 0
+        self._allowed = context.client_window
+        self._limit = 0
 
     @property
     def output_tokens(self) -> int:
@@ -112,11 +118,29 @@ class SequenceRun:
                 await self._context.clock.sleep(again.delay_s)
 
     def credit(self, tokens: int) -> None:
-        """The client took ``tokens``: let the worker send as many more."""
-        self._owed_credit += tokens
-        if self._running is not None and self._owed_credit * 4 >= self._context.window_tokens:
-            self._running.credit(self._owed_credit)
-            self._owed_credit = 0
+        """The transport took ``tokens``: the worker may send as many more, told in quarters of the window."""
+        self._taken += tokens
+        window = self._context.window_tokens
+        if (self._taken + window - self._limit) * 4 >= window:
+            self._extend()
+
+    def allow(self, tokens: int) -> None:
+        """The client's own window grew. Without one there is nothing to grow."""
+        if self._allowed is not None:
+            self._allowed += tokens
+            self._extend()
+
+    def _open_to(self) -> int:
+        """The output offset up to which tokens may come. A client's window never widens ours: what it does
+        not read is kept here."""
+        limit = self._taken + self._context.window_tokens
+        return limit if self._allowed is None else min(limit, self._allowed)
+
+    def _extend(self) -> None:
+        limit = self._open_to()
+        if self._running is not None and limit > self._limit:
+            self._running.credit(limit - self._limit)
+            self._limit = limit
 
     async def _place(self, excluded: tuple[str, ...]) -> Grant:
         """Return a grant, without an excluded worker if another is to be had soon.
@@ -163,17 +187,19 @@ class SequenceRun:
         time_left_s = None
         if context.deadline_s is not None:
             time_left_s = max(context.deadline_s - context.clock.monotonic_s(), 0.001)
+        # A start has at least one token of credit: resumed at the very end of the client's window, a stream
+        # is that one token ahead of it.
+        self._limit = max(self._open_to(), len(self._produced) + 1)
         start = StartSpec(
             generation=self.spec,
             choice=self.choice,
             tenant_id=context.tenant_id,
             grant=grant,
-            initial_credit_tokens=context.window_tokens,
+            initial_credit_tokens=self._limit - len(self._produced),
             produced_ids=tuple(self._produced),
             delivered_chars=self._chars,
             time_left_s=time_left_s,
         )
-        self._owed_credit = 0
         self._outcome = asyncio.get_running_loop().create_future()
         self._running = context.workers.start(start, self)
         try:
@@ -233,6 +259,7 @@ class SequenceRun:
     # --- SequenceSink: called by the worker client's reader -------------------------------------
 
     def on_accepted(self) -> None:
+        self._refusals = 0
         self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:

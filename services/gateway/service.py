@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from random import Random
@@ -115,11 +116,12 @@ class GatewayService:
         *,
         received: Received,
         timeout_s: float | None = None,
-        window_tokens: int = 0,
+        client_window: int | None = None,
     ) -> Request:
         """Start a request; its sink hears accepted, tokens and one terminal event.
 
-        ``window_tokens`` 0 takes the server's window. Raises Draining and QueueFull at once.
+        ``client_window``: how many tokens of each choice the client takes before it allows more; None: it
+        does not say. Raises Draining and QueueFull at once.
         """
         if self._draining:
             raise Draining("this gateway is shutting down; send it to another", retry_after_s=1.0)
@@ -140,7 +142,7 @@ class GatewayService:
         timeout_s = self._timeout_s(generation, timeout_s)
 
         async def admit(timer: StageTimer) -> Admitted:
-            return await self._admit(principal, generation, received, timer, (timeout_s, window_tokens))
+            return await self._admit(principal, generation, received, timer, (timeout_s, client_window))
 
         task = ports.supervisor.spawn(f"request {received.request_id}", request.run(admit, timeout_s))
         request.bind(task)
@@ -174,10 +176,10 @@ class GatewayService:
         timeout_s: float | None = None,
     ) -> Completion:
         """Return the whole answer. Cancelling the call cancels the request."""
-        choices = max(1, generation.choices)
-        texts: list[list[str]] = [[] for _ in range(choices)]
-        ids: list[list[int]] = [[] for _ in range(choices)]
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(choices)]
+        # By choice, made as they come: nothing has checked yet how many were asked for.
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        ids: defaultdict[int, list[int]] = defaultdict(list)
+        logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
         accepted: Accepted | None = None
         events = self.stream(principal, generation, received=received, timeout_s=timeout_s)
         try:
@@ -190,8 +192,14 @@ class GatewayService:
                     accepted = event
                 elif isinstance(event, Finished):
                     assert accepted is not None
-                    joined = ["".join(parts) for parts in texts]
-                    return Completion(accepted, joined, ids, logprobs, event)
+                    choices = range(len(event.choices))
+                    return Completion(
+                        accepted,
+                        ["".join(texts[choice]) for choice in choices],
+                        [ids[choice] for choice in choices],
+                        [logprobs[choice] for choice in choices],
+                        event,
+                    )
         finally:
             await events.aclose()
         raise AssertionError("a stream ended without a terminal event")
@@ -253,13 +261,13 @@ class GatewayService:
         generation: inference_pb2.Generation,
         received: Received,
         timer: StageTimer,
-        budget: tuple[float, int],
+        budget: tuple[float, int | None],
     ) -> Admitted:
-        timeout_s, window_tokens = budget
+        timeout_s, client_window = budget
         ports, limits = self._ports, self._limits
         spec = await self._validator.resolve(principal, generation, received.request_id)
         timer.enter(Stage.ADMIT, ports.clock.monotonic_s())
-        tenant = self._identity.tenant(principal.tenant_id)
+        tenant = self._identity.still_valid(principal)
         reservation = await self._reserve(tenant, spec.request_id)
         context = RunContext(
             placement=ports.placement,
@@ -271,8 +279,9 @@ class GatewayService:
             ticket=ports.sign_ticket(tenant.meta.name, spec.request_id, ports.clock.unix_s() + timeout_s),
             arrival_unix_us=received.unix_us,
             queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
-            window_tokens=window_tokens or limits.window_tokens,
             deadline_s=received.monotonic_s + timeout_s,
+            window_tokens=limits.window_tokens,
+            client_window=client_window,
         )
         return Admitted(spec, reservation, context)
 
@@ -281,17 +290,32 @@ class GatewayService:
         ports = self._ports
         limits = Limits(tenant.requests_per_minute, tenant.max_concurrency)
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", ports.limiter.admit(tenant.meta.name, request_id, limits)
+            f"admit {request_id}", self._ask_limiter(tenant.meta.name, request_id, limits)
         )
         try:
-            return await asyncio.shield(admission)
+            outcome = await asyncio.shield(admission)
         except asyncio.CancelledError:
             ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
             raise
+        if isinstance(outcome, FairwayError):
+            raise outcome
+        return outcome
 
-    async def _undo(self, admission: asyncio.Task[Reservation]) -> None:
+    async def _ask_limiter(
+        self, tenant_id: str, request_id: str, limits: Limits
+    ) -> Reservation | FairwayError:
+        """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
         try:
-            await self._ports.limiter.settle(await admission, Usage(prompt_tokens=0, output_tokens=0))
+            return await self._ports.limiter.admit(tenant_id, request_id, limits)
+        except FairwayError as error:
+            return error
+
+    async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
+        outcome = await admission
+        if isinstance(outcome, FairwayError):
+            return
+        try:
+            await self._ports.limiter.settle(outcome, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:
             log.info("reservation.undo_failed", reason=error.reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -15,18 +15,28 @@ from services.gateway.events import Received
 from services.gateway.messages import complete_response, generate_response
 from services.gateway.service import GatewayService
 from services.gateway.session import MuxedSession
+from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+WRITE_TIMEOUT_S: Final = 30.0
+
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
-        self, service: GatewayService, received: Callable[[], Received], *, heartbeat_s: float
+        self,
+        service: GatewayService,
+        received: Callable[[], Received],
+        *,
+        heartbeat_s: float,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
+        """A client that takes nothing of its stream for ``write_timeout_s``, up to twice that, is cut off."""
         self._service = service
         self._received = received
         self._heartbeat_s = heartbeat_s
+        self._write_timeout_s = write_timeout_s
 
     async def Generate(  # type: ignore[override]  # the stubs know generators only
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -39,9 +49,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             received=self._received(),
             timeout_s=context.time_remaining(),
         )
-        async with aclosing(events):
-            async for event in events:
-                await context.write(generate_response(event))
+        with BoundedWrites(context, self._write_timeout_s) as writes:
+            async with aclosing(events):
+                async for event in events:
+                    await writes.write(generate_response(event))
 
     async def Complete(
         self, request: inference_pb2.CompleteRequest, context: Context
@@ -59,9 +70,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         session = MuxedSession(self._service, principal(), self._received)
         try:
-            async with asyncio.TaskGroup() as group:
-                reading = group.create_task(self._read(session, request_iterator, context))
-                await self._write(session, reading, context)
+            with BoundedWrites(context, self._write_timeout_s) as writes:
+                async with asyncio.TaskGroup() as group:
+                    reading = group.create_task(self._read(session, request_iterator, context))
+                    await self._write(session, reading, writes)
         except* FairwayError as failures:
             raise first_of(failures) from None
         finally:
@@ -107,12 +119,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         async for message in requests:
             session.handle(message, context.time_remaining())
+            await session.readable()
         session.wake()
 
-    async def _write(self, session: MuxedSession, reading: asyncio.Task[None], context: Context) -> None:
+    async def _write(self, session: MuxedSession, reading: asyncio.Task[None], writes: BoundedWrites) -> None:
         """Write until the client closed its side and every generation ended."""
         while not (reading.done() and session.idle):
             message = await session.next_message(self._heartbeat_s)
             if message.ByteSize():
-                await context.write(message)
+                await writes.write(message)
                 session.sent(message)

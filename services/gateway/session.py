@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
@@ -19,6 +20,11 @@ from services.rpc.status import to_proto
 
 CHOICE_BITS: Final = 4
 MAX_STREAMS: Final = 1024
+# What a client that does not read may make wait: events, beyond which it is not read either, and tokens of
+# one message. A token with log probabilities counts as so many.
+MAX_UNREAD: Final = 4096
+MAX_MESSAGE_TOKENS: Final = 32_768
+LOGPROBS_WEIGHT: Final = 32
 
 
 class SessionStream:
@@ -61,8 +67,8 @@ class SessionStream:
 class MuxedSession:
     """State of one Session RPC: its streams and the message being put together.
 
-    Token columns are bounded by the streams' credit windows: a stream without a window of the client's
-    gets credit when its tokens were handed to the transport, so a reader that stops stops its streams.
+    Token columns are bounded by the gateway's window of each choice: credit is given when tokens were handed
+    to the transport, so a reader that stops stops its streams, whatever window it opened itself.
     """
 
     def __init__(
@@ -79,7 +85,9 @@ class MuxedSession:
         self._ids: list[Sequence[int]] = []
         self._texts: list[str] = []
         self._logprobs: list[common_pb2.FrameLogprobs] = []
+        self._weight = 0
         self._wanted = asyncio.Event()
+        self._read = asyncio.Event()
 
     # --- what the client asks ----------------------------------------------------------------------
 
@@ -123,7 +131,7 @@ class MuxedSession:
                 stream,
                 received=self._received(),
                 timeout_s=time_left_s,
-                window_tokens=start.initial_credit_tokens,
+                client_window=start.initial_credit_tokens or None,
             )
         except FairwayError as error:
             stream.on_failed(error)
@@ -134,8 +142,13 @@ class MuxedSession:
             return  # it ended while the credit was on its way
         if not stream.manual:
             raise InvalidInput(f"stream {stream_id} was started without a window", field="credit.stream_ids")
-        for choice in range(1 << CHOICE_BITS):
-            stream.request.credit(choice, tokens)
+        stream.request.allow(tokens)
+
+    async def readable(self) -> None:
+        """Return once the client has read enough of what it was told to be told more."""
+        while len(self.accepted) + len(self.finished) >= MAX_UNREAD:
+            self._read.clear()
+            await self._read.wait()
 
     # --- what the client is sent -------------------------------------------------------------------
 
@@ -149,6 +162,7 @@ class MuxedSession:
         self._offsets.append(offset)
         self._ids.append(ids)
         self._texts.append(text)
+        self._weight += len(ids) + LOGPROBS_WEIGHT * len(logprobs)
         self._wanted.set()
 
     def wake(self) -> None:
@@ -160,7 +174,7 @@ class MuxedSession:
         return not (self.streams or self._handles or self.accepted or self.finished)
 
     async def next_message(self, heartbeat_s: float) -> inference_pb2.SessionResponse:
-        """Return everything that came since the last message, or a heartbeat after a silence."""
+        """Return what came since the last message, up to its size, or a heartbeat after a silence."""
         if not self._wanted.is_set():
             try:
                 async with asyncio.timeout(heartbeat_s):
@@ -168,10 +182,16 @@ class MuxedSession:
             except TimeoutError:
                 return inference_pb2.SessionResponse(heartbeat=inference_pb2.Heartbeat())
         self._wanted.clear()
-        message = inference_pb2.SessionResponse(accepted=self.accepted, finished=self.finished)
-        self.accepted, self.finished = [], []
+        message = inference_pb2.SessionResponse(accepted=self.accepted)
+        self.accepted = []
         if self._handles:
             self._take_tokens(message.tokens)
+        if self._handles:  # the rest goes into the next message, and only then the ends
+            self._wanted.set()
+        else:
+            message.finished.extend(self.finished)
+            self.finished = []
+        self._read.set()
         return message
 
     def sent(self, message: inference_pb2.SessionResponse) -> None:
@@ -179,7 +199,7 @@ class MuxedSession:
         handles, counts = message.tokens.handles, message.tokens.counts
         for handle, count in zip(handles, counts, strict=True):
             stream = self.streams.get(handle >> CHOICE_BITS)
-            if stream is not None and not stream.manual and stream.request is not None:
+            if stream is not None and stream.request is not None:
                 stream.request.credit(handle & ((1 << CHOICE_BITS) - 1), count)
 
     def close(self) -> None:
@@ -189,6 +209,9 @@ class MuxedSession:
                 stream.request.cancel()
 
     def _take_tokens(self, frame: common_pb2.TokenFrame) -> None:
+        if self._weight > MAX_MESSAGE_TOKENS:
+            self._take_first_tokens(frame)
+            return
         frame.handles.extend(self._handles)
         frame.offsets.extend(self._offsets)
         frame.counts.extend([len(ids) for ids in self._ids])
@@ -197,3 +220,34 @@ class MuxedSession:
         if self._logprobs:
             frame.logprobs.extend(self._logprobs)
         self._handles, self._offsets, self._ids, self._texts, self._logprobs = [], [], [], [], []
+        self._weight = 0
+
+    def _take_first_tokens(self, frame: common_pb2.TokenFrame) -> None:
+        """Take the entries that fit into one message, at least one; the others stay."""
+        handles, offsets, ids, texts = self._handles, self._offsets, self._ids, self._texts
+        logprobs = {found.entry: found for found in self._logprobs}
+        weights = [
+            len(found) + (LOGPROBS_WEIGHT * len(found) if entry in logprobs else 0)
+            for entry, found in enumerate(ids)
+        ]
+        fit = max(1, sum(1 for total in accumulate(weights) if total <= MAX_MESSAGE_TOKENS))
+        self._handles, self._offsets, self._ids, self._texts = (
+            handles[:fit],
+            offsets[:fit],
+            ids[:fit],
+            texts[:fit],
+        )
+        self._logprobs = [found for entry, found in logprobs.items() if entry < fit]
+        self._weight = 0
+        self._take_tokens(frame)
+        self._handles, self._offsets, self._ids, self._texts = (
+            handles[fit:],
+            offsets[fit:],
+            ids[fit:],
+            texts[fit:],
+        )
+        for entry, found in logprobs.items():
+            if entry >= fit:
+                found.entry = entry - fit
+                self._logprobs.append(found)
+        self._weight = sum(weights[fit:])

@@ -14,7 +14,13 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from services.core.errors import FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature
+from services.core.errors import (
+    FailedPrecondition,
+    FairwayError,
+    InvalidInput,
+    PromptTooLong,
+    UnsupportedFeature,
+)
 from services.gateway.chat_template import ChatTemplate, ControlTokens, Message
 from services.gateway.template_sandbox import MAX_TEMPLATE_BYTES
 from services.ports.clock import Clock
@@ -168,9 +174,13 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise FailedPrecondition(f"tokenizer.json of the version is larger than {_MAX_JSON_BYTES} bytes")
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except FileNotFoundError:
         raise FailedPrecondition("the version has no tokenizer.json: it takes no text") from None
+    except FairwayError:
+        raise
     except Exception as exc:  # the library raises nothing narrower
         raise FailedPrecondition("tokenizer.json of the version is malformed") from exc
     # What a training script left on: a prompt is refused, never cut.

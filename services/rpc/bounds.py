@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Final
@@ -181,7 +182,7 @@ def _value_check(field: FieldDescriptor, bounds: options_pb2.Bounds) -> ValueChe
     if field.cpp_type in _STRINGS:
         return _string_check(bounds)
     if field.cpp_type in _REALS:
-        return _number_check(bounds, real=True)
+        return _number_check(bounds, real=True, single=field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
     if field.cpp_type in _INTEGERS:
         return None if bounds.any else _number_check(bounds, real=False)
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
@@ -216,9 +217,11 @@ def _string_check(bounds: options_pb2.Bounds) -> ValueCheck:
     return check_string
 
 
-def _number_check(bounds: options_pb2.Bounds, *, real: bool) -> ValueCheck:
+def _number_check(bounds: options_pb2.Bounds, *, real: bool, single: bool = False) -> ValueCheck:
     low = bounds.min if bounds.HasField("min") else -math.inf
     high = bounds.max if bounds.HasField("max") else math.inf
+    if single:  # 0.01 in four bytes is less than 0.01 in eight, and is the bound all the same
+        low, high = struct.unpack("ff", struct.pack("ff", low, high))
 
     def check_number(value: float, path: str) -> None:
         if real and not math.isfinite(value):

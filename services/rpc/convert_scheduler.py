@@ -21,14 +21,14 @@ from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.rpc.status import by_reason
 
-_PRIORITY_TO_PROTO: Final = {
+PRIORITIES: Final = {
     Priority.BATCH: common_pb2.PRIORITY_BATCH,
     Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
     Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
 }
-_PRIORITY_FROM_PROTO: Final = {
+PRIORITY_OF: Final = {
     common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
-    **{number: priority for priority, number in _PRIORITY_TO_PROTO.items()},
+    **{number: priority for priority, number in PRIORITIES.items()},
 }
 
 
@@ -43,7 +43,7 @@ def place_to_proto(placement_id: int, spec: PlaceSpec, queue_ttl_s: float) -> sc
         request_id=spec.request_id,
         choice=spec.choice,
         tenant_id=spec.tenant_id,
-        priority=_PRIORITY_TO_PROTO[spec.priority],
+        priority=PRIORITIES[spec.priority],
         model=spec.model,
         version_digest=spec.version_digest,
         route_revision=spec.route_revision,
@@ -61,7 +61,7 @@ def place_from_proto(message: scheduler_pb2.PlaceRequest) -> tuple[int, PlaceSpe
         request_id=message.request_id,
         choice=message.choice,
         tenant_id=message.tenant_id,
-        priority=_PRIORITY_FROM_PROTO[message.priority],
+        priority=PRIORITY_OF[message.priority],
         model=message.model,
         version_digest=message.version_digest,
         route_revision=message.route_revision,
@@ -84,7 +84,8 @@ def connect_request(
     return request
 
 
-def grant_to_proto(placement_id: int, grant: Grant) -> scheduler_pb2.Grant:
+def grant_to_proto(grant: Grant, placement_id: int = 0) -> scheduler_pb2.Grant:
+    """Return the grant; a gateway that passes it on to its worker names no placement."""
     return scheduler_pb2.Grant(
         placement_id=placement_id,
         worker_id=grant.worker_id,
@@ -122,7 +123,7 @@ def frame_to_proto(outcomes: Iterable[Outcome]) -> scheduler_pb2.ConnectResponse
     refusals: list[scheduler_pb2.Refusal] = []
     for outcome in outcomes:
         if isinstance(outcome, Granted):
-            grants.append(grant_to_proto(outcome.placement_id, outcome.grant))
+            grants.append(grant_to_proto(outcome.grant, outcome.placement_id))
         else:
             refusals.append(_refusal_to_proto(outcome.placement_id, outcome.error))
     return scheduler_pb2.ConnectResponse(grants=grants, refusals=refusals)
@@ -200,7 +201,7 @@ def report_from_proto(message: scheduler_pb2.ReportRequest) -> ReportSnapshot:
                 tenant=live.tenant_id,
                 digest=live.version_digest,
                 kv_blocks=live.kv_blocks,
-                priority=_PRIORITY_FROM_PROTO[live.priority],
+                priority=PRIORITY_OF[live.priority],
             )
             for live in message.live
         ),
@@ -248,5 +249,5 @@ def _live_to_proto(sequence: LiveSequence) -> scheduler_pb2.LiveSequence:
         tenant_id=sequence.tenant,
         version_digest=sequence.digest,
         kv_blocks=sequence.kv_blocks,
-        priority=_PRIORITY_TO_PROTO[sequence.priority],
+        priority=PRIORITIES[sequence.priority],
     )

@@ -10,26 +10,21 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from fairway.v1 import common_pb2, scheduler_pb2, worker_pb2
+from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
     FinishReason,
     GenerationSpec,
-    Grant,
     NotAdmittedReason,
     SamplingParams,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
 )
-from services.core.records import LoadedVersion, Priority, VersionState
+from services.core.records import LoadedVersion, VersionState
 from services.ports.worker_stream import StepFrame
+from services.rpc.convert_scheduler import PRIORITIES, PRIORITY_OF, grant_from_proto, grant_to_proto
 
-PRIORITIES: Final = {
-    Priority.BATCH: common_pb2.PRIORITY_BATCH,
-    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
-    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
-}
 FINISH_REASONS: Final = {
     reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
@@ -40,7 +35,6 @@ NOT_ADMITTED_REASONS: Final = {
 VERSION_STATES: Final = {
     state: worker_pb2.VersionState.Value(f"VERSION_STATE_{state.name}") for state in VersionState
 }
-_PRIORITY_OF: Final = {value: key for key, value in PRIORITIES.items()}
 _FINISH_REASON_OF: Final = {value: key for key, value in FINISH_REASONS.items()}
 _NOT_ADMITTED_OF: Final = {value: key for key, value in NOT_ADMITTED_REASONS.items()}
 Value = TypeVar("Value")
@@ -100,7 +94,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec | NotAdmitt
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
-        priority=_PRIORITY_OF.get(message.priority, Priority.STANDARD),
+        priority=PRIORITY_OF[message.priority],
         ignore_eos=message.ignore_eos,
     )
     return StartSpec(
@@ -113,34 +107,6 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec | NotAdmitt
         delivered_chars=message.delivered_chars,
         time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
         traceparent=message.traceparent,
-    )
-
-
-def grant_to_proto(grant: Grant) -> scheduler_pb2.Grant:
-    return scheduler_pb2.Grant(
-        worker_id=grant.worker_id,
-        incarnation=grant.incarnation,
-        epoch=grant.epoch,
-        sequence=grant.sequence,
-        kv_blocks=grant.kv_blocks,
-        ttl_ms=round(grant.ttl_s * 1000),
-        version_digest=grant.version_digest,
-        address=grant.address,
-        route_revision=grant.route_revision,
-    )
-
-
-def grant_from_proto(message: scheduler_pb2.Grant) -> Grant:
-    return Grant(
-        worker_id=message.worker_id,
-        address=message.address,
-        incarnation=message.incarnation,
-        epoch=message.epoch,
-        sequence=message.sequence,
-        kv_blocks=message.kv_blocks,
-        ttl_s=message.ttl_ms / 1000,
-        version_digest=message.version_digest,
-        route_revision=message.route_revision,
     )
 
 

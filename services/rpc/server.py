@@ -33,7 +33,10 @@ _OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 4),
     ("grpc.so_reuseport", 0),
+    # Only the size on the wire is bounded: what a compressed message grows to is not.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
+_MAX_RPCS: Final = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class RpcServer:
                 RequestBounds(),
             ),
             options=_OPTIONS,
+            maximum_concurrent_rpcs=_MAX_RPCS,
         )
         self.port = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, cast
 
 import grpc
+import structlog
 from google.protobuf.any_pb2 import Any as PackedAny
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
@@ -14,6 +15,7 @@ from grpc_status import rpc_status
 from fairway.v1 import common_pb2
 from services.core import errors
 
+log = structlog.get_logger()
 DOMAIN: Final = "fairway"
 
 # Most specific first; the first match by isinstance counts.
@@ -77,10 +79,12 @@ def to_grpc_status(error: errors.FairwayError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.FairwayError:
-    """Return the domain error that a peer raised; a status without ErrorInfo becomes its code's own."""
+    """Return the domain error that a peer raised; a status without ErrorInfo becomes its code's own.
+
+    Such a status is the transport's: its text names addresses, so it goes to the log and not into the error.
+    """
     kind = _BY_CODE.get(error.code(), errors.InternalError)
-    message = error.details() or f"the peer ended the call with {error.code().name}"
-    found = kind(message)
+    found = kind(f"the peer ended the call with {error.code().name}")
     try:
         status = rpc_status.from_call(cast(grpc.Call, error))
     except (ValueError, DecodeError):
@@ -88,10 +92,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.FairwayError:
     for detail in status.details if status is not None else ():
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(info):
-            found = _BY_REASON.get(info.reason, kind)(message, retry_after_s=found.retry_after_s)
+            retry_after_s = found.retry_after_s
+            found = _BY_REASON.get(info.reason, kind)(error.details() or "", retry_after_s=retry_after_s)
             found.metadata = dict(info.metadata)
         elif detail.Unpack(retry):
             found.retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+    if status is None:
+        log.info("rpc.peer_failed", code=error.code().name, details=error.details())
     return found
 
 

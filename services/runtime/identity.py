@@ -53,6 +53,19 @@ class KeyDirectory:
             self.tenant(key.tenant)
         return Principal(key_id=name, role=key.role, tenant_id=key.tenant, models=key.models)
 
+    def still_valid(self, principal: Principal) -> Tenant:
+        """Return the tenant of a caller that was authenticated before, on a stream that may be old.
+
+        Raises Unauthenticated when the key was deleted or expired meanwhile, or its tenant disabled.
+        """
+        held = self._keys.view.get(KEYS + principal.key_id)
+        key = held.record if held is not None else None
+        if key is None or (key.role, key.tenant) != (principal.role, principal.tenant_id):
+            raise Unauthenticated("the API key is not valid any more")
+        if key.expire_unix_s and key.expire_unix_s <= self._clock.unix_s():
+            raise Unauthenticated("the API key has expired")
+        return self.tenant(principal.tenant_id)
+
     def tenant(self, tenant_id: str) -> Tenant:
         """Return a tenant that may use the platform. Raises Unauthenticated for any other."""
         held = self._tenants.view.get(TENANTS + tenant_id) if tenant_id else None

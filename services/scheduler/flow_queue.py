@@ -25,7 +25,7 @@ from services.core.generation import Grant, PlaceSpec
 from services.scheduler.fleet_view import FleetView
 from services.scheduler.policy.drain_rate import MIN_WAIT_S, DrainRate
 from services.scheduler.policy.kv_admission import Demand, demand_of
-from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile, PlaceQuery, choose
+from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile, PlaceQuery, choose, may_use
 from services.scheduler.policy.queue_order import ArrivalOrder, OrderPolicy, QueueOrder, order_key
 from services.scheduler.policy.room import NO_ROOM, RoomSummary, room_of
 from services.scheduler.refusals import queue_full, timed_out, too_long
@@ -47,7 +47,7 @@ class QueueLimits:
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A queued placement. ``key`` and ``number`` order it; ``bypassed`` counts those granted before it
-    although they were behind it."""
+    although they were behind it, on a worker that it may use."""
 
     session: int
     placement_id: int
@@ -58,6 +58,10 @@ class Waiting:
     deadline_s: float
     size_bytes: int
     bypassed: int = 0
+
+    @property
+    def query(self) -> PlaceQuery:
+        return PlaceQuery(self.demand, self.spec.excluded_workers)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,9 +236,11 @@ class FlowQueue:
                 break
             found = self._try(item, digest, room)
             if isinstance(found, Chosen):
+                taken = self._fleet.candidates(digest)[found.worker_id]
                 self._grant(item, pool, found.worker_id, now_s)
                 for passed in blocked:
-                    passed.bypassed += 1
+                    # Room that it could not have had is not taken from it.
+                    passed.bypassed += may_use(passed.query, taken)
                 room = self._room(digest)
                 if any(passed.bypassed >= self._order.max_bypasses for passed in blocked):
                     break
@@ -254,8 +260,7 @@ class FlowQueue:
     def _try(self, item: Waiting, digest: str, room: RoomSummary) -> Chosen | NoWorker:
         if not item.spec.excluded_workers and room.is_short_for(item.demand):
             return NO_ROOM
-        query = PlaceQuery(item.demand, item.spec.excluded_workers)
-        return choose(query, self._fleet.candidates(digest).values(), self._profile, self._rng)
+        return choose(item.query, self._fleet.candidates(digest).values(), self._profile, self._rng)
 
     def _room(self, digest: str) -> RoomSummary:
         return room_of(self._fleet.candidates(digest).values())
@@ -322,8 +327,7 @@ class FlowQueue:
 
     def _timed_out(self, item: Waiting, now_s: float) -> FairwayError:
         digest = item.spec.version_digest
-        query = PlaceQuery(item.demand, item.spec.excluded_workers)
-        found = choose(query, self._fleet.candidates(digest).values(), self._profile, self._rng)
+        found = choose(item.query, self._fleet.candidates(digest).values(), self._profile, self._rng)
         queued = len(self._pools[digest].order)
         return timed_out(item.spec, found, queued=queued, retry_after_s=self._wait_s(digest, now_s))
 

@@ -1,4 +1,4 @@
-"""How much memory a version's weights take, from the headers of its safetensors files."""
+"""How much memory a version's weights take, from the headers of the safetensors files that are loaded."""
 
 from __future__ import annotations
 
@@ -10,15 +10,34 @@ from typing import Final
 from services.core.errors import FailedPrecondition
 
 MAX_HEADER_BYTES: Final = 64 * 1024 * 1024
-MAX_FILES: Final = 4096
+MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
 
 
 def weight_bytes(folder: Path, bytes_per_value: int) -> int:
-    """Return the bytes of all tensors at ``bytes_per_value``. Blocks for I/O. Raises FailedPrecondition."""
-    files = sorted(folder.rglob("*.safetensors"))[:MAX_FILES]
-    if not files:
-        raise FailedPrecondition("the version has no weights: no .safetensors file")
-    return sum(_values(path) for path in files) * bytes_per_value
+    """Return the bytes of all tensors at ``bytes_per_value``. Blocks for I/O. Raises FailedPrecondition.
+
+    Counts what the engine opens: some publishers ship the same weights a second time in another layout.
+    """
+    return sum(_values(folder / name) for name in _files(folder)) * bytes_per_value
+
+
+def _files(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise FailedPrecondition(f"the version has no weights: neither {SINGLE} nor {INDEX}")
+        return [SINGLE]
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("the index's size")
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("a file outside the folder")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise FailedPrecondition(f"{INDEX} is no readable index") from exc
+    return sorted(names)
 
 
 def _values(path: Path) -> int:

@@ -27,17 +27,20 @@ from services.core.errors import (
     NotFound,
     Unauthenticated,
     Unimplemented,
+    UnsupportedFeature,
 )
 from services.core.generation import Principal
 from services.core.manifest import sha256_of
 from services.core.records import (
     ASSIGNMENTS,
+    DEPLOYMENTS,
     KEYS,
     TENANTS,
     WORKERS,
     ApiKey,
     AssignedVersion,
     Assignment,
+    Deployment,
     KeyRole,
     LoadedVersion,
     Meta,
@@ -185,6 +188,16 @@ async def test_tenant_lives_from_create_to_delete(plane: Plane) -> None:
     ):
         with pytest.raises(NotFound):
             await plane.call(method, request)
+
+
+@pytest.mark.parametrize("limit", [{"tokens_per_minute": 1000}, {"weight": 2.0}])
+async def test_limit_that_nothing_holds_is_refused(plane: Plane, limit: dict[str, float]) -> None:
+    with pytest.raises(UnsupportedFeature):
+        await plane.tenant("acme", **limit)
+    tenant = await plane.tenant("acme", weight=1.0)
+    with pytest.raises(UnsupportedFeature):
+        tenant.MergeFrom(pb.Tenant(**limit))  # type: ignore[arg-type]
+        await plane.call("UpdateTenant", pb.UpdateTenantRequest(tenant=tenant))
 
 
 async def test_same_request_id_creates_once_and_conflicts_with_other_content(plane: Plane) -> None:
@@ -406,6 +419,19 @@ async def test_status_joins_workers_and_says_what_is_missing(plane: Plane) -> No
     ]
     listed = await plane.call("ListDeployments", pb.ListDeploymentsRequest())
     assert listed.deployments[0].status == status  # type: ignore[attr-defined]
+
+
+async def test_a_page_of_deployments_plans_the_fleet_once(plane: Plane) -> None:
+    for number in range(60):
+        await plane.put(WORKERS + f"w{number}", Worker(f"w{number}", "127.0.0.1:1"))
+    for number in range(240):
+        deployment = Deployment(Meta(f"d{number}"), "tiny", "prod", DIGEST, replicas=4)
+        await plane.put(DEPLOYMENTS + f"d{number}", deployment)
+    began_s = plane.clock.monotonic_s()
+    listed = await plane.call("ListDeployments", pb.ListDeploymentsRequest(page_size=1000))
+    elapsed_s = plane.clock.monotonic_s() - began_s
+    assert len(listed.deployments) == 240  # type: ignore[attr-defined]
+    assert elapsed_s < 3, "a plan per deployment keeps the control plane from renewing its lease"
 
 
 # --- nodes -----------------------------------------------------------------------------------------

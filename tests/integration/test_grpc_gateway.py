@@ -24,11 +24,13 @@ from services.core.generation import (
     SamplingParams,
     SequenceEnd,
     StartSpec,
+    TokenLogprobs,
 )
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.events import Received
 from services.gateway.service import GatewayLimits, GatewayService, Ports
 from services.gateway.servicer import InferenceServicer
+from services.gateway.session import MAX_MESSAGE_TOKENS, MAX_UNREAD, MuxedSession
 from services.ports.worker import SequenceSink
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import by_reason, from_rpc_error
@@ -60,8 +62,15 @@ class Validator:
 
 
 class Identity:
-    def tenant(self, tenant_id: str) -> Tenant:
-        return Tenant(Meta(tenant_id), max_concurrency=40)
+    """One tenant, whose key may be taken away."""
+
+    def __init__(self) -> None:
+        self.revoked = False
+
+    def still_valid(self, principal: Principal) -> Tenant:
+        if self.revoked:
+            raise errors.Unauthenticated("the API key is not valid any more")
+        return Tenant(Meta(principal.tenant_id), max_concurrency=40)
 
 
 class Placement:
@@ -129,10 +138,11 @@ class Gateway:
     service: GatewayService
     workers: Workers
     limiter: MemoryLimiter
+    identity: Identity
 
-    async def at_rest(self) -> None:
+    async def at_rest(self, timeout_s: float = 3.0) -> None:
         """Return once nothing runs and no slot is held."""
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(timeout_s):
             while self.workers.live or self.service.running or await self.limiter.concurrency("acme"):
                 await asyncio.sleep(0.01)
 
@@ -140,11 +150,11 @@ class Gateway:
 @pytest.fixture
 async def gateway() -> AsyncIterator[Gateway]:
     supervisor = Supervisor(CLOCK)
-    workers, limiter = Workers(supervisor), MemoryLimiter(CLOCK)
+    workers, limiter, identity = Workers(supervisor), MemoryLimiter(CLOCK), Identity()
     numbers = iter(range(10**6))
     service = GatewayService(
         validator=Validator(),  # type: ignore[arg-type]
-        identity=Identity(),  # type: ignore[arg-type]
+        identity=identity,  # type: ignore[arg-type]
         catalog=None,  # type: ignore[arg-type]
         ports=Ports(
             limiter=limiter,
@@ -168,7 +178,7 @@ async def gateway() -> AsyncIterator[Gateway]:
             Service(
                 pb.DESCRIPTOR.services_by_name["InferenceService"],
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                InferenceServicer(service, received, heartbeat_s=0.15),
+                InferenceServicer(service, received, heartbeat_s=0.15, write_timeout_s=1.5),
             )
         ],
         listen="127.0.0.1:0",
@@ -178,8 +188,9 @@ async def gateway() -> AsyncIterator[Gateway]:
     )
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        yield Gateway(inference_pb2_grpc.InferenceServiceStub(channel), service, workers, limiter)
+        yield Gateway(inference_pb2_grpc.InferenceServiceStub(channel), service, workers, limiter, identity)
     await server.stop(0)
+    assert supervisor.healthy, supervisor.failures
     await supervisor.close()
 
 
@@ -428,3 +439,80 @@ async def test_concurrency_is_exact_across_faces(gateway: Gateway) -> None:
     call.cancel()
     await gateway.at_rest()
     await gateway.stub.Complete(pb.CompleteRequest(generation=generation()), metadata=AUTH)
+
+
+async def test_a_reader_that_stays_away_is_cut_off(gateway: Gateway) -> None:
+    stream: Any = gateway.stub.Generate(pb.GenerateRequest(generation=generation(prompt="xy")), metadata=AUTH)
+    await stream.read()
+    session = gateway.stub.Session(metadata=AUTH)
+    await session.write(start(1, prompt="xy"))
+    await read(session)
+    await asyncio.sleep(0.5)
+    assert gateway.service.running == 2
+    await gateway.at_rest(8)
+    for call in (stream, session):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                await call.read()
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_client_that_does_not_read_its_session_is_not_read_either(gateway: Gateway) -> None:
+    session = MuxedSession(gateway.service, Principal("k", KeyRole.TENANT, "acme"), _received)
+    for _ in range(MAX_UNREAD):
+        session.handle(start(5, choices=99), None)
+    blocked = asyncio.ensure_future(session.readable())
+    await asyncio.sleep(0.01)
+    assert not blocked.done()
+    assert len((await session.next_message(1.0)).finished) == MAX_UNREAD
+    await blocked
+
+
+async def test_messages_of_a_session_are_bounded_and_keep_their_order(gateway: Gateway) -> None:
+    session = MuxedSession(gateway.service, Principal("k", KeyRole.TENANT, "acme"), _received)
+    top = TokenLogprobs(-0.5, (1, 2), (-0.5, -1.0), ("a", "b"), "a")
+    for offset in range(0, 3 * MAX_MESSAGE_TOKENS, 1024):
+        session.add_tokens(16, offset, range(offset, offset + 1024), "x", ())
+        session.add_tokens(32, offset // 1024, [offset], "y", [top])
+    session.finished.append(pb.SessionFinished(stream_id=1))
+    heard, messages = Heard(), 0
+    while 1 not in heard.finished:
+        message = await session.next_message(1.0)
+        assert len(message.tokens.ids) <= MAX_MESSAGE_TOKENS
+        for found in message.tokens.logprobs:
+            assert message.tokens.handles[found.entry] == 32
+        heard.add(message)
+        messages += 1
+    assert messages > 3
+    assert heard.tokens[1] == list(range(3 * MAX_MESSAGE_TOKENS))
+    assert len(heard.tokens[2]) == 96
+    assert session.idle
+
+
+async def test_a_key_that_is_taken_away_starts_nothing_more_on_an_open_session(gateway: Gateway) -> None:
+    call = gateway.stub.Session(metadata=AUTH)
+    heard = Heard()
+    await call.write(start(1, max_output_tokens=2))
+    async with asyncio.timeout(5):
+        while 1 not in heard.finished:
+            heard.add(await read(call))
+        gateway.identity.revoked = True
+        await call.write(start(2, max_output_tokens=2))
+        while 2 not in heard.finished:
+            heard.add(await read(call))
+    assert heard.finished[2].error.reason == "UNAUTHENTICATED"
+    call.cancel()
+
+
+async def test_fanout_is_checked_before_anything_of_that_size_is_made(gateway: Gateway) -> None:
+    with pytest.raises(errors.FairwayError):
+        async with asyncio.timeout(2):
+            await gateway.service.complete(
+                Principal("k", KeyRole.TENANT, "acme"),
+                generation(model="none", choices=2**32 - 1),
+                received=_received(),
+            )
+
+
+def _received() -> Received:
+    return Received(CLOCK.monotonic_s(), 1, "req_x")

@@ -174,6 +174,24 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     models.check_integrity()
 
 
+async def test_folder_that_may_not_be_a_version_is_refused_before_anything_is_uploaded(
+    registry: Registry, folder: Path
+) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(grpc.aio.AioRpcError, match="may carry pickled objects"):
+        await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    assert [path for path in (registry.blobs_root / "sha256").rglob("*") if path.is_file()] == []
+
+
+async def test_publishing_again_brings_back_a_lost_chunk(registry: Registry, folder: Path) -> None:
+    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    blob = registry.blob(sha256_of((folder / "tokenizer.json").read_bytes()))
+    blob.unlink()
+    again = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    assert (again.digest, again.created, again.uploaded_chunks) == (done.digest, False, 1)
+    assert blob.exists()
+
+
 async def test_publish_outlasts_a_registry_that_falters(registry: Registry, folder: Path) -> None:
     registry.servicer.falters = 2
     done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
@@ -474,6 +492,9 @@ async def test_least_recently_used_goes_first_and_never_a_pinned_one(
     models.pin(third)
     with pytest.raises(StoreUnavailable, match="in use"):
         await models.fetch("tiny", digests[3])
+    kept = {path.name for path in (tmp_path / "cache" / "ready").iterdir()}
+    manifests = {path.stem for path in (tmp_path / "cache" / "manifests").iterdir()}
+    assert manifests == kept, "an evicted version's manifest goes with it"
     models.unpin(first)
     fourth = await models.fetch("tiny", digests[3])
     assert fourth.exists()

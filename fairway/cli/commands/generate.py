@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import grpc
 import typer
@@ -15,9 +14,6 @@ from fairway.cli.errors import CliError
 from fairway.cli.output import err, out, plain
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption, Target
 from fairway.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-
-if TYPE_CHECKING:
-    InferenceStub = inference_pb2_grpc.InferenceServiceAsyncStub
 
 ModelOption = Annotated[str, typer.Option("--model", help="Else the installation's own.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", min=1, max=1048576)]
@@ -46,7 +42,7 @@ def complete(
         max_output_tokens=max_tokens,
     )
     plain(out(), prompt, end="")
-    _on_gateway(target, lambda stub: _stream(stub, target, generation, timeout))
+    asyncio.run(_stream(target, generation, timeout))
 
 
 def chat(
@@ -64,46 +60,33 @@ def chat(
     target = targets.gateway(grpc_address, api_key, state_dir)
     name = targets.default_model(model, state_dir)
     history = [inference_pb2.ChatMessage(role="system", content=system)] if system else []
-
-    async def talk(stub: InferenceStub) -> str:
-        while text := await asyncio.to_thread(_ask):
-            history.append(inference_pb2.ChatMessage(role="user", content=text))
-            generation = inference_pb2.Generation(
-                model=name,
-                chat=inference_pb2.Chat(messages=history),
-                sampling=_sampling(temperature, seed),
-                max_output_tokens=max_tokens,
-            )
-            answer = await _stream(stub, target, generation, timeout)
-            history.append(inference_pb2.ChatMessage(role="assistant", content=answer))
-        return ""
-
-    _on_gateway(target, talk)
+    while text := _ask():  # outside of any event loop: Ctrl-C ends it at once
+        history.append(inference_pb2.ChatMessage(role="user", content=text))
+        generation = inference_pb2.Generation(
+            model=name,
+            chat=inference_pb2.Chat(messages=history),
+            sampling=_sampling(temperature, seed),
+            max_output_tokens=max_tokens,
+        )
+        answer = asyncio.run(_stream(target, generation, timeout))
+        history.append(inference_pb2.ChatMessage(role="assistant", content=answer))
 
 
-def _on_gateway(target: Target, run: Callable[[InferenceStub], Awaitable[str]]) -> None:
-    async def connected() -> None:
-        async with open_channel(target.address) as channel:
-            await run(inference_pb2_grpc.InferenceServiceStub(channel))
-
-    asyncio.run(connected())
-
-
-async def _stream(
-    stub: InferenceStub, target: Target, generation: inference_pb2.Generation, timeout_s: float
-) -> str:
+async def _stream(target: Target, generation: inference_pb2.Generation, timeout_s: float) -> str:
     """Print an answer as it comes and return it. Raises CliError unless the stream ends as it must."""
     request = inference_pb2.GenerateRequest(generation=generation)
     pieces: list[str] = []
     finished: inference_pb2.Finished | None = None
     console = out()
     try:
-        async for event in stub.Generate(request, timeout=timeout_s, metadata=bearer(target.key)):
-            if event.HasField("chunk"):
-                pieces.append(event.chunk.text)
-                plain(console, event.chunk.text, end="")
-            elif event.HasField("finished"):
-                finished = event.finished
+        async with open_channel(target.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            async for event in stub.Generate(request, timeout=timeout_s, metadata=bearer(target.key)):
+                if event.HasField("chunk"):
+                    pieces.append(event.chunk.text)
+                    plain(console, event.chunk.text, end="")
+                elif event.HasField("finished"):
+                    finished = event.finished
     except grpc.aio.AioRpcError as exc:
         plain(console)
         raise to_cli_error(exc, what="the generation failed") from exc

@@ -135,7 +135,8 @@ class Bootstrap:
             stub.CreateKey(cp.CreateKeyRequest(key=key), timeout=CALL_TIMEOUT_S, metadata=admin),
             what=f"cannot create the key {KEY_NAME}",
         )
-        write_private(self.state.secret("api_key"), created.secret + "\n")
+        with self.state.writing():
+            write_private(self.state.secret("api_key"), created.secret + "\n")
         return created.secret
 
     async def _ensure_deployment(

@@ -33,10 +33,12 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
     state = StateDir.at(Path(options.state_dir))
     state.create()
     log = state.log("supervisor")
-    rotate_log(log)
     receive, send = os.pipe()
     search = os.pathsep.join([str(source_root()), *filter(None, [os.environ.get("PYTHONPATH", "")])])
-    with log.open("ab") as output:
+    with state.writing():
+        rotate_log(log)
+        output = log.open("ab")
+    with output:
         process = subprocess.Popen(
             [sys.executable, "-m", "fairway.cli.fleet.daemon", options.to_json(), str(send)],
             stdin=subprocess.DEVNULL,

@@ -43,15 +43,14 @@ def run_installation(options: UpOptions, progress: Progress, on_ready: OnReady) 
     state = StateDir.at(Path(options.state_dir))
     preflight.check(options)
     state.create()
-    lock = lock_installation(state.lock)
+    with state.writing():
+        lock = lock_installation(state.lock)
     if lock is None:
         raise AlreadyRunning(state, running_endpoints(state))
     with lock:
         leftovers = FleetRecord.load(state.fleet)
         if leftovers is not None and (names := sweep(leftovers, patience_s=10.0)):
             progress.event("leftovers", "stopped", f"of an earlier run: {', '.join(names)}")
-        state.endpoints.unlink(missing_ok=True)
-        ensure_secrets(state)
         ports = choose_ports(
             port_names(options),
             fixed={
@@ -62,7 +61,10 @@ def run_installation(options: UpOptions, progress: Progress, on_ready: OnReady) 
             remembered=load_ports(state.ports),
             preferred=PREFERRED_PORTS,
         )
-        save_ports(state.ports, ports)
+        with state.writing():
+            state.endpoints.unlink(missing_ok=True)
+            ensure_secrets(state)
+            save_ports(state.ports, ports)
         asyncio.run(_run(options, state, Addresses(ports, options.workers), progress, on_ready))
 
 
@@ -96,7 +98,8 @@ async def _run(
                 next_step="start again with `fairway up`",
             )  # fmt: skip
         endpoints = starting.result()
-        endpoints.save(state.endpoints)
+        with state.writing():
+            endpoints.save(state.endpoints)
         supervisor.mark_ready()
         on_ready(endpoints)
         await stopped
@@ -115,8 +118,9 @@ async def _start(
     supervisor: ProcessSupervisor,
     progress: Progress,
 ) -> Endpoints:
-    await supervisor.start(store_specs(state, addresses, os.environ))
-    await supervisor.start(role_specs(state, addresses, os.environ))
+    with state.writing():
+        await supervisor.start(store_specs(state, addresses, os.environ))
+        await supervisor.start(role_specs(state, addresses, os.environ))
     api_key = await Bootstrap(options, state, addresses, progress).run()
     return Endpoints(
         http=addresses.http_url,

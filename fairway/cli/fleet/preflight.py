@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -11,18 +10,6 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.options import UpOptions
 
 MIN_FREE_BYTES: Final = 1024**3
-_OLDEST_PYTHON: Final = (3, 11)
-
-
-def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> None:
-    """Raise CliError when the interpreter is older than what Fairway needs."""
-    if version < _OLDEST_PYTHON:
-        found = ".".join(str(part) for part in version)
-        raise CliError(
-            "WRONG_PYTHON",
-            f"Python {found} runs this; Fairway needs 3.11 or later",
-            next_step="run `make clean up PYTHON=python3.11` with a newer interpreter's name",
-        )
 
 
 def check_disk(folder: Path, *, needed: int = MIN_FREE_BYTES) -> None:
@@ -52,7 +39,6 @@ def check_model(options: UpOptions) -> None:
 
 def check(options: UpOptions) -> None:
     """Raise CliError with the first thing that keeps the installation from starting."""
-    check_python()
     check_disk(Path(options.state_dir))
     check_model(options)
     if options.replicas > options.workers:

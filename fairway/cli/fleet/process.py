@@ -47,6 +47,7 @@ class Child:
         self.spec = spec
         self._process: asyncio.subprocess.Process | None = None
         self._id: ProcessId | None = None
+        self._swept = False
 
     @property
     def id(self) -> ProcessId | None:
@@ -76,12 +77,14 @@ class Child:
                 start_new_session=True,
             )
         self._id = ProcessId.of(self._process.pid)
+        self._swept = False
 
     async def wait(self) -> int:
         """Return its exit code once it ended; what is left of its group is killed."""
         assert self._process is not None
         code = await self._process.wait()
         self._signal_group(signal.SIGKILL)
+        self._swept = True
         return code
 
     async def stop(self) -> bool:
@@ -106,7 +109,10 @@ class Child:
             await self._process.wait()
 
     def _signal_group(self, number: int) -> None:
+        """Signal the group, unless it is gone: its number may be another's by now."""
         assert self._process is not None
+        if self._swept:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

@@ -45,13 +45,16 @@ class ProcessSupervisor:
         }
 
     async def start(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start ``specs`` together and return once all serve. Raises CliError when one does not."""
+        """Start ``specs`` together and return once all serve.
+
+        Raises CliError when one does not, OSError when the disk takes neither a log nor the record.
+        """
         for spec in specs:
             rotate_log(spec.log)
             child = self._children[spec.name] = Child(spec)
             self._progress.event(spec.name, "starting", f"on {spec.address}")
             await child.start()
-        self._save()
+        self._record().save(self._record_path)
         try:
             async with asyncio.TaskGroup() as group:
                 for spec in specs:
@@ -138,7 +141,11 @@ class ProcessSupervisor:
             )
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
-            await child.start()
+            try:
+                await child.start()
+            except OSError as exc:  # no process, descriptor or disk now; perhaps later
+                self._progress.event(name, "failed", f"it cannot be started: {exc.strerror}")
+                continue
             self._save()
             if reason := await self._until_ready(child):
                 self._progress.event(name, "failed", reason)
@@ -168,12 +175,20 @@ class ProcessSupervisor:
                 return f"answered nothing for {child.spec.silence_s:g} s and was killed"
 
     def _save(self) -> None:
-        FleetRecord(
+        """Write the record. A disk that refuses it keeps neither a restart nor the end from going on."""
+        try:
+            self._record().save(self._record_path)
+        except OSError as exc:
+            why = f"cannot write {self._record_path}: {exc.strerror}; `fairway status` is out of date"
+            self._progress.event("record", "failed", why)
+
+    def _record(self) -> FleetRecord:
+        return FleetRecord(
             supervisor=self._myself,
             children={name: child.id for name, child in self._children.items() if child.id is not None},
             addresses={name: child.spec.address for name, child in self._children.items()},
             phase=self._phase,
-        ).save(self._record_path)
+        )
 
 
 def _first(errors: BaseExceptionGroup[CliError]) -> CliError:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import ServiceDescriptor
 
 from fairway.v1 import options_pb2
-from services.core.errors import PermissionDenied, Unauthenticated
+from services.core.errors import OverQuota, PermissionDenied, Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
@@ -19,6 +19,8 @@ Authenticate = Callable[[str | None], Principal]
 
 # Third-party services that every server carries, and their rule.
 PUBLIC_SERVICES: Final = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+
+MAX_PUBLIC_CALLS: Final = 256
 
 _ROLE_ACCESS: Final = {
     KeyRole.TENANT: options_pb2.ACCESS_TENANT,
@@ -58,10 +60,11 @@ class AccessControl(AroundInterceptor):
         self._table = table
         self._authenticate = authenticate
         self._internal = internal_token.encode()
+        self._public_calls = 0
 
     async def around(self, method: str, call: Call, context: Context) -> Any:
         if method[1:].rpartition("/")[0] in PUBLIC_SERVICES:
-            return await call()
+            return await self._public(call)
         allowed = self._table.get(method)
         if allowed is None:
             raise PermissionDenied(f"{method} has no access rule")
@@ -75,6 +78,16 @@ class AccessControl(AroundInterceptor):
             return await call()
         finally:
             _principal.reset(token)
+
+    async def _public(self, call: Call) -> Any:
+        """Run a call that needs no credentials. Its streams may stay open, so they are counted."""
+        if self._public_calls >= MAX_PUBLIC_CALLS:
+            raise OverQuota(f"{MAX_PUBLIC_CALLS} calls without credentials are running", retry_after_s=1.0)
+        self._public_calls += 1
+        try:
+            return await call()
+        finally:
+            self._public_calls -= 1
 
     def _identify(self, token: str | None, allowed: frozenset[int]) -> Principal | None:
         """Return the caller, None for another service. Raises Unauthenticated or PermissionDenied."""

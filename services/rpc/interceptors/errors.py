@@ -23,12 +23,18 @@ class ErrorStatus(AroundInterceptor):
         try:
             return await call()
         except FairwayError as error:
+            if isinstance(error, InternalError) and "incident" not in error.metadata:
+                await self._crashed(method, error, context)
             log.info("rpc.rejected", method=method, reason=error.reason)
             await context.abort_with_status(to_grpc_status(error))
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             raise
-        except Exception:
-            incident = self._new_incident()
-            log.exception("rpc.crashed", method=method, incident=incident)
-            bug = InternalError("internal error; quote the incident id to the operator", incident=incident)
-            await context.abort_with_status(to_grpc_status(bug))
+        except Exception as error:
+            await self._crashed(method, error, context)
+
+    async def _crashed(self, method: str, error: Exception, context: Context) -> None:
+        """End the RPC with an incident id that stands in the log beside what happened. Always raises."""
+        incident = self._new_incident()
+        log.error("rpc.crashed", method=method, incident=incident, exc_info=error)
+        bug = InternalError("internal error; quote the incident id to the operator", incident=incident)
+        await context.abort_with_status(to_grpc_status(bug))

@@ -96,6 +96,11 @@ def has_sequence_slot(_: PlaceQuery, candidate: Candidate) -> bool:
     return candidate.slots > 0
 
 
+def may_use(query: PlaceQuery, candidate: Candidate) -> bool:
+    """Whether the worker would take it when empty."""
+    return not_excluded(query, candidate) and fits_when_empty(query, candidate)
+
+
 def kv_headroom(_: PlaceQuery, candidate: Candidate) -> float:
     return max(0.0, candidate.kv_tokens_room / candidate.kv_tokens_total)
 

@@ -106,8 +106,9 @@ class Planner:
     def plan(self) -> tuple[Batch, list[SequenceState]]:
         """Return the next batch, with its blocks reserved, and the sequences that are handed back.
 
-        The batch computes at most ``token_budget`` tokens. Older sequences take blocks from younger
-        ones, never the reverse, so the oldest always moves and everything finishes.
+        The batch computes at most ``token_budget`` tokens. Of sequences with credit the older take blocks
+        from the younger, never the reverse, so the oldest always moves and everything finishes; those
+        without credit give way to all of them, so that a slow reader holds nobody up.
         """
         handed_back = self._grow()
         decodes = list(self._decoding)
@@ -167,14 +168,17 @@ class Planner:
         for sequence in needy:
             # An older one of this loop may have taken this one's blocks.
             while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
-                victim = max(
-                    (*self._decoding, *self._prefilling, *self._stalled), key=lambda other: other.order
-                )
+                victim = self._victim()
                 if self._preempt(victim):
                     handed_back.append(victim)
             if sequence.status is Status.DECODING:
                 self._reserve(sequence, 1)
         return handed_back
+
+    def _victim(self) -> SequenceState:
+        """Return who gives way: one that waits for its reader if there is any, else the youngest of all."""
+        group = self._stalled or (*self._decoding, *self._prefilling)
+        return max(group, key=lambda other: other.order)
 
     def _reserve(self, sequence: SequenceState, count: int) -> None:
         held = sequence.blocks

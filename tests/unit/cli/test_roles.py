@@ -8,7 +8,7 @@ import pytest
 
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.preflight import check_disk, check_model, check_python
+from fairway.cli.fleet.preflight import check_disk, check_model
 from fairway.cli.fleet.roles import Addresses, port_names, role_environment, role_specs, store_specs
 from fairway.cli.state import StateDir
 from services.runtime import config
@@ -73,13 +73,6 @@ def test_stores_keep_their_data_private_and_see_no_settings(state: StateDir, add
     assert dict(etcd.env) == dict(redis.env) == {"PATH": "/bin"}
     assert state.data("etcd").stat().st_mode & 0o077 == 0
     assert "--appendonly" in redis.argv
-
-
-def test_old_python_is_refused() -> None:
-    with pytest.raises(CliError, match=r"Python 3\.10\.4") as caught:
-        check_python((3, 10, 4))
-    assert "PYTHON=" in caught.value.next_step
-    check_python((3, 11, 0))
 
 
 def test_full_disk_is_refused_where_the_folder_will_be(tmp_path: Path) -> None:

@@ -83,8 +83,29 @@ def test_endpoints_survive_a_round_trip_and_are_private(tmp_path: Path) -> None:
     assert {"http", "grpc", "api_key", "admin_key", "model"} <= raw.keys()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"http": "x"}'])
+_FIVE = '"http": "x", "grpc": "y", "api_key": "k", "admin_key": "a"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"http": "x"}',
+        "{" + _FIVE + ', "model": 5}',
+        "{" + _FIVE + ', "model": "m", "workers": 5}',
+        "{" + _FIVE + ', "model": "m", "pids": null}',
+    ],
+)
 def test_incomplete_endpoints_count_as_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "endpoints.json"
     path.write_text(text)
     assert Endpoints.load(path) is None
+
+
+def test_refused_write_is_named_with_its_file(state: StateDir) -> None:
+    state.endpoints.mkdir()
+    with pytest.raises(CliError, match=r"endpoints\.json") as caught, state.writing():
+        state.endpoints.read_text()
+    assert caught.value.reason == "STATE_DIR_UNUSABLE"

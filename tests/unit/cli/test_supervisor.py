@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -101,6 +102,43 @@ async def test_dead_child_is_restarted_on_its_port(tmp_path: Path) -> None:
     record = FleetRecord.load(tmp_path / "fleet.json")
     assert record is not None
     assert record.children["one"].pid == supervisor.pids["one"]
+    await supervisor.stop()
+
+
+async def test_full_disk_stops_neither_restart_nor_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    supervisor = ProcessSupervisor(recorder, tmp_path / "fleet.json")
+    await supervisor.start(_specs(tmp_path, "one"))
+
+    def full(record: FleetRecord, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(FleetRecord, "save", full)
+    os.kill(supervisor.pids["one"], signal.SIGKILL)
+    await _until(lambda: recorder.names("ready") == ["one", "one"])
+    os.kill(supervisor.pids["one"], signal.SIGKILL)
+    await _until(lambda: recorder.names("ready") == ["one", "one", "one"])
+    await supervisor.stop()
+    assert recorder.names("stopped") == ["one"]
+    assert any("No space left" in detail for name, _, detail in recorder.events if name == "record")
+
+
+async def test_child_that_cannot_be_started_now_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    supervisor = ProcessSupervisor(recorder, tmp_path / "fleet.json")
+    (spec,) = _specs(tmp_path, "one")
+    await supervisor.start([spec])
+    aside = tmp_path / "aside"
+    spec.log.rename(aside)
+    spec.log.mkdir()  # stands for whatever keeps a log from being opened
+    os.kill(supervisor.pids["one"], signal.SIGKILL)
+    await _until(lambda: recorder.names("failed"))
+    spec.log.rmdir()
+    await _until(lambda: len(recorder.names("ready")) == 2)
     await supervisor.stop()
 
 

@@ -149,6 +149,8 @@ def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP) -> Seque
 
 class Harness:
     def __init__(self, *scripts: Script, choices: int = 1) -> None:
+        self.client_window: int | None = None
+        self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
         self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
         self.spec = GenerationSpec(
@@ -169,13 +171,14 @@ class Harness:
             workers=self.workers,
             clock=CLOCK,
             rng=Random(0),
-            error_of=lambda reason, message: errors.InvalidInput(message),
+            error_of=self.reason_of,
             tenant_id="acme",
             ticket=b"t",
             arrival_unix_us=1,
             queue_ttl_s=5.0,
-            window_tokens=8,
             deadline_s=None,
+            window_tokens=8,
+            client_window=self.client_window,
         )
         return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)
 
@@ -326,3 +329,74 @@ async def test_credit_is_given_in_quarters_of_the_window() -> None:
     harness.request.credit(5, 1)  # a choice that is not there
     harness.request.cancel()
     await task
+
+
+async def test_a_window_of_the_client_is_counted_over_losses() -> None:
+    harness = Harness(emit(4, "gone"), emit(4, None))
+    harness.client_window = 4
+    task = harness.start()
+    await asyncio.sleep(0.02)  # lost, and waiting to be placed again
+    harness.request.allow(3)
+    await asyncio.sleep(0.1)
+    first, resumed = harness.workers.started
+    assert first.initial_credit_tokens == 4
+    assert (len(resumed.produced_ids), resumed.initial_credit_tokens) == (4, 3)
+    harness.request.cancel()
+    await task
+
+
+async def test_credit_that_comes_before_the_start_counts() -> None:
+    harness = Harness(emit(0, None))
+    harness.client_window = 2
+    harness.request.allow(4)
+    task = harness.start()
+    await asyncio.sleep(0.02)
+    assert harness.workers.started[0].initial_credit_tokens == 6
+    harness.request.cancel()
+    await task
+
+
+async def test_a_window_of_the_client_never_widens_the_gateways_own() -> None:
+    harness = Harness(emit(8, None))
+    harness.client_window = 1_000_000
+    task = harness.start()
+    await asyncio.sleep(0.02)
+    for _ in range(100):
+        harness.request.allow(1_000_000)
+    assert harness.workers.started[0].initial_credit_tokens == 8
+    assert harness.workers.credits == []
+    harness.request.credit(0, 8)
+    assert harness.workers.credits == [8]
+    harness.request.cancel()
+    await task
+
+
+async def test_cancelling_before_the_task_began_is_a_terminal_event_too() -> None:
+    harness = Harness()
+    task = harness.start()
+    harness.request.cancel()
+    await task
+    assert isinstance(harness.sink.end, errors.RequestCancelled)
+    assert harness.placement.asked == []
+
+
+async def test_an_error_inside_the_worker_is_an_incident_not_a_text() -> None:
+    failed = SequenceEnd(FinishReason.ERROR, error_reason="INTERNAL", error_message="/srv/models at 0x7f")
+    harness = Harness(emit(0, failed))
+    harness.reason_of = lambda _, text: errors.InternalError(text)
+    end = await harness.run()
+    assert isinstance(end, errors.InternalError)
+    assert "/srv" not in end.message
+    assert end.metadata["incident"] == "inc_7"
+
+
+async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:
+    harness = Harness(emit(1, ended(1)))
+
+    async def away(reservation: Reservation, usage: Usage) -> None:
+        harness.limiter.held.clear()
+        raise errors.StoreUnavailable("Redis did not answer")
+
+    harness.limiter.settle = away  # type: ignore[method-assign]
+    assert isinstance(await harness.run(), Finished)
+    assert harness.supervisor.healthy

@@ -206,6 +206,16 @@ def test_a_version_that_cannot_be_used_says_which_file(
     assert str(folder) not in caught.value.message
 
 
+def test_an_enormous_tokenizer_is_refused_before_it_is_read(
+    make_folder: Callable[..., Path], clock: Clock
+) -> None:
+    folder = make_folder()
+    with (folder / "tokenizer.json").open("r+b") as file:
+        file.truncate(2**40)  # sparse: reading it would not end well
+    with pytest.raises(FailedPrecondition, match="larger than"):
+        load_text_model(folder, DIGEST, clock)
+
+
 def test_a_template_file_goes_before_the_settings(make_folder: Callable[..., Path], clock: Clock) -> None:
     folder = make_folder()
     (folder / "chat_template.jinja").write_text("{{ 'file' }}")

@@ -86,3 +86,11 @@ def test_a_million_token_ids_are_checked_without_a_loop() -> None:
     started = time.perf_counter()
     bounds.check(message)
     assert time.perf_counter() - started < 0.05
+
+
+def test_a_bound_is_inside_the_range_in_four_bytes_too() -> None:
+    for value in (0.01, 10.0):
+        bounds.check(generate(sampling={"repetition_penalty": value}))
+    for value in (0.0099, 10.001):
+        rejected = rejected_field(generate(sampling={"repetition_penalty": value}))
+        assert rejected == "generation.sampling.repetition_penalty"

@@ -130,3 +130,25 @@ def test_a_foreign_model_looks_like_a_missing_one() -> None:
         held.authorise_model(principal, "theirs")
     assert caught.value.message == model_not_found("theirs").message
     held.authorise_model(Principal("alpha", KeyRole.TENANT, "acme"), "theirs")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"disabled": True},
+        {"expire_unix_s": NOW_S},
+        {"tenant": "other"},
+        {"role": KeyRole.ADMIN},
+    ],
+)
+def test_a_caller_of_long_ago_is_looked_at_again(changes: dict[str, Any]) -> None:
+    principal = directory().authenticate(TEXT)
+    assert directory().still_valid(principal).meta.name == "acme"
+    with pytest.raises(Unauthenticated):
+        directory(**changes).still_valid(principal)
+
+
+def test_a_deleted_key_opens_nothing_on_an_open_stream() -> None:
+    principal = Principal("gone", KeyRole.TENANT, "acme")
+    with pytest.raises(Unauthenticated):
+        directory().still_valid(principal)

@@ -179,6 +179,19 @@ def test_one_whose_workers_are_all_excluded_holds_nobody_up() -> None:
     assert "1 excluded by the request" in error.message
 
 
+@pytest.mark.parametrize("why", ["excluded", "too small"])
+def test_grants_on_a_worker_that_it_may_not_use_pass_nobody(why: str) -> None:
+    """It waits for room on another worker: this one goes on serving those behind it."""
+    rig = Rig(20, 10)
+    rig.ask(20, excluded=("w1",))
+    rig.turn()
+    waiting = rig.ask(4, excluded=("w1",)) if why == "excluded" else rig.ask(15)
+    small = [rig.ask(1) for _ in range(8)]
+    assert list(rig.turn()) == small
+    rig.free(0, 20)
+    assert list(rig.turn()) == [waiting]
+
+
 def test_sequence_slots_bound_like_room() -> None:
     rig = Rig(100, slots=2)
     asked = [rig.ask(1) for _ in range(3)]

@@ -106,6 +106,14 @@ def test_torch_of_the_constraints_counts_as_present(interpreter: Interpreter) ->
     assert not setup_env.torch_present(python)
 
 
+def test_environment_without_pip_is_made_again(tmp_path: Path) -> None:
+    """What an interruption between the interpreter and pip leaves."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=60)
+    assert not setup_env.venv_is_whole(str(tmp_path / "bin" / "python"))
+    assert not setup_env.venv_is_whole(str(tmp_path / "bin" / "none"))
+    assert setup_env.venv_is_whole(sys.executable)
+
+
 def test_makefile_says_what_is_missing_without_a_python() -> None:
     done = subprocess.run(
         ["make", "up", "PYTHON="], cwd=setup_env.ROOT, capture_output=True, text=True, timeout=30, check=False

@@ -203,6 +203,20 @@ def test_a_stalled_sequence_keeps_its_kv_and_costs_no_step(make_bench: Any, subm
     assert bench.executor.prefilled == 2  # nothing was computed again
 
 
+def test_a_slow_reader_gives_way_to_younger_streams(make_bench: Any, submit: Any) -> None:
+    bench = make_bench(blocks=8, block_size=2, max_sequences=3, token_budget=16)
+    bench.engine.apply(submit(0, range(6), 10, credit=3))
+    bench.run()
+    assert bench.engine.heartbeat().running == 1  # it holds five of the blocks and waits for its reader
+    bench.engine.apply(submit(1, [1, 2], 12))
+    bench.run()
+    assert bench.finished == {1: "length"}
+    bench.engine.apply(Credit([0], [10]))
+    bench.run()
+    assert bench.finished[0] == "length"
+    assert len(bench.tokens[0]) == 10
+
+
 def test_without_credit_nothing_starts(make_bench: Any, submit: Any) -> None:
     bench = make_bench()
     bench.engine.apply(submit(0, [1], 2, credit=0))

@@ -1,0 +1,112 @@
+"""What strangers may make a server hold: open streams, messages that grow, a bug's own text."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+from services.core.errors import InternalError
+from services.core.generation import Principal
+from services.core.records import KeyRole
+from services.rpc.channel import MAX_MESSAGE_BYTES
+from services.rpc.interceptors.access import MAX_PUBLIC_CALLS
+from services.rpc.server import RpcServer, Service
+from services.rpc.status import from_rpc_error
+
+AUTH = (("authorization", "Bearer key"),)
+
+
+class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.failure: Exception = InternalError("cannot read /srv/secret at 0x7f00")
+        self.prompts: list[int] = []
+
+    async def Complete(
+        self, request: inference_pb2.CompleteRequest, context: Any
+    ) -> inference_pb2.CompleteResponse:
+        self.prompts.append(len(request.generation.prompt))
+        raise self.failure
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[str, Servicer]]:
+    servicer = Servicer()  # type: ignore[abstract]
+    service = Service(
+        inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+        servicer,
+    )
+    running = RpcServer(
+        [service],
+        listen="127.0.0.1:0",
+        internal_token="i" * 32,
+        new_incident=lambda: "inc_9",
+        authenticate=lambda token: Principal("k", KeyRole.TENANT, "acme"),
+    )
+    await running.start()
+    yield f"127.0.0.1:{running.port}", servicer
+    await running.stop(0)
+
+
+def complete(prompt: str = "x") -> inference_pb2.CompleteRequest:
+    return inference_pb2.CompleteRequest(generation=inference_pb2.Generation(model="m", prompt=prompt))
+
+
+async def refused(
+    call: Callable[[inference_pb2_grpc.InferenceServiceAsyncStub], Any], address: str
+) -> grpc.aio.AioRpcError:
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(inference_pb2_grpc.InferenceServiceStub(channel))
+    return caught.value
+
+
+@pytest.mark.parametrize("failure", [InternalError("cannot read /srv/secret"), OSError("/srv/secret")])
+async def test_a_bug_tells_its_incident_and_nothing_else(
+    server: tuple[str, Servicer], failure: Exception
+) -> None:
+    address, servicer = server
+    servicer.failure = failure
+    error = from_rpc_error(await refused(lambda stub: stub.Complete(complete(), metadata=AUTH), address))
+    assert isinstance(error, InternalError)
+    assert "/srv" not in error.message
+    assert error.metadata == {"incident": "inc_9"}
+
+
+async def test_a_compressed_message_never_grows_here(server: tuple[str, Servicer]) -> None:
+    address, servicer = server
+    bomb = complete("a" * (MAX_MESSAGE_BYTES + 1))
+    error = await refused(
+        lambda stub: stub.Complete(bomb, metadata=AUTH, compression=grpc.Compression.Gzip), address
+    )
+    assert error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert servicer.prompts == []
+
+
+async def test_streams_without_credentials_are_counted(server: tuple[str, Servicer]) -> None:
+    address, _ = server
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        watches: list[Any] = [stub.Watch(request) for _ in range(MAX_PUBLIC_CALLS)]
+        async with asyncio.timeout(20):
+            for watch in watches:
+                await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(request, timeout=5)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watches.pop().cancel()
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await stub.Check(request, timeout=5)
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.02)
+                else:
+                    break

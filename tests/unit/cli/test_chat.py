@@ -1,0 +1,28 @@
+"""`fairway chat` while it waits for a line."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = ["-m", "fairway.cli.main", "chat", "--grpc", "127.0.0.1:9", "--api-key", "k", "--model", "m"]
+
+
+def test_interrupt_at_the_prompt_ends_it_at_once() -> None:
+    with subprocess.Popen(
+        [sys.executable, *COMMAND],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.read(2) == b"> "
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=10) == 130
+        finally:
+            process.kill()
