@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ async def run(environment: Environment, role: Role) -> int:
         await role.server.start()
         if role.open is not None:
             await role.open()
+        # What was built so far lives as long as the process: the collector need not walk it again.
+        gc.collect()
+        gc.freeze()
         await _serve(environment, role, stop)
         log.info(
             "role.draining", healthy=environment.supervisor.healthy, tasks=environment.supervisor.failures

@@ -101,7 +101,7 @@ class Request:
         except TimeoutError:
             self._fail(DeadlineExceeded("the deadline passed before the output was complete"))
         except asyncio.CancelledError:
-            self._fail(self._cancel_error or RequestCancelled("the request was cancelled"))
+            self._fail(self._cancelled())
         except Exception as error:
             self._fail(self._incident(error))
         else:
@@ -175,6 +175,10 @@ class Request:
             await self._limiter.settle(reservation, usage)
         except FairwayError as error:
             log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
+
+    def _cancelled(self) -> FairwayError:
+        """Why the task was cancelled: by its face, or else with the process."""
+        return self._cancel_error or RequestCancelled("the request was cancelled")
 
     def _incident(self, error: Exception) -> InternalError:
         """Return what the client hears of a bug: an id that stands in the log, and none of its own text."""

@@ -9,15 +9,17 @@ from typing import Any
 import grpc
 import structlog
 
+from services.core.errors import SlowReader
+
 log = structlog.get_logger()
 
 
 class BoundedWrites:
-    """Writes for the task that entered it; a write that lasts longer than ``timeout_s`` cancels that task.
+    """Writes for the task that entered it; one that lasts longer than ``timeout_s`` ends there as SlowReader.
 
-    A reader that stays away holds a write for as long as its connection lives, and a status would wait
-    behind it: the handler ends cancelled, which resets the stream. One timer looks once per ``timeout_s``,
-    so a write is cut after one to two of them; a timer per write would cost as much as the write.
+    A reader that stays away holds a write for as long as its connection lives, and with it whatever the
+    handler holds. One timer looks once per ``timeout_s``, so a write is cut after one to two of them; a
+    timer per write would cost as much as the write.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], timeout_s: float) -> None:
@@ -25,12 +27,13 @@ class BoundedWrites:
         self._timeout_s = timeout_s
         self._begun = 0
         self._writing = False
+        self._cut = False
+        self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> BoundedWrites:
-        task = asyncio.current_task()
-        assert task is not None, "a stream is written by a task"
-        self._look(task, 0)
+        self._task = asyncio.current_task()
+        self._look(0)
         return self
 
     def __exit__(
@@ -38,6 +41,14 @@ class BoundedWrites:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        # Unless somebody else cancelled it as well.
+        if (
+            self._cut
+            and isinstance(error, asyncio.CancelledError)
+            and self._task
+            and not self._task.uncancel()
+        ):
+            raise SlowReader(f"the stream was not read for {self._timeout_s:g} s") from None
 
     async def write(self, message: Any) -> None:
         """Return once the transport took the message."""
@@ -46,10 +57,11 @@ class BoundedWrites:
         await self._context.write(message)
         self._writing = False
 
-    def _look(self, task: asyncio.Task[Any], seen: int) -> None:
-        if seen and self._writing and self._begun == seen:
+    def _look(self, seen: int) -> None:
+        if seen and self._writing and self._begun == seen and self._task is not None:
             log.info("stream.reader_lost", timeout_s=self._timeout_s)
-            task.cancel()
+            self._cut = True
+            self._task.cancel()
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._timeout_s, self._look, task, self._begun)
+        self._timer = loop.call_later(self._timeout_s, self._look, self._begun)

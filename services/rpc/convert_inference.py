@@ -7,16 +7,11 @@ from typing import Final
 
 from fairway.v1 import common_pb2
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
-from services.core.records import Priority
 
 FINISH_REASONS: Final = {
     reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 FINISH_REASONS_BACK: Final = {number: reason for reason, number in FINISH_REASONS.items()}
-PRIORITIES: Final = {
-    priority: common_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority
-}
-PRIORITIES_BACK: Final = {number: priority for priority, number in PRIORITIES.items()}
 
 
 def usage(value: Usage) -> common_pb2.Usage:

@@ -13,7 +13,6 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
-    FinishReason,
     GenerationSpec,
     NotAdmittedReason,
     SamplingParams,
@@ -23,11 +22,9 @@ from services.core.generation import (
 )
 from services.core.records import LoadedVersion, VersionState
 from services.ports.worker_stream import StepFrame
+from services.rpc.convert_inference import FINISH_REASONS, FINISH_REASONS_BACK, token_logprobs
 from services.rpc.convert_scheduler import PRIORITIES, PRIORITY_OF, grant_from_proto, grant_to_proto
 
-FINISH_REASONS: Final = {
-    reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
-}
 NOT_ADMITTED_REASONS: Final = {
     reason: worker_pb2.NotAdmittedReason.Value(f"NOT_ADMITTED_REASON_{reason.name}")
     for reason in NotAdmittedReason
@@ -35,7 +32,6 @@ NOT_ADMITTED_REASONS: Final = {
 VERSION_STATES: Final = {
     state: worker_pb2.VersionState.Value(f"VERSION_STATE_{state.name}") for state in VersionState
 }
-_FINISH_REASON_OF: Final = {value: key for key, value in FINISH_REASONS.items()}
 _NOT_ADMITTED_OF: Final = {value: key for key, value in NOT_ADMITTED_REASONS.items()}
 Value = TypeVar("Value")
 
@@ -159,7 +155,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
         tokens.ids.extend(frame.ids)
         tokens.texts.extend(frame.texts)
         for entry, logprobs in frame.logprobs.items():
-            tokens.logprobs.add(entry=entry, tokens=[logprobs_to_proto(one) for one in logprobs])
+            tokens.logprobs.add(entry=entry, tokens=token_logprobs(logprobs))
     return message
 
 
@@ -206,7 +202,7 @@ def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:
 
 def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
     return SequenceEnd(
-        reason=_known(_FINISH_REASON_OF, message.reason),
+        reason=_known(FINISH_REASONS_BACK, message.reason),
         stop=message.stop,
         output_tokens=message.output_tokens,
         cached_tokens=message.cached_tokens,
@@ -214,16 +210,6 @@ def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
         prefill_us=message.prefill_us,
         error_reason=message.error_reason,
         error_message=message.error_message,
-    )
-
-
-def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        sampled=logprobs.sampled,
-        top_ids=logprobs.top_ids,
-        top_logprobs=logprobs.top_logprobs,
-        top_tokens=logprobs.top_tokens,
-        token=logprobs.token,
     )
 
 

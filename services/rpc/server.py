@@ -33,8 +33,6 @@ _OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 4),
     ("grpc.so_reuseport", 0),
-    # Only the size on the wire is bounded: what a compressed message grows to is not.
-    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 _MAX_RPCS: Final = 16_384
 

@@ -30,7 +30,6 @@ class Settings(BaseModel):
     listen: Address = "127.0.0.1:0"
     advertise: Address | None = None
     http_listen: Address = "127.0.0.1:8080"
-    metrics_listen: Address | None = None
     state_dir: Path = Path(".fairway/state")
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")

@@ -25,7 +25,14 @@ from services.core.generation import Grant, PlaceSpec
 from services.scheduler.fleet_view import FleetView
 from services.scheduler.policy.drain_rate import MIN_WAIT_S, DrainRate
 from services.scheduler.policy.kv_admission import Demand, demand_of
-from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile, PlaceQuery, choose, may_use
+from services.scheduler.policy.placement import (
+    Chosen,
+    NoWorker,
+    PlacementProfile,
+    PlaceQuery,
+    choose,
+    may_use,
+)
 from services.scheduler.policy.queue_order import ArrivalOrder, OrderPolicy, QueueOrder, order_key
 from services.scheduler.policy.room import NO_ROOM, RoomSummary, room_of
 from services.scheduler.refusals import queue_full, timed_out, too_long

@@ -193,7 +193,7 @@ async def test_tenant_lives_from_create_to_delete(plane: Plane) -> None:
 @pytest.mark.parametrize("limit", [{"tokens_per_minute": 1000}, {"weight": 2.0}])
 async def test_limit_that_nothing_holds_is_refused(plane: Plane, limit: dict[str, float]) -> None:
     with pytest.raises(UnsupportedFeature):
-        await plane.tenant("acme", **limit)
+        await plane.tenant("acme", **limit)  # type: ignore[arg-type]
     tenant = await plane.tenant("acme", weight=1.0)
     with pytest.raises(UnsupportedFeature):
         tenant.MergeFrom(pb.Tenant(**limit))  # type: ignore[arg-type]

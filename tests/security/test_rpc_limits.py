@@ -1,5 +1,7 @@
 """What strangers may make a server hold: open streams, messages that grow, a bug's own text."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -85,14 +87,14 @@ async def test_a_compressed_message_never_grows_here(server: tuple[str, Servicer
     error = await refused(
         lambda stub: stub.Complete(bomb, metadata=AUTH, compression=grpc.Compression.Gzip), address
     )
-    assert error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert servicer.prompts == []
 
 
 async def test_streams_without_credentials_are_counted(server: tuple[str, Servicer]) -> None:
     address, _ = server
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         watches: list[Any] = [stub.Watch(request) for _ in range(MAX_PUBLIC_CALLS)]
         async with asyncio.timeout(20):

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,12 @@ from fairway.v1 import (
 ROOT = Path(__file__).parents[2]
 
 
-def fairway(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def fairway(
+    *arguments: str, timeout_s: float = 300, settings: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command line. Raises AssertionError with its output when it fails."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
+    environment |= settings or {}
     done = subprocess.run(
         [sys.executable, "-m", "fairway.cli.main", *arguments],
         capture_output=True,
@@ -54,8 +57,10 @@ class Stack:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, state: Path, *, workers: int, replicas: int) -> Iterator[Stack]:
-        """Bring it up, check on the way out that nothing of it is left."""
+    def started(
+        cls, state: Path, *, workers: int, replicas: int, settings: Mapping[str, str] | None = None
+    ) -> Iterator[Stack]:
+        """Bring it up, with FAIRWAY_ variables for all roles; check on the way out that nothing is left."""
         fairway(
             "up",
             "--detach",
@@ -65,6 +70,7 @@ class Stack:
             str(workers),
             "--replicas",
             str(replicas),
+            settings=settings,
         )
         try:
             yield cls(state, json.loads((state / "endpoints.json").read_text()))

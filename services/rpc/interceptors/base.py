@@ -46,6 +46,11 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):
         }[handler.request_streaming, handler.response_streaming]
         return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
+    @property
+    def _looks(self) -> bool:
+        """Whether the subclass looks at messages: a layer that does not costs a streamed message nothing."""
+        return type(self).on_request is not AroundInterceptor.on_request
+
     def _of_unary(self, method: str, inner: Any) -> Any:
         async def behaviour(request: Any, context: Context) -> Any:
             async def call() -> Any:
@@ -58,8 +63,10 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):
 
     def _of_stream(self, method: str, inner: Any) -> Any:
         async def behaviour(requests: AsyncIterator[Any], context: Context) -> Any:
+            seen = self._looked_at(method, requests) if self._looks else requests
+
             async def call() -> Any:
-                return await _run(inner(self._looked_at(method, requests), context), context)
+                return await _run(inner(seen, context), context)
 
             return await self.around(method, call, context)
 

@@ -137,7 +137,7 @@ def test_a_foreign_model_looks_like_a_missing_one() -> None:
     [
         {"disabled": True},
         {"expire_unix_s": NOW_S},
-        {"tenant": "other"},
+        {"tenant": False},
         {"role": KeyRole.ADMIN},
     ],
 )

@@ -32,9 +32,7 @@ def test_the_higher_class_is_first_in_the_engine() -> None:
 
 
 def test_every_part_arrives() -> None:
-    command = submit_command(
-        started(logprobs=3, min_output_tokens=4, stop_token_ids=(1, 2), ignore_eos=True)
-    )
+    command = submit_command(started(logprobs=3, min_output_tokens=4, stop_token_ids=(1, 2), ignore_eos=True))
     assert (command.handle, command.prompt_ids, command.produced_ids) == (41, [5, 6], [7])
     assert command.credit_limit == 9
     sampling = command.sampling
