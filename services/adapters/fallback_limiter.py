@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 import structlog
 
-from services.core.errors import StoreUnavailable
+from services.core.errors import ConcurrencyExceeded, StoreUnavailable
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Limits, Reservation
@@ -35,11 +36,12 @@ class FallbackLimiter:
         self._local = local
         self._clock = clock
         self._unsettled: OrderedDict[Reservation, Usage] = OrderedDict()
+        self._settling = asyncio.Lock()
         self._log_next_s = 0.0
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         try:
-            return await self._primary.admit(tenant_id, request_id, limits)
+            return await self._admit_shared(tenant_id, request_id, limits)
         except StoreUnavailable as error:
             self._tell("admit", error)
             return await self._local.admit(tenant_id, request_id, limits)
@@ -73,6 +75,17 @@ class FallbackLimiter:
     def unsettled(self) -> int:
         """How many settlements wait for the store; ``renew`` tries them again."""
         return len(self._unsettled)
+
+    async def _admit_shared(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        """Admit in the shared store; first give back what ended requests hold there, should it refuse."""
+        try:
+            return await self._primary.admit(tenant_id, request_id, limits)
+        except ConcurrencyExceeded:
+            if not self._unsettled:
+                raise
+        async with self._settling:
+            await self._settle_kept()
+        return await self._primary.admit(tenant_id, request_id, limits)
 
     async def _settle_kept(self) -> None:
         for reservation, usage in list(self._unsettled.items())[:_SETTLE_BATCH]:

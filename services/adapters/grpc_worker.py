@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from typing import Final
 
@@ -44,6 +45,8 @@ class GrpcWorkers:
         self._silence_s = silence_s
         self._idle_s = idle_s
         self._links: dict[str, WorkerLink] = {}
+        # A stream outlives the request that opens it: what it logs must not carry that request's names.
+        self._context = contextvars.copy_context()
 
     def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
         address = spec.grant.address
@@ -75,7 +78,7 @@ class GrpcWorkers:
             idle_s=self._idle_s,
         )
         self._links[address] = link
-        link.task = self._supervisor.spawn(f"worker-stream-{address}", self._own(link))
+        link.task = self._context.run(self._supervisor.spawn, f"worker-stream-{address}", self._own(link))
         return link
 
     async def _own(self, link: WorkerLink) -> None:

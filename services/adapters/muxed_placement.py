@@ -11,6 +11,7 @@ finds no caller any more is given back.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -99,6 +100,8 @@ class MuxedPlacement:
         self._link: PlacementLink | None = None
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        # The link outlives the request that starts it: what it logs must not carry that request's names.
+        self._context = contextvars.copy_context()
         self._numbers = 0
         self._last_epoch = 0
         self._last_error: FairwayError | None = None
@@ -115,7 +118,7 @@ class MuxedPlacement:
     def start(self) -> None:
         """Begin to look for the leader. Idempotent."""
         if self._task is None:
-            self._task = self._supervisor.spawn("placement.link", self._run())
+            self._task = self._context.run(self._supervisor.spawn, "placement.link", self._run())
 
     async def close(self) -> None:
         """Stop; what is pending ends with NoLeader."""

@@ -17,8 +17,9 @@ T = TypeVar("T")
 class Supervisor:
     """Keeps each spawned task referenced until it ended, and remembers which ones crashed.
 
-    A task that ends with an exception nobody awaited makes the process unhealthy: its health service
-    answers NOT_SERVING, and whoever runs the process restarts it.
+    A task that ends with an exception makes the process unhealthy, also when somebody awaits the task: its
+    health service answers NOT_SERVING, and whoever runs the process restarts it. What a task expects to go
+    wrong, it returns.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import pytest_asyncio
+import structlog
 from tokenizers import Tokenizer, decoders, models
 
 from fairway.v1 import worker_pb2_grpc
@@ -265,6 +266,21 @@ async def test_a_worker_that_is_not_there_is_lost_and_never_from_within_start(ri
     await until(lambda: sink.heard)
     running.cancel()
     assert sink.heard == ["lost"]
+
+
+async def test_a_stream_logs_under_no_request_that_happened_to_open_it(rig: Rig) -> None:
+    heard_under: list[dict[str, Any]] = []
+
+    class Listener(Sink):
+        def on_accepted(self) -> None:
+            heard_under.append(structlog.contextvars.get_contextvars())
+
+    if rig.server is None:
+        pytest.skip("a client without a wire has no task of its own")
+    with structlog.contextvars.bound_contextvars(request_id="req_1"):
+        rig.client.start(rig.spec(), Listener())
+    await until(lambda: heard_under)
+    assert "request_id" not in heard_under[0]
 
 
 async def test_closing_tells_every_sink_and_frees_the_worker(rig: Rig) -> None:

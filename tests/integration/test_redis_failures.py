@@ -192,3 +192,23 @@ async def test_an_outage_fails_open_to_the_local_cap_and_settles_afterwards(
     assert await limiter.concurrency("t") == 0
     after = await fallback.admit("t", "after", limits)
     assert not after.local
+
+
+async def test_slots_of_requests_that_ended_in_an_outage_are_free_right_after_it(
+    own_redis: Any, limiter: RedisLimiter
+) -> None:
+    clock = SystemClock()
+    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
+    limits = Limits(max_concurrency=2)
+    held = [await fallback.admit("t", f"r{number}", limits) for number in range(2)]
+    own_redis.freeze()
+    try:
+        for reservation in held:
+            await fallback.settle(reservation, Usage(1, 1))
+    finally:
+        own_redis.thaw()
+    await back_within(limiter, 3.0)
+    for number in range(2):
+        assert not (await fallback.admit("t", f"s{number}", limits)).local
+    with pytest.raises(ConcurrencyExceeded):
+        await fallback.admit("t", "s2", limits)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import structlog
 
 from services.adapters.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout
@@ -81,8 +82,10 @@ class ScriptedLinks:
     def __init__(self) -> None:
         self.next: list[ScriptedLink] = []
         self.opened: list[ScriptedLink] = []
+        self.log_context: dict[str, object] = {}
 
     async def open(self) -> PlacementLink:
+        self.log_context = structlog.contextvars.get_contextvars()
         if not self.next:
             raise NoLeader("nobody leads")
         self.opened.append(self.next.pop(0))
@@ -139,6 +142,12 @@ async def test_many_asked_at_once_travel_in_few_messages(rig: Rig) -> None:
         await rig.placement.place(SPEC)
     link.answer(*(Granted(number, grant_of(1, number)) for number, _, _ in link.places))
     assert [grant.sequence for grant in await asyncio.gather(*asking)] == list(range(1, 601))
+
+
+async def test_the_link_logs_under_no_request_that_happened_to_start_it(rig: Rig) -> None:
+    with structlog.contextvars.bound_contextvars(request_id="req_1"):
+        await rig.link(1)
+    assert "request_id" not in rig.links.log_context
 
 
 async def test_a_broken_link_loses_nothing_and_the_next_is_asked_with_the_same_arrival(rig: Rig) -> None:

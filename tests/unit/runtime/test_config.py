@@ -1,0 +1,59 @@
+"""What a role is told is read once, and a mistake in it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.runtime.config import ConfigError, Settings, load, read_secret
+
+
+def test_what_is_not_said_has_its_default() -> None:
+    assert load({}) == Settings()
+    assert load({"PATH": "/bin"}) == Settings()
+
+
+def test_values_are_parsed() -> None:
+    settings = load(
+        {
+            "FAIRWAY_ETCD_ENDPOINTS": "a:1,b:2",
+            "FAIRWAY_LISTEN": "127.0.0.1:9000",
+            "FAIRWAY_DRAIN_S": "2.5",
+        }
+    )
+    assert settings.etcd_endpoints == ("a:1", "b:2")
+    assert settings.advertised == "127.0.0.1:9000"
+    assert settings.drain_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FAIRWAY_LISTEN", "nowhere"),
+        ("FAIRWAY_ETCD_ENDPOINTS", "a:1,b"),
+        ("FAIRWAY_DRAIN_S", "-1"),
+        ("FAIRWAY_DRAIN_S", "nan"),
+        ("FAIRWAY_WORKER_ID", "../etc"),
+        ("FAIRWAY_LOG_LEVEL", "loud"),
+        ("FAIRWAY_QUEUE_TTL_S", "0"),
+        ("FAIRWAY_METRICS_LISTEN", "127.0.0.1:1"),  # nothing listens there
+        ("FAIRWAY_DRIAN_S", "1"),
+    ],
+)
+def test_a_mistake_stops_the_start_and_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({name: value})
+    assert name in str(caught.value)
+
+
+def test_a_short_or_missing_secret_is_refused_without_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    with pytest.raises(ConfigError):
+        read_secret(path)
+    path.write_text("hunter2\n")
+    with pytest.raises(ConfigError) as caught:
+        read_secret(path)
+    assert "hunter2" not in str(caught.value)
+    path.write_text("x" * 40 + "\n")
+    assert read_secret(path) == "x" * 40
