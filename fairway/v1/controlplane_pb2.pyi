@@ -126,7 +126,7 @@ class Metadata(_message.Message):
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Lower-case letters, digits and hyphens."""
+    """Lower-case letters, digits, hyphens and dots."""
     etag: _builtins.str
     """Set by the server. An update with another etag than the stored one is refused."""
     @_builtins.property
@@ -954,6 +954,52 @@ class ListKeysResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListKeysResponse: _TypeAlias = ListKeysResponse  # noqa: Y015
+
+@_typing.final
+class UpdateKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    @_builtins.property
+    def key(self) -> Global___Key:
+        """metadata.etag empty: whatever is stored is replaced. Role and tenant never change."""
+
+    def __init__(
+        self,
+        *,
+        key: Global___Key | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateKeyRequest: _TypeAlias = UpdateKeyRequest  # noqa: Y015
+
+@_typing.final
+class UpdateKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___Key: ...
+    def __init__(
+        self,
+        *,
+        key: Global___Key | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateKeyResponse: _TypeAlias = UpdateKeyResponse  # noqa: Y015
 
 @_typing.final
 class DeleteKeyRequest(_message.Message):

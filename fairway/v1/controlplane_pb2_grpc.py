@@ -74,6 +74,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListKeysRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListKeysResponse.FromString,
                 _registered_method=True)
+        self.UpdateKey = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/UpdateKey',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.UpdateKeyRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.UpdateKeyResponse.FromString,
+                _registered_method=True)
         self.DeleteKey = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/DeleteKey',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteKeyRequest.SerializeToString,
@@ -257,6 +262,12 @@ class ControlPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListKeys(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateKey(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -470,6 +481,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListKeys,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListKeysRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListKeysResponse.SerializeToString,
+            ),
+            'UpdateKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateKey,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.UpdateKeyRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.UpdateKeyResponse.SerializeToString,
             ),
             'DeleteKey': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteKey,
@@ -823,6 +839,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ListKeys',
             fairway_dot_v1_dot_controlplane__pb2.ListKeysRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ListKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/UpdateKey',
+            fairway_dot_v1_dot_controlplane__pb2.UpdateKeyRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.UpdateKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

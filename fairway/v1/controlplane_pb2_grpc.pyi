@@ -39,6 +39,7 @@ class ControlPlaneServiceStub:
     CreateKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateKeyRequest, _controlplane_pb2.CreateKeyResponse]
     GetKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetKeyRequest, _controlplane_pb2.GetKeyResponse]
     ListKeys: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListKeysRequest, _controlplane_pb2.ListKeysResponse]
+    UpdateKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateKeyRequest, _controlplane_pb2.UpdateKeyResponse]
     DeleteKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteKeyRequest, _controlplane_pb2.DeleteKeyResponse]
     RotateKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.RotateKeyRequest, _controlplane_pb2.RotateKeyResponse]
     """Issue a new secret; the old one works until grace ends."""
@@ -82,6 +83,7 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     CreateKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateKeyRequest, _controlplane_pb2.CreateKeyResponse]  # type: ignore[assignment]
     GetKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetKeyRequest, _controlplane_pb2.GetKeyResponse]  # type: ignore[assignment]
     ListKeys: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListKeysRequest, _controlplane_pb2.ListKeysResponse]  # type: ignore[assignment]
+    UpdateKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateKeyRequest, _controlplane_pb2.UpdateKeyResponse]  # type: ignore[assignment]
     DeleteKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteKeyRequest, _controlplane_pb2.DeleteKeyResponse]  # type: ignore[assignment]
     RotateKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.RotateKeyRequest, _controlplane_pb2.RotateKeyResponse]  # type: ignore[assignment]
     """Issue a new secret; the old one works until grace ends."""
@@ -170,6 +172,13 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.ListKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.ListKeysResponse, _abc.Awaitable[_controlplane_pb2.ListKeysResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def UpdateKey(
+        self,
+        request: _controlplane_pb2.UpdateKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.UpdateKeyResponse, _abc.Awaitable[_controlplane_pb2.UpdateKeyResponse]]: ...
 
     @_abc_1.abstractmethod
     def DeleteKey(

@@ -97,6 +97,7 @@ class PlaceRequest(_message.Message):
     EXCLUDED_WORKERS_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     placement_id: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
@@ -115,6 +116,8 @@ class PlaceRequest(_message.Message):
     """Not queued beyond this; evicted with a reason then."""
     ticket: _builtins.bytes
     """Proof of admission, signed by a gateway."""
+    traceparent: _builtins.str
+    """W3C trace context."""
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: it was lost or refused there."""
@@ -141,10 +144,11 @@ class PlaceRequest(_message.Message):
         excluded_workers: _abc.Iterable[_builtins.str] | None = ...,
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         ticket: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "choice", b"choice", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "tenant_id", b"tenant_id", "ticket", b"ticket", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "choice", b"choice", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "tenant_id", b"tenant_id", "ticket", b"ticket", "traceparent", b"traceparent", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,6 +328,7 @@ class PoolReport(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     PREFIX_ADDED_FIELD_NUMBER: _builtins.int
     PREFIX_REMOVED_FIELD_NUMBER: _builtins.int
+    PREDICTED_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     kv_blocks_total: _builtins.int
     kv_blocks_reserved: _builtins.int
@@ -340,6 +345,8 @@ class PoolReport(_message.Message):
     steps: _builtins.int
     step_seconds: _builtins.float
     """Seconds spent inside steps since the engine started."""
+    predicted_step_seconds: _builtins.float
+    """What the step-time model expected for the same steps as step_seconds."""
     @_builtins.property
     def prefix_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prefix-cache blocks that appeared and disappeared since the last report."""
@@ -363,10 +370,11 @@ class PoolReport(_message.Message):
         step_seconds: _builtins.float = ...,
         prefix_added: _abc.Iterable[_builtins.int] | None = ...,
         prefix_removed: _abc.Iterable[_builtins.int] | None = ...,
+        predicted_step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "predicted_step_seconds", b"predicted_step_seconds", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,10 +390,14 @@ class TenantTokens(_message.Message):
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     tenant_id: _builtins.str
     version_digest: _builtins.str
     prefill_tokens: _builtins.int
     output_tokens: _builtins.int
+    priority: _common_pb2.Priority.ValueType
+    cached_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -393,14 +405,57 @@ class TenantTokens(_message.Message):
         version_digest: _builtins.str = ...,
         prefill_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "priority", b"priority", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TenantTokens: _TypeAlias = TenantTokens  # noqa: Y015
+
+@_typing.final
+class SequenceUsage(_message.Message):
+    """Tokens of one sequence so far, from the worker that ran it: what a reservation is charged when its
+    gateway does not settle it. The last report of a sequence counts; request_id and choice name it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    choice: _builtins.int
+    tenant_id: _builtins.str
+    prompt_tokens: _builtins.int
+    output_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    ended: _builtins.bool
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        choice: _builtins.int = ...,
+        tenant_id: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "ended", b"ended", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant_id", b"tenant_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceUsage: _TypeAlias = SequenceUsage  # noqa: Y015
 
 @_typing.final
 class LiveSequence(_message.Message):
@@ -453,6 +508,7 @@ class ReportRequest(_message.Message):
     LIVE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     report: _builtins.int
@@ -472,6 +528,8 @@ class ReportRequest(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantTokens]: ...
     @_builtins.property
     def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSequence]: ...
+    @_builtins.property
+    def usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUsage]: ...
     def __init__(
         self,
         *,
@@ -486,10 +544,11 @@ class ReportRequest(_message.Message):
         live: _abc.Iterable[Global___LiveSequence] | None = ...,
         draining: _builtins.bool = ...,
         zone: _builtins.str = ...,
+        usage: _abc.Iterable[Global___SequenceUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "pools", b"pools", "report", b"report", "tenants", b"tenants", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "pools", b"pools", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

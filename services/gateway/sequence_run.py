@@ -177,9 +177,16 @@ class SequenceRun:
             prompt_tokens=len(spec.prompt_ids) + len(self._produced),
             max_output_tokens=spec.max_output_tokens - len(self._produced),
             arrival_unix_us=context.arrival_unix_us,
-            queue_ttl_s=context.queue_ttl_s,
+            queue_ttl_s=self._patience_s(),
             ticket=context.ticket,
         )
+
+    def _patience_s(self) -> float:
+        """How long to queue. A stream that has begun waits until its deadline rather than break."""
+        context = self._context
+        if not self._produced or context.deadline_s is None:
+            return context.queue_ttl_s
+        return max(context.queue_ttl_s, context.deadline_s - context.clock.monotonic_s())
 
     async def _execute(self, grant: Grant) -> Outcome:
         """Start under a grant and wait for what becomes of it. Leaving early frees the worker's KV."""
@@ -224,6 +231,7 @@ class SequenceRun:
         else:
             if isinstance(outcome, SequenceEnd):
                 if outcome.reason is FinishReason.PREEMPTED:
+                    self._log_placed_again(grant, outcome)
                     return PlaceAgain()
                 if outcome.reason is not FinishReason.ENGINE_LOST:
                     raise self._error(outcome)
@@ -231,15 +239,18 @@ class SequenceRun:
             decision = after_loss(grant.worker_id, self.losses, jitter)
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
+        self._log_placed_again(grant, outcome)
+        return decision
+
+    def _log_placed_again(self, grant: Grant, outcome: Outcome) -> None:
         log.info(
             "sequence.placed_again",
             request_id=self.spec.request_id,
             choice=self.choice,
             worker_id=grant.worker_id,
-            after=outcome.reason.value if not isinstance(outcome, Lost) else outcome.message,
+            after=outcome.message if isinstance(outcome, Lost) else outcome.reason.value,
             produced=len(self._produced),
         )
-        return decision
 
     def _error(self, end: SequenceEnd) -> FairwayError:
         if end.reason is FinishReason.DEADLINE:

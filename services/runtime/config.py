@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 PREFIX = "FAIRWAY_"
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
@@ -36,7 +36,7 @@ class Settings(BaseModel):
     admin_key_file: Path | None = None
     registry: Address = "127.0.0.1:9091"
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
-    zone: str = ""
+    zone: str = Field(default="", max_length=64)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     drain_s: float = Field(default=10.0, ge=0, le=3600)
@@ -64,10 +64,24 @@ class Settings(BaseModel):
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _a_step_holds_every_sequence(self) -> Settings:
+        if self.max_sequences > self.token_budget:
+            raise ValueError(
+                f"FAIRWAY_MAX_SEQUENCES is {self.max_sequences}, above FAIRWAY_TOKEN_BUDGET "
+                f"{self.token_budget}: a step could not decode them all"
+            )
+        return self
+
     @property
     def advertised(self) -> str:
-        """host:port that other services reach this one at."""
-        return self.advertise or self.listen
+        """host:port that other services reach this one at. Raises ConfigError when nobody could."""
+        address = self.advertise or self.listen
+        if address.endswith(":0"):
+            raise ConfigError(
+                "set FAIRWAY_LISTEN to a fixed port, or FAIRWAY_ADVERTISE to where it is reached"
+            )
+        return address
 
 
 def load(environ: Mapping[str, str] | None = None) -> Settings:
@@ -86,7 +100,9 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
         return Settings.model_validate(values)
     except ValidationError as exc:
         first = exc.errors()[0]
-        name = PREFIX + "_".join(str(part) for part in first["loc"][:1]).upper()
+        name = (
+            PREFIX + "_".join(str(part) for part in first["loc"][:1]).upper() if first["loc"] else "settings"
+        )
         raise ConfigError(f"{name}: {first['msg']}; got {first.get('input')!r}") from exc
 
 

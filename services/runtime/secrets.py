@@ -23,7 +23,7 @@ from services.core.errors import PermissionDenied, Unauthenticated
 SECRET_BYTES: Final = 32
 MAX_KEY_CHARS: Final = 256
 MAX_TICKET_BYTES: Final = 512
-_KEY: Final = re.compile(r"fw_([a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?)_([A-Za-z0-9_-]{16,128})")
+_KEY: Final = re.compile(r"fw_([a-z0-9](?:[a-z0-9.-]{0,126}[a-z0-9])?)_([A-Za-z0-9_-]{16,128})")
 _TICKET_VERSION: Final = b"\x01"
 _TICKET_PURPOSE: Final = b"fairway ticket v1"
 _MAC_BYTES: Final = 32

@@ -153,6 +153,7 @@ class Harness:
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
         self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
+        self.deadline_s: float | None = None
         self.spec = GenerationSpec(
             "req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64, choices=choices
         )
@@ -176,7 +177,7 @@ class Harness:
             ticket=b"t",
             arrival_unix_us=1,
             queue_ttl_s=5.0,
-            deadline_s=None,
+            deadline_s=self.deadline_s,
             window_tokens=8,
             client_window=self.client_window,
         )
@@ -235,6 +236,15 @@ async def test_the_only_worker_is_taken_again_when_no_other_is_there() -> None:
     assert isinstance(end, Finished)
     waits = [(spec.excluded_workers, spec.queue_ttl_s) for spec in harness.placement.asked]
     assert waits == [((), 5.0), (("w0",), 2.0), ((), 5.0)]
+
+
+async def test_a_stream_that_has_begun_waits_until_its_deadline() -> None:
+    harness = Harness(emit(1, ended(1, FinishReason.PREEMPTED)), emit(1, ended(2)))
+    harness.deadline_s = CLOCK.monotonic_s() + 600
+    assert isinstance(await harness.run(), Finished)
+    first, again = harness.placement.asked
+    assert first.queue_ttl_s == 5.0
+    assert 590 < again.queue_ttl_s <= 600
 
 
 async def test_a_preempted_sequence_goes_back_without_blame() -> None:
