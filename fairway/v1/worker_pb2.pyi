@@ -38,6 +38,8 @@ class _NotAdmittedReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Not
     NOT_ADMITTED_REASON_STALE_ROUTE: _NotAdmittedReason.ValueType  # 7
     NOT_ADMITTED_REASON_NO_FALLBACK: _NotAdmittedReason.ValueType  # 8
     """A leader is known, or the fallback credit is spent."""
+    NOT_ADMITTED_REASON_INVALID: _NotAdmittedReason.ValueType  # 9
+    """Out of the bounds of this file: placed again, it would be refused again."""
 
 class NotAdmittedReason(_NotAdmittedReason, metaclass=_NotAdmittedReasonEnumTypeWrapper): ...
 
@@ -51,6 +53,8 @@ NOT_ADMITTED_REASON_GRANT_REPLAYED: NotAdmittedReason.ValueType  # 6
 NOT_ADMITTED_REASON_STALE_ROUTE: NotAdmittedReason.ValueType  # 7
 NOT_ADMITTED_REASON_NO_FALLBACK: NotAdmittedReason.ValueType  # 8
 """A leader is known, or the fallback credit is spent."""
+NOT_ADMITTED_REASON_INVALID: NotAdmittedReason.ValueType  # 9
+"""Out of the bounds of this file: placed again, it would be refused again."""
 Global___NotAdmittedReason: _TypeAlias = NotAdmittedReason  # noqa: Y015
 
 class _VersionState:

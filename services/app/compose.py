@@ -157,6 +157,7 @@ def worker(environment: Environment) -> Role:
             worker_id=settings.worker_id,
             address=settings.advertised,
             zone=settings.zone,
+            labels=settings.labels,
             device=settings.device,
             memory_bytes=settings.memory_bytes,
             lease_ttl_s=settings.lease_ttl_s,

@@ -162,6 +162,27 @@ class ControlPlaneService:
         await self._keys.delete(name, etag=etag)
         log.info("key.deleted", key=name)
 
+    async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
+        """Replace a key's models, expiry and labels. Its role, tenant and secret stay; others are refused."""
+
+        def changed(key: ApiKey) -> ApiKey:
+            if wanted.role is not key.role or wanted.tenant != key.tenant:
+                raise InvalidInput("the role and the tenant of a key never change", field="key.role")
+            if key.role is KeyRole.ADMIN and wanted.models:
+                raise InvalidInput("an admin key has no models", field="key.models")
+            meta = replace(key.meta, labels=wanted.meta.labels)
+            return replace(key, meta=meta, models=wanted.models, expire_unix_s=wanted.expire_unix_s)
+
+        stored = await self._keys.update(
+            wanted.meta.name,
+            changed,
+            etag=etag,
+            request_id=request_id,
+            fingerprint=fingerprint_of(b"update" + dump(wanted)),
+        )
+        log.info("key.updated", key=wanted.meta.name)
+        return stored
+
     async def rotate_key(self, name: str, *, grace_s: float) -> tuple[Stored[ApiKey], str]:
         """Return the key with a new text; the old one is good for ``grace_s`` more seconds."""
         text, hashed = secrets.new_key(name, self._new_secret())

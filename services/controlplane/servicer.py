@@ -74,6 +74,14 @@ class ControlPlaneServicer(NotYetServed):
         page, token = await self._service.list_keys(size=request.page_size, token=request.page_token)
         return pb.ListKeysResponse(keys=[_key(stored) for stored in page], next_page_token=token)
 
+    async def UpdateKey(self, request: pb.UpdateKeyRequest, context: Context) -> pb.UpdateKeyResponse:
+        stored = await self._service.update_key(
+            convert.key_from_proto(request.key),
+            etag=request.key.metadata.etag,
+            request_id=request.request_id,
+        )
+        return pb.UpdateKeyResponse(key=_key(stored))
+
     async def DeleteKey(self, request: pb.DeleteKeyRequest, context: Context) -> pb.DeleteKeyResponse:
         await self._service.delete_key(request.name, etag=request.etag)
         return pb.DeleteKeyResponse()

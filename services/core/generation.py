@@ -31,6 +31,7 @@ class NotAdmittedReason(StrEnum):
     GRANT_REPLAYED = "grant_replayed"
     STALE_ROUTE = "stale_route"
     NO_FALLBACK = "no_fallback"
+    INVALID = "invalid"
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,8 @@ class SequenceRun:
         """Return how to place it again. Raises the error that ends it."""
         jitter = self._context.rng.random()
         if isinstance(outcome, Refused):
+            if outcome.reason is NotAdmittedReason.INVALID:
+                raise InternalError(f"{grant.worker_id} took the start for out of bounds")
             self._refusals += 1
             decision = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
             if isinstance(decision, GiveUp):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import lru_cache
 from typing import Any, Final
 
@@ -40,8 +40,26 @@ def check(message: Message, path: str = "") -> None:
 
     Raises InvalidInput whose metadata has ``field`` (a dotted path) for the first that is not.
     """
-    for field_check in _checks(message.DESCRIPTOR):
+    for _, field_check in _named_checks(message.DESCRIPTOR):
         field_check(message, path)
+
+
+def check_but(message: Message, entries: str) -> None:
+    """Check every field but the elements of the repeated field ``entries``, whose number is checked."""
+    max_items = _bounds(_field(message.DESCRIPTOR, entries)).max_items
+    _check_count(getattr(message, entries), max_items, entries)
+    for name, field_check in _named_checks(message.DESCRIPTOR):
+        if name != entries:
+            field_check(message, "")
+
+
+def _field(descriptor: Descriptor, name: str) -> FieldDescriptor:
+    return descriptor.fields_by_name[name]
+
+
+def _check_count(values: Sized, max_items: int, path: str) -> None:
+    if len(values) > max_items:
+        raise _fail(path, f"has {len(values)} elements; at most {max_items} are taken")
 
 
 def unbounded_fields(roots: Iterable[Descriptor]) -> list[str]:
@@ -95,19 +113,20 @@ def _is_bounded(field: FieldDescriptor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _checks(descriptor: Descriptor) -> tuple[FieldCheck, ...]:
-    found: list[FieldCheck] = []
+def _named_checks(descriptor: Descriptor) -> tuple[tuple[str, FieldCheck], ...]:
+    """The checks of a message type, each with the name of its field."""
+    found: list[tuple[str, FieldCheck]] = []
     for field in descriptor.fields:
         bounds = _bounds(field)
         if bounds.required:
-            found.append(_required(field))
+            found.append((field.name, _required(field)))
         value_check = _value_check(_value_field(field), bounds)
         if _is_map(field):
-            found.append(_map_check(field, bounds, value_check))
+            found.append((field.name, _map_check(field, bounds, value_check)))
         elif field.is_repeated:
-            found.append(_repeated_check(field, bounds, value_check))
+            found.append((field.name, _repeated_check(field, bounds, value_check)))
         elif value_check is not None:
-            found.append(_singular_check(field, value_check))
+            found.append((field.name, _singular_check(field, value_check)))
     return tuple(found)
 
 
@@ -149,8 +168,7 @@ def _repeated_check(
 
     def check_repeated(message: Message, path: str) -> None:
         values = getattr(message, name)
-        if len(values) > max_items:
-            raise _fail(path + name, f"has {len(values)} elements; at most {max_items} are taken")
+        _check_count(values, max_items, path + name)
         if value_check is not None:
             for index, value in enumerate(values):
                 value_check(value, f"{path}{name}[{index}]")

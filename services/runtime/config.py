@@ -37,6 +37,7 @@ class Settings(BaseModel):
     registry: Address = "127.0.0.1:9091"
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
     zone: str = Field(default="", max_length=64)
+    labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     drain_s: float = Field(default=10.0, ge=0, le=3600)
@@ -63,6 +64,17 @@ class Settings(BaseModel):
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        """`gpu=h100,disk=fast` as a mapping."""
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=") for part in value.split(",") if part]
+        if any(not key or not equals for key, equals, _ in pairs):
+            raise ValueError("labels are written key=value,key=value")
+        return {key: text for key, _, text in pairs}
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> Settings:

@@ -109,7 +109,7 @@ class GatewayStream:
             try:
                 self._service.admitted(spec)
             except PermissionDenied as error:
-                self._refuse(placement_id, error)
+                self.refuse(placement_id, error)
             else:
                 admitted.append((placement_id, spec, self._service.arrival_unix_us(spec)))
         if admitted:
@@ -133,7 +133,8 @@ class GatewayStream:
             raise self._session.error
         self._term.send(command)
 
-    def _refuse(self, placement_id: int, error: FairwayError) -> None:
+    def refuse(self, placement_id: int, error: FairwayError) -> None:
+        """Answer a placement that cannot be asked for."""
         self._session.outbox.append(Refused(placement_id, error))
         self._session.wake()
 

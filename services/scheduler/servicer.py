@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Final
 
 import grpc
+import structlog
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import FairwayError, InvalidInput, first_of
 from services.ports.clock import Clock
+from services.rpc import bounds
 from services.rpc.convert_scheduler import frame_to_proto, leadership, place_from_proto, report_from_proto
 from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
 
+log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _HELLO_S: Final = 10.0
@@ -108,12 +111,27 @@ async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
     return first.hello.gateway_id
 
 
+def _within_bounds(
+    places: Iterable[scheduler_pb2.PlaceRequest], stream: GatewayStream
+) -> Iterator[scheduler_pb2.PlaceRequest]:
+    """Yield the good ones; one that is out of bounds is refused alone."""
+    for place in places:
+        try:
+            bounds.check(place, "place.")
+        except InvalidInput as error:
+            log.error("place.out_of_bounds", field=error.metadata["field"], request_id=place.request_id[:64])
+            stream.refuse(place.placement_id, error)
+        else:
+            yield place
+
+
 async def _read_places(requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayStream) -> None:
     async for message in requests:
         if message.HasField("hello"):
             raise InvalidInput("a gateway says hello once", field="hello")
+        bounds.check_but(message, "places")
         if message.places:
-            stream.submit([place_from_proto(place) for place in message.places])
+            stream.submit([place_from_proto(place) for place in _within_bounds(message.places, stream)])
         if message.HasField("cancel"):
             stream.cancel(message.cancel.placement_ids)
 

@@ -9,8 +9,10 @@ from typing import Any, Final, Protocol
 import structlog
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
-from services.core.generation import StartSpec
+from services.core.errors import InvalidInput
+from services.core.generation import NotAdmittedReason, StartSpec
 from services.ports.clock import Clock
+from services.rpc import bounds
 from services.rpc.convert_worker import frame_to_proto, start_from_proto, version_to_proto
 from services.worker.agent import WorkerStatus
 from services.worker.host import GatewayStream, SequenceHost
@@ -70,10 +72,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
-    """Carry out one message: cancels first, since they make room for its starts."""
+    """Carry out one message: cancels first, since they make room for its starts.
+
+    A start out of bounds is refused alone; its neighbours on the stream go on. Raises InvalidInput for
+    a message whose other parts are.
+    """
+    bounds.check_but(request, "starts")
     if request.cancels:
         stream.cancel(request.cancels)
     for start in request.starts:
+        try:
+            bounds.check(start, "start.")
+        except InvalidInput as error:
+            log.error("start.out_of_bounds", field=error.metadata["field"], request_id=start.request_id[:64])
+            stream.refuse(start.handle, NotAdmittedReason.INVALID)
+            continue
         spec = start_from_proto(start)
         if isinstance(spec, StartSpec):
             stream.start(start.handle, spec)

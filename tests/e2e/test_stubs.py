@@ -132,3 +132,39 @@ async def test_wrong_keys_open_nothing(stack: Stack) -> None:
                 controlplane_pb2.ListTenantsRequest(), metadata=metadata(stack.api_key), timeout=10
             )
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_limits_are_exact_and_hurt_nobody_else(stack: Stack) -> None:
+    admin = metadata(stack.endpoints["admin_key"])
+    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+        control = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+        tenant = controlplane_pb2.Tenant(
+            metadata=controlplane_pb2.Metadata(name="metered"), requests_per_minute=10
+        )
+        await control.CreateTenant(controlplane_pb2.CreateTenantRequest(tenant=tenant), metadata=admin)
+        key = controlplane_pb2.Key(
+            metadata=controlplane_pb2.Metadata(name="metered.key"),
+            role=controlplane_pb2.KEY_ROLE_TENANT,
+            tenant="metered",
+        )
+        created = await control.CreateKey(controlplane_pb2.CreateKeyRequest(key=key), metadata=admin)
+    gateways = stack.pids("services gateway")
+
+    async with stack.inference() as stub:
+
+        async def ask(secret: str) -> grpc.StatusCode:
+            try:
+                request = pb.CompleteRequest(generation=generation(stack, 0, max_output_tokens=2))
+                await stub.Complete(request, metadata=metadata(secret), timeout=30)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        async with asyncio.timeout(10):
+            while await ask(created.secret) is grpc.StatusCode.UNAUTHENTICATED:
+                await asyncio.sleep(0.05)  # the gateway hears of the key from the store
+        answers = await asyncio.gather(*(ask(created.secret) for _ in range(30)))
+        assert answers.count(grpc.StatusCode.OK) == 9  # and the one that found the key known
+        assert answers.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 21
+        assert await ask(stack.api_key) is grpc.StatusCode.OK
+    assert stack.pids("services gateway") == gateways, "the gateway was restarted"

@@ -291,6 +291,29 @@ async def test_rotation_keeps_the_old_secret_for_its_grace(plane: Plane) -> None
     assert not secrets.verify(new, stored.secret_hash)
 
 
+async def test_a_key_is_narrowed_and_keeps_its_secret_role_and_tenant(plane: Plane) -> None:
+    await plane.tenant("acme")
+    await plane.tenant("other")
+    before = (await plane.key("k.1", "acme")).key
+    hashed = (await plane.stored_key("k.1")).secret_hash
+    wanted = pb.Key(
+        metadata=pb.Metadata(name="k.1", labels={"team": "a"}),
+        role=pb.KEY_ROLE_TENANT,
+        tenant="acme",
+        models=["m"],
+    )
+    await plane.call("UpdateKey", pb.UpdateKeyRequest(key=wanted))
+    stored = await plane.stored_key("k.1")
+    assert (stored.models, stored.secret_hash) == (("m",), hashed)
+    assert stored.meta.labels == {"team": "a"}
+    with pytest.raises(EtagMismatch):
+        wanted.metadata.etag = before.metadata.etag
+        await plane.call("UpdateKey", pb.UpdateKeyRequest(key=wanted))
+    wanted.metadata.etag, wanted.tenant = "", "other"
+    with pytest.raises(InvalidInput):
+        await plane.call("UpdateKey", pb.UpdateKeyRequest(key=wanted))
+
+
 async def test_repeated_key_request_gives_a_working_secret_and_keeps_the_first(plane: Plane) -> None:
     await plane.tenant("acme")
     first = secrets.parse_key((await plane.key("k", "acme", "r1")).secret)[1]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from random import Random
+from typing import Any
 
 import grpc
 import pytest
@@ -298,20 +299,32 @@ async def test_reading_a_link_that_is_closed_here_fails_without_cancelling_the_r
     await links.close()
 
 
-@pytest.mark.parametrize("wrong", ["no_hello", "hello_twice", "hello_with_places", "unbounded"])
+@pytest.mark.parametrize("wrong", ["no_hello", "hello_twice", "hello_with_places"])
 async def test_a_gateway_out_of_protocol_is_refused(node: SchedulerNode, wrong: str) -> None:
     hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
     place = connect_request([(1, place_spec(), 1.0)], [])
     mixed = scheduler_pb2.ConnectRequest(hello=hello.hello, places=[place_to_proto(1, place_spec(), 1.0)])
-    endless = connect_request([(1, place_spec(queue_ttl_s=1e6), 1e6)], [])
     messages = {
         "no_hello": [place],
         "hello_twice": [hello, hello],
         "hello_with_places": [mixed],
-        "unbounded": [hello, endless],
     }[wrong]
     error = await failure_of(node, messages)
     assert isinstance(error, InvalidInput)
+
+
+async def test_a_placement_out_of_bounds_is_refused_alone(node: SchedulerNode) -> None:
+    hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
+    both = connect_request([(1, place_spec(queue_ttl_s=1e6), 1e6), (2, place_spec(queue_ttl_s=0.1), 0.1)], [])
+    refused: dict[int, str] = {}
+    async with open_channel(node.address) as channel, asyncio.timeout(5):
+        call: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect(metadata=auth_metadata(TOKEN))
+        await call.write(hello)
+        await call.write(both)
+        while len(refused) < 2:
+            refused |= {refusal.placement_id: refusal.reason for refusal in (await call.read()).refusals}
+    assert refused[1] == "INVALID_INPUT"
+    assert refused[2] in ("NO_WORKER_AVAILABLE", "QUEUE_TIMEOUT")
 
 
 async def test_while_not_leading_streams_fail_so_that_clients_look_on(node: SchedulerNode) -> None:

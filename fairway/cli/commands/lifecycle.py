@@ -192,4 +192,4 @@ def python_line(endpoints: Endpoints) -> str:
         "max_tokens=64, stream=True); "
         "[print(part.choices[0].text, end='', flush=True) for part in stream if part.choices]"
     )
-    return f'python -c "{code}"'
+    return f'python3 -c "{code}"'

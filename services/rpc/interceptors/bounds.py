@@ -7,8 +7,14 @@ from typing import Any, Final
 from services.rpc import bounds
 from services.rpc.interceptors.base import AroundInterceptor
 
-# One bad generation of a session ends that generation, so the session checks its messages itself.
-CHECKED_BY_SERVICER: Final = frozenset({"/fairway.v1.InferenceService/Session"})
+# One bad entry of these streams ends that entry alone, so their servicers check the messages themselves.
+CHECKED_BY_SERVICER: Final = frozenset(
+    {
+        "/fairway.v1.InferenceService/Session",
+        "/fairway.v1.SchedulerService/Connect",
+        "/fairway.v1.WorkerService/Execute",
+    }
+)
 
 
 class RequestBounds(AroundInterceptor):

@@ -122,6 +122,6 @@ def test_lines_to_paste_are_whole_and_compile() -> None:
     curl, python = curl_line(endpoints), python_line(endpoints)
     assert "\n" not in curl + python
     assert "Authorization: Bearer fw_local_secret" in curl
-    code = python.removeprefix('python -c "').removesuffix('"')
+    code = python.removeprefix('python3 -c "').removesuffix('"')
     assert '"' not in code
     compile(code, "<pasted>", "exec")

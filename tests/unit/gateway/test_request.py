@@ -264,6 +264,14 @@ async def test_a_refusal_is_no_retry() -> None:
     assert len(harness.placement.asked) == 6
 
 
+async def test_a_start_that_no_worker_takes_is_a_bug_and_not_placed_again() -> None:
+    harness = Harness(emit(0, NotAdmittedReason.INVALID))
+    end = await harness.run()
+    assert isinstance(end, errors.InternalError)
+    assert end.metadata["incident"] == "inc_7"
+    assert len(harness.placement.asked) == 1
+
+
 async def test_losses_are_bounded() -> None:
     harness = Harness(*[emit(1, "gone")] * 3)
     end = await harness.run()

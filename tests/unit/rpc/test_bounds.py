@@ -94,3 +94,22 @@ def test_a_bound_is_inside_the_range_in_four_bytes_too() -> None:
     for value in (0.0099, 10.001):
         rejected = rejected_field(generate(sampling={"repetition_penalty": value}))
         assert rejected == "generation.sampling.repetition_penalty"
+
+
+def test_entries_can_be_left_to_their_reader() -> None:
+    good = scheduler_pb2.PlaceRequest(
+        request_id="r", tenant_id="t", model="m", version_digest="d", max_output_tokens=1, ticket=b"t"
+    )
+    bad = scheduler_pb2.PlaceRequest(request_id="r" * 65)
+    message = scheduler_pb2.ConnectRequest(places=[good, bad])
+    bounds.check_but(message, "places")
+    bounds.check(good)
+    with pytest.raises(InvalidInput):
+        bounds.check(message)
+    message.cancel.placement_ids.extend(range(70_000))
+    with pytest.raises(InvalidInput) as caught:
+        bounds.check_but(message, "places")
+    assert caught.value.metadata["field"] == "cancel.placement_ids"
+    crowd = scheduler_pb2.ConnectRequest(places=[good] * 65_537)
+    with pytest.raises(InvalidInput):
+        bounds.check_but(crowd, "places")
