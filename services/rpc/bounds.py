@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -46,7 +46,7 @@ def check(message: Message, path: str = "") -> None:
 
 def check_but(message: Message, entries: str) -> None:
     """Check every field but the elements of the repeated field ``entries``, whose number is checked."""
-    max_items = _bounds(_field(message.DESCRIPTOR, entries)).max_items
+    max_items = _bounds(_field(cast(Descriptor, message.DESCRIPTOR), entries)).max_items
     _check_count(getattr(message, entries), max_items, entries)
     for name, field_check in _named_checks(message.DESCRIPTOR):
         if name != entries:

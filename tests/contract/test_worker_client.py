@@ -268,6 +268,7 @@ async def test_a_worker_that_is_not_there_is_lost_and_never_from_within_start(ri
     assert sink.heard == ["lost"]
 
 
+@pytest.mark.parametrize("rig", ["grpc"], indirect=True)  # the local client has no task of its own
 async def test_a_stream_logs_under_no_request_that_happened_to_open_it(rig: Rig) -> None:
     heard_under: list[dict[str, Any]] = []
 
@@ -275,8 +276,6 @@ async def test_a_stream_logs_under_no_request_that_happened_to_open_it(rig: Rig)
         def on_accepted(self) -> None:
             heard_under.append(structlog.contextvars.get_contextvars())
 
-    if rig.server is None:
-        pytest.skip("a client without a wire has no task of its own")
     with structlog.contextvars.bound_contextvars(request_id="req_1"):
         rig.client.start(rig.spec(), Listener())
     await until(lambda: heard_under)
