@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,16 @@ class Server:
             self._process = None
 
     def freeze(self) -> None:
+        """Return once it is stopped: a signal takes a moment to reach every thread."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        deadline_s = time.monotonic() + 5.0
+        while any(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] not in "Tt" for task in tasks.iterdir()
+        ):
+            assert time.monotonic() < deadline_s, "the server does not stop"
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         assert self._process is not None

@@ -31,6 +31,7 @@ CALL_TIMEOUT_S: Final = 30.0
 UPLOAD_TIMEOUT_S: Final = 300.0
 VERIFY_TIMEOUT_S: Final = 3600.0
 _UPLOAD_TRIES: Final = 4
+_UNHEARD: Final = "Internal error from Core"
 _RETRIED: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Kind = Literal["causal-lm", "fixed-cost"]
@@ -234,6 +235,7 @@ async def _upload(
     stub: registry_pb2_grpc.RegistryServiceAsyncStub, digest: str, chunk: _Chunk, metadata: Metadata
 ) -> None:
     data = await asyncio.to_thread(_read, chunk)
+    told: grpc.aio.AioRpcError | None = None
     for attempt in range(1, _UPLOAD_TRIES + 1):
         try:
             await stub.UploadChunk(
@@ -241,8 +243,11 @@ async def _upload(
             )
             return
         except grpc.aio.AioRpcError as exc:
-            if exc.code() not in _RETRIED or attempt == _UPLOAD_TRIES:
-                raise
+            # A server that ends the call while this side writes may leave only grpc's own error here.
+            is_unheard = exc.code() is grpc.StatusCode.INTERNAL and exc.details() == _UNHEARD
+            told = told if is_unheard else exc
+            if not (is_unheard or exc.code() in _RETRIED) or attempt == _UPLOAD_TRIES:
+                raise (told or exc) from None
             await asyncio.sleep(0.2 * 2**attempt)
 
 
