@@ -243,7 +243,6 @@ def test_a_template_that_looks_for_control_characters_sees_them(
 CHECKPOINT = Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
 
 
-@pytest.mark.skipif(not (CHECKPOINT / "tokenizer.json").exists(), reason="the model is not built")
 def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
     model = load_text_model(CHECKPOINT, DIGEST, clock)
     honest = model.encode_chat([Message("system", "x"), Message("user", "y")])
