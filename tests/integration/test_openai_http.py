@@ -809,8 +809,8 @@ async def test_a_client_that_leaves_ends_its_request_at_once(face: Face, streame
     await face.service.until_running(1)
     started_s = SystemClock().monotonic_s()
     writer.close()
-    await asyncio.wait_for(face.service.closed.wait(), 2)
-    assert SystemClock().monotonic_s() - started_s < 1.0
+    await asyncio.wait_for(face.service.closed.wait(), 10)
+    assert SystemClock().monotonic_s() - started_s < 4.0, "a heartbeat found it, not the watch"
 
 
 async def test_a_client_that_resets_ends_its_request(face: Face) -> None:

