@@ -6,7 +6,7 @@ Sizes are checked before anything of that size is made. Every error names its ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
@@ -21,13 +21,9 @@ from services.gateway.chat_template import Message
 from services.gateway.text_model import SamplingDefaults, TextModel
 from services.gateway.tokenise import Tokeniser
 from services.rpc import bounds
+from services.rpc.convert_inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
 
-_PRIORITIES: Final[Mapping[int, Priority]] = {
-    common_pb2.PRIORITY_BATCH: Priority.BATCH,
-    common_pb2.PRIORITY_STANDARD: Priority.STANDARD,
-    common_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
-}
 # A nucleus of no mass is taken as the single most likely token.
 _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
@@ -121,7 +117,7 @@ class Validator:
         highest = self._identity.tenant(principal.tenant_id).max_priority
         if asked == common_pb2.PRIORITY_UNSPECIFIED:
             return min(Priority.STANDARD, highest, key=lambda priority: priority.rank)
-        priority = _PRIORITIES[asked]
+        priority = PRIORITY_OF[asked]
         if priority.rank > highest.rank:
             raise PermissionDenied(
                 f"priority {priority} is above {highest}, the highest of this tenant",

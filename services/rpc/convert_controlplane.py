@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from fairway.v1 import common_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import worker_pb2
 from services.core.errors import InvalidInput
 from services.core.records import (
     ApiKey,
@@ -17,23 +16,12 @@ from services.core.records import (
     LoadedVersion,
     Meta,
     Node,
-    Priority,
     Tenant,
     VersionState,
     Worker,
 )
+from services.rpc.convert_inference import PRIORITIES, PRIORITY_OF
 
-_PRIORITIES: Final[Mapping[int, Priority]] = {
-    common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
-    common_pb2.PRIORITY_BATCH: Priority.BATCH,
-    common_pb2.PRIORITY_STANDARD: Priority.STANDARD,
-    common_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
-}
-_PRIORITIES_OUT: Final = {
-    Priority.BATCH: common_pb2.PRIORITY_BATCH,
-    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
-    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
-}
 _ROLES: Final = {pb.KEY_ROLE_TENANT: KeyRole.TENANT, pb.KEY_ROLE_ADMIN: KeyRole.ADMIN}
 _ROLES_OUT: Final = {KeyRole.TENANT: pb.KEY_ROLE_TENANT, KeyRole.ADMIN: pb.KEY_ROLE_ADMIN}
 _STATES_OUT: Final = {
@@ -54,7 +42,7 @@ def tenant_from_proto(message: pb.Tenant) -> Tenant:
         max_concurrency=message.max_concurrency,
         tokens_per_minute=message.tokens_per_minute,
         weight=message.weight or 1.0,
-        max_priority=_PRIORITIES[message.max_priority],
+        max_priority=PRIORITY_OF[message.max_priority],
         disabled=message.disabled,
     )
 
@@ -67,7 +55,7 @@ def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
         max_concurrency=tenant.max_concurrency,
         tokens_per_minute=tenant.tokens_per_minute,
         weight=tenant.weight,
-        max_priority=_PRIORITIES_OUT[tenant.max_priority],
+        max_priority=PRIORITIES[tenant.max_priority],
         disabled=tenant.disabled,
     )
 
@@ -106,7 +94,7 @@ def deployment_from_proto(message: pb.Deployment) -> Deployment:
         version_digest="",
         replicas=message.replicas,
         node_selector=dict(message.node_selector),
-        priority=_PRIORITIES[message.priority],
+        priority=PRIORITY_OF[message.priority],
         executor=message.executor or "torch",
     )
 
@@ -120,7 +108,7 @@ def deployment_to_proto(
         version=deployment.version,
         replicas=deployment.replicas,
         node_selector=deployment.node_selector,
-        priority=_PRIORITIES_OUT[deployment.priority],
+        priority=PRIORITIES[deployment.priority],
         version_digest=deployment.version_digest,
         status=status,
         executor=deployment.executor,

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from fairway.v1 import common_pb2
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.records import Priority
 
 FINISH_REASONS: Final = {
     reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 FINISH_REASONS_BACK: Final = {number: reason for reason, number in FINISH_REASONS.items()}
+PRIORITIES: Final = {
+    Priority.BATCH: common_pb2.PRIORITY_BATCH,
+    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
+    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
+}
+# By number, since a message's field is one.
+PRIORITY_OF: Final[Mapping[int, Priority]] = {
+    common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
+    **{number: priority for priority, number in PRIORITIES.items()},
+}
 
 
 def usage(value: Usage) -> common_pb2.Usage:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
-from fairway.v1 import common_pb2, scheduler_pb2
+from fairway.v1 import scheduler_pb2
 from services.core.errors import FairwayError, InvalidInput
 from services.core.fleet import (
     Granted,
@@ -18,18 +17,8 @@ from services.core.fleet import (
     TenantTokens,
 )
 from services.core.generation import Grant, PlaceSpec
-from services.core.records import Priority
+from services.rpc.convert_inference import PRIORITIES, PRIORITY_OF
 from services.rpc.status import by_reason
-
-PRIORITIES: Final = {
-    Priority.BATCH: common_pb2.PRIORITY_BATCH,
-    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
-    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
-}
-PRIORITY_OF: Final = {
-    common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
-    **{number: priority for priority, number in PRIORITIES.items()},
-}
 
 
 def _ms(seconds: float) -> int:

@@ -22,8 +22,14 @@ from services.core.generation import (
 )
 from services.core.records import LoadedVersion, VersionState
 from services.ports.worker_stream import StepFrame
-from services.rpc.convert_inference import FINISH_REASONS, FINISH_REASONS_BACK, token_logprobs
-from services.rpc.convert_scheduler import PRIORITIES, PRIORITY_OF, grant_from_proto, grant_to_proto
+from services.rpc.convert_inference import (
+    FINISH_REASONS,
+    FINISH_REASONS_BACK,
+    PRIORITIES,
+    PRIORITY_OF,
+    token_logprobs,
+)
+from services.rpc.convert_scheduler import grant_from_proto, grant_to_proto
 
 NOT_ADMITTED_REASONS: Final = {
     reason: worker_pb2.NotAdmittedReason.Value(f"NOT_ADMITTED_REASON_{reason.name}")
