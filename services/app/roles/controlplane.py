@@ -1,0 +1,49 @@
+"""The control plane: resources, and the reconciler of whoever leads."""
+
+from __future__ import annotations
+
+from fairway.v1 import (
+    controlplane_pb2,
+    controlplane_pb2_grpc,
+)
+from services.app.environment import Environment
+from services.app.process import Role
+from services.app.roles.shared import leader_record, open_election
+from services.controlplane.bootstrap import bootstrap
+from services.controlplane.fleet import FleetRecord
+from services.controlplane.fleet import decode as decode_fleet
+from services.controlplane.reconciler import Reconciler
+from services.controlplane.service import ControlPlaneService
+from services.controlplane.servicer import ControlPlaneServicer
+from services.core.records import (
+    ROOT,
+    leader_key,
+)
+from services.rpc.server import Service
+from services.runtime.informer import Informer
+
+
+def controlplane(environment: Environment) -> Role:
+    """The control plane: resources, and the reconciler of whoever leads."""
+    settings, store, clock = environment.settings, environment.store, environment.clock
+    election = open_election(environment, "controlplane", leader_record(environment))
+    fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
+    reconciler = Reconciler(store, fleet, election, leader_key("controlplane"), clock)
+    service = ControlPlaneService(store, clock)
+
+    async def start() -> None:
+        if settings.admin_key_file is not None:
+            await bootstrap(store, clock, settings.admin_key_file)
+        environment.supervisor.spawn("fleet informer", fleet.run())
+        environment.supervisor.spawn("election", election.run())
+        environment.supervisor.spawn("reconciler", reconciler.run())
+
+    server = environment.server(
+        Service(
+            controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
+            controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
+            ControlPlaneServicer(service, store),
+        ),
+        identity=environment.identity(),
+    )
+    return Role(server, start=start)

@@ -1,0 +1,133 @@
+"""The gateway: both faces over one service."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from fairway.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+)
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.grpc_placement import GrpcPlacement
+from services.adapters.grpc_worker import GrpcWorkers
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import RedisLimiter
+from services.app.environment import Environment
+from services.app.process import Role
+from services.app.roles.shared import nothing, open_directory, open_model_files
+from services.core.records import (
+    DEPLOYMENTS,
+    WORKERS,
+    Deployment,
+    Worker,
+)
+from services.gateway.catalog import ModelCatalog
+from services.gateway.events import Received
+from services.gateway.http_server import HttpServer
+from services.gateway.openai_http import build_app
+from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.gateway.servicer import InferenceServicer
+from services.gateway.validate import Validator
+from services.rpc.server import Service
+from services.rpc.status import by_reason
+from services.runtime.config import read_secret
+from services.runtime.identity import KeyDirectory
+from services.runtime.secrets import Ticket, issue_ticket
+
+_TOKENISER_THREADS: Final = 2
+
+
+def gateway(environment: Environment) -> Role:
+    """The gateway: both faces over one service."""
+    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
+    identity = environment.identity()
+    service = _gateway_service(environment, identity)
+
+    def received() -> Received:
+        return Received(clock.monotonic_s(), int(clock.unix_s() * 1e6), environment.ids.request_id())
+
+    server = environment.server(
+        Service(
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(service, received, heartbeat_s=settings.heartbeat_s),
+        ),
+        identity=identity,
+    )
+
+    def not_ready() -> str:
+        return "this gateway is shutting down" if service.draining else ""
+
+    app = build_app(
+        service,
+        identity,
+        clock,
+        environment.ids,
+        max_body_bytes=settings.max_body_bytes,
+        not_ready=not_ready,
+    )
+    host, _, port = settings.http_listen.rpartition(":")
+    http = HttpServer(app, host, int(port))
+
+    async def open_doors() -> None:
+        await http.start()
+        supervisor.spawn("renew", service.renew_forever())
+
+    async def drain(timeout_s: float) -> None:
+        await service.drain(timeout_s)
+        await http.stop(1.0)
+
+    return Role(server, start=nothing, open=open_doors, drain=drain)
+
+
+def _gateway_service(environment: Environment, identity: KeyDirectory) -> GatewayService:
+    settings, clock = environment.settings, environment.clock
+    threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
+    environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
+    catalog = ModelCatalog(
+        environment.informer(DEPLOYMENTS, Deployment),
+        environment.informer(WORKERS, Worker),
+        open_model_files(environment),
+        clock,
+        executor=threads,
+    )
+    environment.supervisor.spawn("warm text models", catalog.warm_forever())
+    return GatewayService(
+        validator=Validator(catalog, identity, environment.rng, executor=threads),
+        identity=identity,
+        catalog=catalog,
+        ports=_gateway_ports(environment),
+        limits=GatewayLimits(queue_ttl_s=settings.queue_ttl_s, heartbeat_s=settings.heartbeat_s),
+    )
+
+
+def _gateway_ports(environment: Environment) -> Ports:
+    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
+    token = environment.internal_token
+    gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
+    limiter = RedisLimiter(settings.redis_url, clock)
+    environment.closing.push_async_callback(limiter.close)
+    workers = GrpcWorkers(token, gateway_id, clock, supervisor)
+    environment.closing.push_async_callback(workers.close)
+    placement = GrpcPlacement(
+        open_directory(environment), token, gateway_id, clock, supervisor, environment.rng
+    )
+    environment.closing.push_async_callback(placement.close)
+    ticket_key = read_secret(settings.ticket_key_file).encode()
+
+    def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
+        return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
+
+    return Ports(
+        limiter=FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock),
+        placement=placement,
+        workers=workers,
+        clock=clock,
+        supervisor=supervisor,
+        rng=environment.rng,
+        sign_ticket=sign_ticket,
+        new_incident=environment.ids.incident_id,
+        error_of=by_reason,
+    )

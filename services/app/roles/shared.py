@@ -1,0 +1,47 @@
+"""Parts that several roles are built with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.adapters.model_files import ModelFiles
+from services.adapters.registry_client import RegistryClient
+from services.adapters.scheduler_directory import SchedulerDirectory
+from services.app.environment import Environment
+from services.core.records import Leader, dump, leader_key
+from services.rpc.channel import open_channel
+from services.runtime.leadership import Election
+
+
+async def nothing() -> None:
+    return None
+
+
+def leader_record(environment: Environment) -> Leader:
+    return Leader(leader_id=environment.ids.request_id(), address=environment.settings.advertised)
+
+
+def open_election(environment: Environment, role: str, leader: Leader) -> Election:
+    return Election(
+        environment.store,
+        leader_key(role),
+        dump(leader),
+        environment.settings.leader_ttl_s,
+        environment.clock,
+        rng=environment.rng,
+    )
+
+
+def open_directory(environment: Environment) -> SchedulerDirectory:
+    directory = SchedulerDirectory(environment.store, environment.clock)
+    environment.supervisor.spawn("scheduler directory", directory.run())
+    return directory
+
+
+def open_model_files(environment: Environment) -> ModelFiles:
+    settings = environment.settings
+    channel = open_channel(settings.registry)
+    environment.closing.push_async_callback(channel.close)
+    client = RegistryClient(channel, environment.internal_token)
+    root: Path = settings.state_dir / "models"
+    return ModelFiles(client, root, environment.clock, max_bytes=settings.model_cache_bytes)

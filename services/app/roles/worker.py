@@ -1,0 +1,80 @@
+"""The worker: its agent, and the engines that the agent starts."""
+
+from __future__ import annotations
+
+from fairway.v1 import (
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from services.adapters.grpc_reporter import Reporter
+from services.app.environment import Environment
+from services.app.process import Role
+from services.app.roles.shared import nothing, open_directory, open_model_files
+from services.rpc.server import Service
+from services.runtime.machine import default_engine_threads
+from services.worker.agent import WorkerAgent, WorkerIdentity
+from services.worker.host import SequenceHost
+from services.worker.servicer import WorkerServicer
+from services.worker.version_slot import EngineSettings
+
+
+def worker(environment: Environment) -> Role:
+    """The worker: its agent, and the engines that the agent starts."""
+    settings, clock = environment.settings, environment.clock
+    schedulers = open_directory(environment)
+    host = SequenceHost(changed=_ignore)
+    agent = WorkerAgent(
+        WorkerIdentity(
+            worker_id=settings.worker_id,
+            address=settings.advertised,
+            zone=settings.zone,
+            labels=settings.labels,
+            device=settings.device,
+            memory_bytes=settings.memory_bytes,
+            lease_ttl_s=settings.lease_ttl_s,
+        ),
+        settings=EngineSettings(
+            device=settings.device,
+            threads=settings.engine_threads or default_engine_threads(),
+            kv_memory_bytes=settings.kv_memory_bytes,
+            token_budget=settings.token_budget,
+            max_sequences=settings.max_sequences,
+            null_step_s=settings.null_step_s,
+        ),
+        host=host,
+        store=environment.store,
+        files=open_model_files(environment),
+        clock=clock,
+        supervisor=environment.supervisor,
+    )
+    reporter = Reporter(
+        schedulers,
+        environment.internal_token,
+        clock,
+        environment.supervisor,
+        agent.take_snapshot,
+        hear_leader=agent.hear_leader,
+        rng=environment.rng,
+    )
+    host.changed = reporter.changed
+    environment.closing.push_async_callback(reporter.close)
+
+    async def open_doors() -> None:
+        environment.supervisor.spawn("agent", agent.run())
+        reporter.start()
+        environment.closing.push_async_callback(agent.close)
+
+    identity = environment.identity()
+    server = environment.server(
+        Service(
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            WorkerServicer(host, agent, clock),
+        ),
+        identity=identity,
+    )
+    return Role(server, start=nothing, open=open_doors, drain=agent.drain)
+
+
+def _ignore() -> None:
+    return None
