@@ -1,10 +1,11 @@
 """Create the virtual environment and install into it. Standard library only; runs on the base interpreter.
 
-    python3.11 scripts/setup_env.py [--dev]
+    python3.11 scripts/setup_env.py [--dev] [--torch cpu|cuda]
 
 Torch comes in a step of its own. Without an NVIDIA GPU its wheel is taken from PyTorch's CPU index, and
-nothing else ever is; where that index cannot be reached, pip's own index is used for it too. A stamp file
-makes a second run a matter of milliseconds.
+nothing else ever is; where that index cannot be reached, pip's own index is used for it too. ``--torch``
+decides for a machine that is not this one: an image is built where no GPU need be. A stamp file makes a
+second run a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> None:
     python = os.path.join(VENV, "bin", "python")
     if is_current(extra):
         return
-    gpu = has_nvidia_gpu()
+    gpu = wants_gpu(argv)
     check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES)
     if not venv_is_whole(python):
         say("creating the virtual environment in .venv")
@@ -85,6 +86,16 @@ def venv_is_whole(python: str) -> bool:
 def create_venv(python: str) -> None:
     if subprocess.call([sys.executable, "-m", "venv", VENV]) != 0 or not os.path.exists(python):
         fail("the virtual environment could not be created", "see the lines above; `make clean` starts over")
+
+
+def wants_gpu(argv: list[str]) -> bool:
+    """True for ``--torch cuda``, False for ``--torch cpu``; without the option, whether a GPU is here."""
+    if "--torch" not in argv:
+        return has_nvidia_gpu()
+    value = "".join(argv[argv.index("--torch") + 1 :][:1])
+    if value not in ("cpu", "cuda"):
+        fail(f"--torch {value or 'without a value'} is unknown", "write --torch cpu or --torch cuda")
+    return value == "cuda"
 
 
 def has_nvidia_gpu() -> bool:

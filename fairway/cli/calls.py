@@ -25,10 +25,14 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 
 @asynccontextmanager
 async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """Yield a channel to host:port; it is closed afterwards."""
+    """Yield a channel to host:port, or to the first of several between commas that answers.
+
+    It is closed afterwards.
+    """
     loopback = address.startswith(("127.", "localhost:", "[::1]"))
     options = (*_OPTIONS, *((("grpc.enable_http_proxy", 0),) if loopback else ()))
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    target = f"ipv4:{address}" if "," in address else address
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
         yield channel
 
 
@@ -49,7 +53,7 @@ def to_cli_error(error: grpc.aio.AioRpcError, *, what: str) -> CliError:
     """Return the error with the server's reason and text, and what to do about it."""
     code = error.code()
     reason, retry_after_s = _details(error)
-    exit_code, next_step = _advice(code)
+    exit_code, next_step = _advice(code, reason)
     if retry_after_s is not None:
         next_step = f"try again in {retry_after_s:.1f} s"
     return CliError(
@@ -79,7 +83,8 @@ def _details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
     return reason, delay_s
 
 
-def _advice(code: grpc.StatusCode) -> tuple[ExitCode, str]:
+def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:
+    step = _STEPS.get(reason)
     match code:
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return (
@@ -87,9 +92,12 @@ def _advice(code: grpc.StatusCode) -> tuple[ExitCode, str]:
                 "use a key that may do this: --api-key or --admin-key; both are in .fairway/endpoints.json",
             )
         case grpc.StatusCode.UNAVAILABLE:
-            return ExitCode.UNAVAILABLE, "see `fairway status`; start it with `fairway up`"
+            return ExitCode.UNAVAILABLE, step or "see `fairway status`; start it with `fairway up`"
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ExitCode.UNAVAILABLE, "try again; `fairway status` tells whether every part answers"
+            return (
+                ExitCode.UNAVAILABLE,
+                "try again, perhaps with a longer --timeout; `fairway status` tells whether every part answers",
+            )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ExitCode.UNAVAILABLE, "wait a little and try again"
         case grpc.StatusCode.UNIMPLEMENTED:
@@ -97,4 +105,15 @@ def _advice(code: grpc.StatusCode) -> tuple[ExitCode, str]:
         case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
             return ExitCode.FAILED, "look for the incident in the logs under .fairway/logs"
         case _:
-            return ExitCode.REFUSED, "change the request and try again"
+            return ExitCode.REFUSED, step or "change the request and try again"
+
+
+# What helps, by the server's reason.
+_STEPS: Final = {
+    "NOT_FOUND": "`list` of the same command shows what is there",
+    "MODEL_NOT_FOUND": "`fairway models list` shows what is registered, `fairway deployments list` what is served",
+    "ALREADY_EXISTS": "choose another name, or change the one that is there with `update`",
+    "ETAG_MISMATCH": "look at it with `show`, and repeat the change with the etag that it has now",
+    "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` tell what is missing",
+    "NO_LEADER": "a scheduler leads again within seconds; `fairway status` tells whether one runs",
+}

@@ -12,7 +12,10 @@ from fairway.cli.state import read_json, write_json
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """``http`` is a URL without a path; every other address is host:port. ``model`` is "" without one."""
+    """``http`` is a URL without a path; every other address is host:port. ``model`` is "" without one.
+
+    Where a role has several processes, the singular names the first one and the plural all of them.
+    """
 
     http: str
     grpc: str
@@ -23,6 +26,9 @@ class Endpoints:
     controlplane: str = ""
     scheduler: str = ""
     workers: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
+    schedulers: tuple[str, ...] = ()
+    controlplanes: tuple[str, ...] = ()
     supervisor_pid: int = 0
     pids: dict[str, int] = field(default_factory=dict)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+import sys
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console, RenderableType
 
 from fairway.cli.errors import CliError
+
+
+class OutputClosed(Exception):
+    """Whoever read stdout went away, as `| head` does."""
 
 
 def out() -> Console:
@@ -22,32 +26,47 @@ def err() -> Console:
 
 
 def plain(console: Console, text: str = "", *, end: str = "\n") -> None:
-    """Write text as it is: no markup, no emoji codes, no wrapping, tabs kept, so that it can be pasted."""
+    """Write text as it is: no markup, no emoji codes, no wrapping, tabs kept, so that it can be pasted.
+
+    Raises OutputClosed when nobody reads it any more.
+    """
     # Past ``Console.print``, which turns `:b:` into a picture, tabs into blanks, and drops carriage returns.
-    console.file.write(text + end)
-    console.file.flush()
+    try:
+        console.file.write(text + end)
+        console.file.flush()
+    except BrokenPipeError as exc:
+        if console.stderr:
+            return  # an error that nobody reads keeps no command from its exit code
+        _detach_stdout()
+        raise OutputClosed from exc
 
 
-def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write a table to stdout: aligned for a terminal, tab-separated lines otherwise."""
+def write_rich(renderable: RenderableType) -> None:
+    """Write something of rich's to stdout. Raises OutputClosed."""
     console = out()
-    if not console.is_terminal:
-        for row in rows:
-            plain(console, "\t".join(row))
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # a cell's brackets are no markup
-    console.print(table)
+    with console.capture() as capture:
+        console.print(renderable)
+    plain(console, capture.get(), end="")
 
 
 def show_error(error: CliError) -> None:
     """Write the reason, the message and the next step to stderr."""
-    console = err()
-    console.print(f"[bold red]error[/] [bold]{error.reason}[/]: ", end="")
-    plain(console, error.message)
+    _marked("error", error.reason, error.message)
     if error.next_step:
-        console.print("[bold]next[/]: ", end="")
-        plain(console, error.next_step)
+        _marked("next", "", error.next_step)
+
+
+def _marked(mark: str, reason: str, text: str) -> None:
+    console = err()
+    style = "bold red" if mark == "error" else "bold"
+    with console.capture() as capture:
+        console.print(f"[{style}]{mark}[/]" + (f" [bold]{reason}[/]" if reason else "") + ": ", end="")
+    plain(console, capture.get() + text)
+
+
+def _detach_stdout() -> None:
+    """Point stdout at nothing: the interpreter flushes it once more when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -15,15 +15,33 @@ from fairway.cli.state import StateDir
 StateDirOption = Annotated[
     Path, typer.Option("--state-dir", help="Installation whose endpoints.json is used.", show_default=True)
 ]
-GrpcOption = Annotated[str, typer.Option("--grpc", envvar="FAIRWAY_GRPC", help="host:port of the gateway.")]
+GrpcOption = Annotated[
+    str, typer.Option("--grpc", envvar="FAIRWAY_GRPC", help="host:port of the gateway.", show_default=False)
+]
 ControlPlaneOption = Annotated[
-    str, typer.Option("--controlplane", envvar="FAIRWAY_CONTROLPLANE", help="host:port of the control plane.")
+    str,
+    typer.Option(
+        "--controlplane",
+        envvar="FAIRWAY_CONTROLPLANE",
+        help="host:port of the control plane; of several, between commas, the first that answers.",
+        show_default=False,
+    ),
 ]
 RegistryOption = Annotated[
-    str, typer.Option("--registry", envvar="FAIRWAY_REGISTRY", help="host:port of the registry.")
+    str,
+    typer.Option(
+        "--registry", envvar="FAIRWAY_REGISTRY", help="host:port of the registry.", show_default=False
+    ),
 ]
-ApiKeyOption = Annotated[str, typer.Option("--api-key", envvar="FAIRWAY_API_KEY", show_default=False)]
-AdminKeyOption = Annotated[str, typer.Option("--admin-key", envvar="FAIRWAY_ADMIN_KEY", show_default=False)]
+ApiKeyOption = Annotated[
+    str,
+    typer.Option(
+        "--api-key", envvar="FAIRWAY_API_KEY", help="Key of the data plane.", show_default=False
+    ),
+]
+AdminKeyOption = Annotated[
+    str, typer.Option("--admin-key", envvar="FAIRWAY_ADMIN_KEY", help="Operator's key.", show_default=False)
+]
 DEFAULT_STATE_DIR = Path(".fairway")
 
 
@@ -39,7 +57,7 @@ def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     """Return the gateway to call. Raises CliError when neither flags, environment nor file name it."""
     found = _endpoints(state_dir)
     return _target(
-        "gateway", address or (found.grpc if found else ""), api_key or (found.api_key if found else "")
+        "gateway", address or (_several(found.gateways, found.grpc) if found else ""), api_key or (found.api_key if found else "")
     )
 
 
@@ -48,7 +66,7 @@ def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
     found = _endpoints(state_dir)
     return _target(
         "controlplane",
-        address or (found.controlplane if found else ""),
+        address or (_several(found.controlplanes, found.controlplane) if found else ""),
         admin_key or (found.admin_key if found else ""),
     )
 
@@ -72,6 +90,10 @@ def default_model(model: str, state_dir: Path) -> str:
             "NO_MODEL", "no model was named", next_step="add --model NAME", exit_code=ExitCode.USAGE
         )
     return name
+
+
+def _several(addresses: tuple[str, ...], first: str) -> str:
+    return ",".join(addresses) or first
 
 
 def _endpoints(state_dir: Path) -> Endpoints | None:

@@ -5,6 +5,7 @@ Desired state: every resource has Create, Get, List, Update, Delete where they m
 
 from collections import abc as _abc
 from fairway.v1 import common_pb2 as _common_pb2
+from fairway.v1 import scheduler_pb2 as _scheduler_pb2
 from fairway.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -69,6 +70,46 @@ ROLLOUT_PHASE_COMPLETED: RolloutPhase.ValueType  # 5
 ROLLOUT_PHASE_ABORTED: RolloutPhase.ValueType  # 6
 Global___RolloutPhase: _TypeAlias = RolloutPhase  # noqa: Y015
 
+class _NodeState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NODE_STATE_UNSPECIFIED: _NodeState.ValueType  # 0
+    NODE_STATE_LIVE: _NodeState.ValueType  # 1
+    """It holds its lease."""
+    NODE_STATE_LOST: _NodeState.ValueType  # 2
+    """Its lease is gone: it ended, died, or was cut off."""
+
+class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper): ...
+
+NODE_STATE_UNSPECIFIED: NodeState.ValueType  # 0
+NODE_STATE_LIVE: NodeState.ValueType  # 1
+"""It holds its lease."""
+NODE_STATE_LOST: NodeState.ValueType  # 2
+"""Its lease is gone: it ended, died, or was cut off."""
+Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
+class _EventSeverity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EventSeverityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventSeverity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVENT_SEVERITY_UNSPECIFIED: _EventSeverity.ValueType  # 0
+    EVENT_SEVERITY_INFO: _EventSeverity.ValueType  # 1
+    EVENT_SEVERITY_WARNING: _EventSeverity.ValueType  # 2
+    """An operator should look."""
+
+class EventSeverity(_EventSeverity, metaclass=_EventSeverityEnumTypeWrapper): ...
+
+EVENT_SEVERITY_UNSPECIFIED: EventSeverity.ValueType  # 0
+EVENT_SEVERITY_INFO: EventSeverity.ValueType  # 1
+EVENT_SEVERITY_WARNING: EventSeverity.ValueType  # 2
+"""An operator should look."""
+Global___EventSeverity: _TypeAlias = EventSeverity  # noqa: Y015
+
 class _ResourceKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -82,6 +123,10 @@ class _ResourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Resource
     RESOURCE_KIND_ROLLOUT: _ResourceKind.ValueType  # 4
     RESOURCE_KIND_NODE: _ResourceKind.ValueType  # 5
     RESOURCE_KIND_BUDGET: _ResourceKind.ValueType  # 6
+    RESOURCE_KIND_MODEL: _ResourceKind.ValueType  # 7
+    """Registered versions and tags."""
+    RESOURCE_KIND_LEADER: _ResourceKind.ValueType  # 8
+    """Of events only: who leads."""
 
 class ResourceKind(_ResourceKind, metaclass=_ResourceKindEnumTypeWrapper): ...
 
@@ -92,6 +137,10 @@ RESOURCE_KIND_DEPLOYMENT: ResourceKind.ValueType  # 3
 RESOURCE_KIND_ROLLOUT: ResourceKind.ValueType  # 4
 RESOURCE_KIND_NODE: ResourceKind.ValueType  # 5
 RESOURCE_KIND_BUDGET: ResourceKind.ValueType  # 6
+RESOURCE_KIND_MODEL: ResourceKind.ValueType  # 7
+"""Registered versions and tags."""
+RESOURCE_KIND_LEADER: ResourceKind.ValueType  # 8
+"""Of events only: who leads."""
 Global___ResourceKind: _TypeAlias = ResourceKind  # noqa: Y015
 
 @_typing.final
@@ -319,10 +368,15 @@ class DeploymentStatus(_message.Message):
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    TAG_DIGEST_FIELD_NUMBER: _builtins.int
     assigned_replicas: _builtins.int
     ready_replicas: _builtins.int
     message: _builtins.str
     """Why it is not at its replicas."""
+    tag_digest: _builtins.str
+    """Where version is a tag: what the tag names now. Another than version_digest: update the deployment to
+    follow it.
+    """
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]: ...
     def __init__(
@@ -332,10 +386,11 @@ class DeploymentStatus(_message.Message):
         ready_replicas: _builtins.int = ...,
         message: _builtins.str = ...,
         replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        tag_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned_replicas", b"assigned_replicas", "message", b"message", "ready_replicas", b"ready_replicas", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned_replicas", b"assigned_replicas", "message", b"message", "ready_replicas", b"ready_replicas", "replicas", b"replicas", "tag_digest", b"tag_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -349,10 +404,21 @@ class ReplicaStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     PROGRESS_RATIO_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    RETRY_TIME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _worker_pb2.VersionState.ValueType
     message: _builtins.str
     progress_ratio: _builtins.float
+    reason: _builtins.str
+    """Stable, upper-case: why it failed, such as DOES_NOT_FIT."""
+    failed_attempts: _builtins.int
+    """Attempts that failed in a row, and when the next is made. Absent: time alone brings none; what does
+    not fit is tried again once enough memory is free.
+    """
+    @_builtins.property
+    def retry_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -360,10 +426,13 @@ class ReplicaStatus(_message.Message):
         state: _worker_pb2.VersionState.ValueType = ...,
         message: _builtins.str = ...,
         progress_ratio: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        failed_attempts: _builtins.int = ...,
+        retry_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "progress_ratio", b"progress_ratio", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempts", b"failed_attempts", "message", b"message", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,6 +503,42 @@ class Rollout(_message.Message):
 Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
 @_typing.final
+class DrainProgress(_message.Message):
+    """How far a node is with giving up what it runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    ASSIGNED_VERSIONS_FIELD_NUMBER: _builtins.int
+    ENDING_VERSIONS_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    """Nothing is assigned, and nothing runs."""
+    assigned_versions: _builtins.int
+    """Assigned until their replacement is READY elsewhere."""
+    ending_versions: _builtins.int
+    """No longer assigned; their last sequences end."""
+    @_builtins.property
+    def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why it is not done, one line per version."""
+
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        assigned_versions: _builtins.int = ...,
+        ending_versions: _builtins.int = ...,
+        waiting_for: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned_versions", b"assigned_versions", "done", b"done", "ending_versions", b"ending_versions", "waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProgress: _TypeAlias = DrainProgress  # noqa: Y015
+
+@_typing.final
 class Node(_message.Message):
     """A worker, as operators see it."""
 
@@ -448,6 +553,9 @@ class Node(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -455,10 +563,17 @@ class Node(_message.Message):
     device: _builtins.str
     memory_bytes: _builtins.int
     zone: _builtins.str
+    state: Global___NodeState.ValueType
+    memory_free_bytes: _builtins.int
+    """Of memory_bytes: granted to no version. What each version holds stands with the version."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.LoadedVersion]: ...
+    @_builtins.property
+    def drain(self) -> Global___DrainProgress:
+        """Set while draining."""
+
     def __init__(
         self,
         *,
@@ -471,10 +586,13 @@ class Node(_message.Message):
         memory_bytes: _builtins.int = ...,
         versions: _abc.Iterable[_worker_pb2.LoadedVersion] | None = ...,
         zone: _builtins.str = ...,
+        state: Global___NodeState.ValueType = ...,
+        memory_free_bytes: _builtins.int = ...,
+        drain: Global___DrainProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "metadata", b"metadata", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "state", b"state", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,17 +909,21 @@ class DeleteTenantRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1007,17 +1129,21 @@ class DeleteKeyRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1044,7 +1170,12 @@ class RotateKeyRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     GRACE_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again, within ten minutes, returns the same secret."""
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -1052,10 +1183,12 @@ class RotateKeyRequest(_message.Message):
         *,
         name: _builtins.str = ...,
         grace: _duration_pb2.Duration | None = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "grace", b"grace", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1265,17 +1398,21 @@ class DeleteDeploymentRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1431,17 +1568,21 @@ class PromoteRolloutRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1473,17 +1614,21 @@ class PauseRolloutRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1515,17 +1660,21 @@ class ResumeRolloutRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1557,17 +1706,21 @@ class AbortRolloutRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1683,15 +1836,22 @@ class CordonNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1722,15 +1882,22 @@ class UncordonNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1761,15 +1928,22 @@ class DrainNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1794,6 +1968,288 @@ class DrainNodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class DeleteNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteNodeRequest: _TypeAlias = DeleteNodeRequest  # noqa: Y015
+
+@_typing.final
+class DeleteNodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteNodeResponse: _TypeAlias = DeleteNodeResponse  # noqa: Y015
+
+@_typing.final
+class ListQueuesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many pools; 0: 100."""
+    page_token: _builtins.str
+    tenant: _builtins.str
+    """Only this tenant's shares. Empty: all."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueuesRequest: _TypeAlias = ListQueuesRequest  # noqa: Y015
+
+@_typing.final
+class Queue(_message.Message):
+    """A pool of the scheduler, and the deployments that are served from it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    DEPLOYMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pool(self) -> _scheduler_pb2.PoolQueue: ...
+    @_builtins.property
+    def deployments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        pool: _scheduler_pb2.PoolQueue | None = ...,
+        deployments: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployments", b"deployments", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Queue: _TypeAlias = Queue  # noqa: Y015
+
+@_typing.final
+class ListQueuesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    leader_id: _builtins.str
+    leader_epoch: _builtins.int
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]: ...
+    def __init__(
+        self,
+        *,
+        queues: _abc.Iterable[Global___Queue] | None = ...,
+        next_page_token: _builtins.str = ...,
+        leader_id: _builtins.str = ...,
+        leader_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "leader_id", b"leader_id", "next_page_token", b"next_page_token", "queues", b"queues"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueuesResponse: _TypeAlias = ListQueuesResponse  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """Something that happened, once, told by the difference of two states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    RESOURCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Unique; in the order of the names, events happened."""
+    kind: Global___ResourceKind.ValueType
+    resource: _builtins.str
+    reason: _builtins.str
+    """Stable, upper-case: what to switch on, such as NODE_LOST."""
+    severity: Global___EventSeverity.ValueType
+    message: _builtins.str
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When a control plane saw it."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        kind: Global___ResourceKind.ValueType = ...,
+        resource: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        severity: Global___EventSeverity.ValueType = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "name", b"name", "reason", b"reason", "resource", b"resource", "severity", b"severity", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    RESOURCE_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    resource: _builtins.str
+    """Only of the resource with this name. Empty: all."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___ResourceKind.ValueType]:
+        """Only of these kinds. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        kinds: _abc.Iterable[Global___ResourceKind.ValueType] | None = ...,
+        resource: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "page_size", b"page_size", "page_token", b"page_token", "resource", b"resource"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class WatchEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KINDS_FIELD_NUMBER: _builtins.int
+    RESOURCE_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    AFTER_REVISION_FIELD_NUMBER: _builtins.int
+    resource: _builtins.str
+    """Only of the resource with this name. Empty: all."""
+    newest: _builtins.int
+    """How many of the newest to begin with. Not used when resuming."""
+    after_revision: _builtins.int
+    """Resume after the last revision seen. 0: begin."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___ResourceKind.ValueType]:
+        """Only of these kinds. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        kinds: _abc.Iterable[Global___ResourceKind.ValueType] | None = ...,
+        resource: _builtins.str = ...,
+        newest: _builtins.int = ...,
+        after_revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "kinds", b"kinds", "newest", b"newest", "resource", b"resource"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class WatchEventsResponse(_message.Message):
+    """Without events: a sign of life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]: ...
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        events: _abc.Iterable[Global___Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
 
 @_typing.final
 class CreateBudgetRequest(_message.Message):
@@ -1976,17 +2432,21 @@ class DeleteBudgetRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2141,6 +2601,62 @@ class WatchResourcesRequest(_message.Message):
 Global___WatchResourcesRequest: _TypeAlias = WatchResourcesRequest  # noqa: Y015
 
 @_typing.final
+class ModelVersion(_message.Message):
+    """A registered version, by its digest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version_digest: _builtins.str
+    size_bytes: _builtins.int
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "model", b"model", "size_bytes", b"size_bytes", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
+
+@_typing.final
+class ModelTag(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    tag: _builtins.str
+    version_digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tag: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tag", b"tag", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelTag: _TypeAlias = ModelTag  # noqa: Y015
+
+@_typing.final
 class ResourceChange(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2150,8 +2666,11 @@ class ResourceChange(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_TAG_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
     deleted: _builtins.bool
+    """Only what names the resource is set then."""
     @_builtins.property
     def tenant(self) -> Global___Tenant: ...
     @_builtins.property
@@ -2164,6 +2683,10 @@ class ResourceChange(_message.Message):
     def node(self) -> Global___Node: ...
     @_builtins.property
     def budget(self) -> Global___Budget: ...
+    @_builtins.property
+    def model_version(self) -> Global___ModelVersion: ...
+    @_builtins.property
+    def model_tag(self) -> Global___ModelTag: ...
     def __init__(
         self,
         *,
@@ -2173,13 +2696,15 @@ class ResourceChange(_message.Message):
         rollout: Global___Rollout | None = ...,
         node: Global___Node | None = ...,
         budget: Global___Budget | None = ...,
+        model_version: Global___ModelVersion | None = ...,
+        model_tag: Global___ModelTag | None = ...,
         deleted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deployment", b"deployment", "key", b"key", "node", b"node", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deleted", b"deleted", "deployment", b"deployment", "key", b"key", "node", b"node", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deleted", b"deleted", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_resource: _TypeAlias = _typing.Literal["tenant", "key", "deployment", "rollout", "node", "budget"]  # noqa: Y015
+    _WhichOneofReturnType_resource: _TypeAlias = _typing.Literal["tenant", "key", "deployment", "rollout", "node", "budget", "model_version", "model_tag"]  # noqa: Y015
     _WhichOneofArgType_resource: _TypeAlias = _typing.Literal["resource", b"resource"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_resource) -> _WhichOneofReturnType_resource | None: ...
 
@@ -2187,12 +2712,15 @@ Global___ResourceChange: _TypeAlias = ResourceChange  # noqa: Y015
 
 @_typing.final
 class WatchResourcesResponse(_message.Message):
+    """Without changes: a sign of life."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
+    """Resume from here."""
     snapshot_end: _builtins.bool
     """The first answer is complete up to revision."""
     @_builtins.property

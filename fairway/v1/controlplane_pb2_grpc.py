@@ -174,6 +174,26 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
+        self.DeleteNode = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/DeleteNode',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteNodeRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteNodeResponse.FromString,
+                _registered_method=True)
+        self.ListQueues = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListQueues',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListEvents',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/fairway.v1.ControlPlaneService/WatchEvents',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
         self.CreateBudget = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/CreateBudget',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateBudgetRequest.SerializeToString,
@@ -384,7 +404,35 @@ class ControlPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Cordon, and move its assignments elsewhere.
+        """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteNode(self, request, context):
+        """Forget a node that is gone, and what was assigned to it. Refused while it lives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQueues(self, request, context):
+        """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """What happened in the fleet, newest first. Kept for about an hour.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """The newest events, oldest of them first, then every further one as it happens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -581,6 +629,26 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'DeleteNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteNode,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteNodeRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteNodeResponse.SerializeToString,
+            ),
+            'ListQueues': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueues,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListEventsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.WatchEventsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.WatchEventsResponse.SerializeToString,
             ),
             'CreateBudget': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateBudget,
@@ -1379,6 +1447,114 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DrainNode',
             fairway_dot_v1_dot_controlplane__pb2.DrainNodeRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/DeleteNode',
+            fairway_dot_v1_dot_controlplane__pb2.DeleteNodeRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.DeleteNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQueues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListQueues',
+            fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListEvents',
+            fairway_dot_v1_dot_controlplane__pb2.ListEventsRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/WatchEvents',
+            fairway_dot_v1_dot_controlplane__pb2.WatchEventsRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

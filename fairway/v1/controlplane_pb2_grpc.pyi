@@ -61,7 +61,15 @@ class ControlPlaneServiceStub:
     """Give a node no new work."""
     UncordonNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UncordonNodeRequest, _controlplane_pb2.UncordonNodeResponse]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DrainNodeRequest, _controlplane_pb2.DrainNodeResponse]
-    """Cordon, and move its assignments elsewhere."""
+    """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is."""
+    DeleteNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteNodeRequest, _controlplane_pb2.DeleteNodeResponse]
+    """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
+    ListQueues: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]
+    """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListEventsRequest, _controlplane_pb2.ListEventsResponse]
+    """What happened in the fleet, newest first. Kept for about an hour."""
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_controlplane_pb2.WatchEventsRequest, _controlplane_pb2.WatchEventsResponse]
+    """The newest events, oldest of them first, then every further one as it happens."""
     CreateBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateBudgetRequest, _controlplane_pb2.CreateBudgetResponse]
     GetBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetBudgetRequest, _controlplane_pb2.GetBudgetResponse]
     ListBudgets: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListBudgetsRequest, _controlplane_pb2.ListBudgetsResponse]
@@ -105,7 +113,15 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """Give a node no new work."""
     UncordonNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UncordonNodeRequest, _controlplane_pb2.UncordonNodeResponse]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DrainNodeRequest, _controlplane_pb2.DrainNodeResponse]  # type: ignore[assignment]
-    """Cordon, and move its assignments elsewhere."""
+    """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is."""
+    DeleteNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteNodeRequest, _controlplane_pb2.DeleteNodeResponse]  # type: ignore[assignment]
+    """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
+    ListQueues: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]  # type: ignore[assignment]
+    """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+    ListEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListEventsRequest, _controlplane_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """What happened in the fleet, newest first. Kept for about an hour."""
+    WatchEvents: _aio.UnaryStreamMultiCallable[_controlplane_pb2.WatchEventsRequest, _controlplane_pb2.WatchEventsResponse]  # type: ignore[assignment]
+    """The newest events, oldest of them first, then every further one as it happens."""
     CreateBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateBudgetRequest, _controlplane_pb2.CreateBudgetResponse]  # type: ignore[assignment]
     GetBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetBudgetRequest, _controlplane_pb2.GetBudgetResponse]  # type: ignore[assignment]
     ListBudgets: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListBudgetsRequest, _controlplane_pb2.ListBudgetsResponse]  # type: ignore[assignment]
@@ -314,7 +330,39 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DrainNodeResponse, _abc.Awaitable[_controlplane_pb2.DrainNodeResponse]]:
-        """Cordon, and move its assignments elsewhere."""
+        """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is."""
+
+    @_abc_1.abstractmethod
+    def DeleteNode(
+        self,
+        request: _controlplane_pb2.DeleteNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.DeleteNodeResponse, _abc.Awaitable[_controlplane_pb2.DeleteNodeResponse]]:
+        """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
+
+    @_abc_1.abstractmethod
+    def ListQueues(
+        self,
+        request: _controlplane_pb2.ListQueuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListQueuesResponse, _abc.Awaitable[_controlplane_pb2.ListQueuesResponse]]:
+        """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _controlplane_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListEventsResponse, _abc.Awaitable[_controlplane_pb2.ListEventsResponse]]:
+        """What happened in the fleet, newest first. Kept for about an hour."""
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _controlplane_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_controlplane_pb2.WatchEventsResponse], _abc.AsyncIterator[_controlplane_pb2.WatchEventsResponse]]:
+        """The newest events, oldest of them first, then every further one as it happens."""
 
     @_abc_1.abstractmethod
     def CreateBudget(

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from fairway.v1 import options_pb2 as fairway_dot_v1_dot_options__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66\x61irway/v1/registry.proto\x12\nfairway.v1\x1a\x18\x66\x61irway/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa3\x01\n\x0cManifestFile\x12\x17\n\x04path\x18\x01 \x01(\tB\t\xaa\xbb\x18\x05\x08\x80\x04\x38\x01\x12\x1a\n\nsize_bytes\x18\x02 \x01(\x04\x42\x06\xaa\xbb\x18\x02(\x01\x12-\n\x06\x64igest\x18\x03 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\x12/\n\x06\x63hunks\x18\x04 \x03(\tB\x1f\xaa\xbb\x18\x1b\x08G\x10\x80\x80\x10\x32\x13sha256:[0-9a-f]{64}\"\xb2\x03\n\x08Manifest\x12&\n\x06schema\x18\x01 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\xf0?\x12\x30\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x18.fairway.v1.ManifestFileB\x07\xaa\xbb\x18\x03\x10\x80 \x12,\n\x04kind\x18\x03 \x01(\tB\x1e\xaa\xbb\x18\x1a\x08 2\x14\x63\x61usal-lm|fixed-cost8\x01\x12\x35\n\x10tokenizer_digest\x18\x04 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x39\n\x14\x63hat_template_digest\x18\x05 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12=\n\x18sampling_defaults_digest\x18\x06 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x39\n\x14safety_policy_digest\x18\x07 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x32\n\x12max_context_tokens\x18\x08 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00pA\"\xa3\x01\n\x07Version\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12&\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.fairway.v1.Manifest\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04tags\x18\x06 \x03(\t\"L\n\x18\x46indMissingChunksRequest\x12\x30\n\x07\x64igests\x18\x01 \x03(\tB\x1f\xaa\xbb\x18\x1b\x08G\x10\x80\x80\x04\x32\x13sha256:[0-9a-f]{64}\",\n\x19\x46indMissingChunksResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"h\n\x0b\x43hunkHeader\x12-\n\x06\x64igest\x18\x01 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\x12*\n\nsize_bytes\x18\x02 \x01(\x04\x42\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00pA\"a\n\x12UploadChunkRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.fairway.v1.ChunkHeaderH\x00\x12\x18\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x42\x08\xaa\xbb\x18\x04\x08\x80\x80@H\x00\x42\x06\n\x04part\"%\n\x13UploadChunkResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"s\n\x14\x44ownloadChunkRequest\x12-\n\x06\x64igest\x18\x01 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\x12,\n\x0coffset_bytes\x18\x02 \x01(\x04\x42\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00pA\"%\n\x15\x44ownloadChunkResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x81\x01\n\x14\x43reateVersionRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12.\n\x08manifest\x18\x02 \x01(\x0b\x32\x14.fairway.v1.ManifestB\x06\xaa\xbb\x18\x02\x38\x01\"N\n\x15\x43reateVersionResponse\x12$\n\x07version\x18\x01 \x01(\x0b\x32\x13.fairway.v1.Version\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"j\n\x11GetVersionRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12\x1a\n\x07version\x18\x02 \x01(\tB\t\xaa\xbb\x18\x05\x08\x80\x01\x38\x01\":\n\x12GetVersionResponse\x12$\n\x07version\x18\x01 \x01(\x0b\x32\x13.fairway.v1.Version\"\x98\x01\n\x13ListVersionsRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12)\n\tpage_size\x18\x02 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00@\x8f@\x12\x1b\n\npage_token\x18\x03 \x01(\tB\x07\xaa\xbb\x18\x03\x08\x80\x02\"V\n\x14ListVersionsResponse\x12%\n\x08versions\x18\x01 \x03(\x0b\x32\x13.fairway.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x93\x01\n\x0fRegisteredModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x04tags\x18\x02 \x03(\x0b\x32%.fairway.v1.RegisteredModel.TagsEntry\x12\x10\n\x08versions\x18\x03 \x01(\r\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x1bListRegisteredModelsRequest\x12)\n\tpage_size\x18\x01 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00@\x8f@\x12\x1b\n\npage_token\x18\x02 \x01(\tB\x07\xaa\xbb\x18\x03\x08\x80\x02\"d\n\x1cListRegisteredModelsResponse\x12+\n\x06models\x18\x01 \x03(\x0b\x32\x1b.fairway.v1.RegisteredModel\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb1\x01\n\rSetTagRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12\x36\n\x03tag\x18\x02 \x01(\tB)\xaa\xbb\x18%\x08@2\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12-\n\x06\x64igest\x18\x03 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\"\"\n\x0eSetTagResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x85\x01\n\x10\x44\x65leteTagRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12\x36\n\x03tag\x18\x02 \x01(\tB)\xaa\xbb\x18%\x08@2\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\"\x13\n\x11\x44\x65leteTagResponse2\xca\x06\n\x0fRegistryService\x12g\n\x11\x46indMissingChunks\x12$.fairway.v1.FindMissingChunksRequest\x1a%.fairway.v1.FindMissingChunksResponse\"\x05\xb2\xbb\x18\x01\x03\x12W\n\x0bUploadChunk\x12\x1e.fairway.v1.UploadChunkRequest\x1a\x1f.fairway.v1.UploadChunkResponse\"\x05\xb2\xbb\x18\x01\x03(\x01\x12^\n\rDownloadChunk\x12 .fairway.v1.DownloadChunkRequest\x1a!.fairway.v1.DownloadChunkResponse\"\x06\xb2\xbb\x18\x02\x03\x04\x30\x01\x12[\n\rCreateVersion\x12 .fairway.v1.CreateVersionRequest\x1a!.fairway.v1.CreateVersionResponse\"\x05\xb2\xbb\x18\x01\x03\x12S\n\nGetVersion\x12\x1d.fairway.v1.GetVersionRequest\x1a\x1e.fairway.v1.GetVersionResponse\"\x06\xb2\xbb\x18\x02\x03\x04\x12X\n\x0cListVersions\x12\x1f.fairway.v1.ListVersionsRequest\x1a .fairway.v1.ListVersionsResponse\"\x05\xb2\xbb\x18\x01\x03\x12p\n\x14ListRegisteredModels\x12\'.fairway.v1.ListRegisteredModelsRequest\x1a(.fairway.v1.ListRegisteredModelsResponse\"\x05\xb2\xbb\x18\x01\x03\x12\x46\n\x06SetTag\x12\x19.fairway.v1.SetTagRequest\x1a\x1a.fairway.v1.SetTagResponse\"\x05\xb2\xbb\x18\x01\x03\x12O\n\tDeleteTag\x12\x1c.fairway.v1.DeleteTagRequest\x1a\x1d.fairway.v1.DeleteTagResponse\"\x05\xb2\xbb\x18\x01\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66\x61irway/v1/registry.proto\x12\nfairway.v1\x1a\x18\x66\x61irway/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa3\x01\n\x0cManifestFile\x12\x17\n\x04path\x18\x01 \x01(\tB\t\xaa\xbb\x18\x05\x08\x80\x04\x38\x01\x12\x1a\n\nsize_bytes\x18\x02 \x01(\x04\x42\x06\xaa\xbb\x18\x02(\x01\x12-\n\x06\x64igest\x18\x03 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\x12/\n\x06\x63hunks\x18\x04 \x03(\tB\x1f\xaa\xbb\x18\x1b\x08G\x10\x80\x80\x10\x32\x13sha256:[0-9a-f]{64}\"\xa2\x04\n\x08Manifest\x12&\n\x06schema\x18\x01 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00@\x12\x30\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x18.fairway.v1.ManifestFileB\x07\xaa\xbb\x18\x03\x10\x80 \x12,\n\x04kind\x18\x03 \x01(\tB\x1e\xaa\xbb\x18\x1a\x08 2\x14\x63\x61usal-lm|fixed-cost8\x01\x12\x35\n\x10tokenizer_digest\x18\x04 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x39\n\x14\x63hat_template_digest\x18\x05 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12=\n\x18sampling_defaults_digest\x18\x06 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x39\n\x14safety_policy_digest\x18\x07 \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x32\n\x12max_context_tokens\x18\x08 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00pA\x12\x39\n\x14\x65ngine_limits_digest\x18\t \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\x12\x33\n\x0eweights_digest\x18\n \x01(\tB\x1b\xaa\xbb\x18\x17\x08G2\x13sha256:[0-9a-f]{64}\"\xa3\x01\n\x07Version\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12&\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.fairway.v1.Manifest\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04tags\x18\x06 \x03(\t\"L\n\x18\x46indMissingChunksRequest\x12\x30\n\x07\x64igests\x18\x01 \x03(\tB\x1f\xaa\xbb\x18\x1b\x08G\x10\x80\x80\x04\x32\x13sha256:[0-9a-f]{64}\",\n\x19\x46indMissingChunksResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"h\n\x0b\x43hunkHeader\x12-\n\x06\x64igest\x18\x01 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\x12*\n\nsize_bytes\x18\x02 \x01(\x04\x42\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00pA\"a\n\x12UploadChunkRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.fairway.v1.ChunkHeaderH\x00\x12\x18\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x42\x08\xaa\xbb\x18\x04\x08\x80\x80@H\x00\x42\x06\n\x04part\"%\n\x13UploadChunkResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"s\n\x14\x44ownloadChunkRequest\x12-\n\x06\x64igest\x18\x01 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\x12,\n\x0coffset_bytes\x18\x02 \x01(\x04\x42\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x00pA\"%\n\x15\x44ownloadChunkResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x81\x01\n\x14\x43reateVersionRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12.\n\x08manifest\x18\x02 \x01(\x0b\x32\x14.fairway.v1.ManifestB\x06\xaa\xbb\x18\x02\x38\x01\"N\n\x15\x43reateVersionResponse\x12$\n\x07version\x18\x01 \x01(\x0b\x32\x13.fairway.v1.Version\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"j\n\x11GetVersionRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12\x1a\n\x07version\x18\x02 \x01(\tB\t\xaa\xbb\x18\x05\x08\x80\x01\x38\x01\":\n\x12GetVersionResponse\x12$\n\x07version\x18\x01 \x01(\x0b\x32\x13.fairway.v1.Version\"\x98\x01\n\x13ListVersionsRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12)\n\tpage_size\x18\x02 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00@\x8f@\x12\x1b\n\npage_token\x18\x03 \x01(\tB\x07\xaa\xbb\x18\x03\x08\x80\x02\"V\n\x14ListVersionsResponse\x12%\n\x08versions\x18\x01 \x03(\x0b\x32\x13.fairway.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x93\x01\n\x0fRegisteredModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x04tags\x18\x02 \x03(\x0b\x32%.fairway.v1.RegisteredModel.TagsEntry\x12\x10\n\x08versions\x18\x03 \x01(\r\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x1bListRegisteredModelsRequest\x12)\n\tpage_size\x18\x01 \x01(\rB\x16\xaa\xbb\x18\x12\x19\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00@\x8f@\x12\x1b\n\npage_token\x18\x02 \x01(\tB\x07\xaa\xbb\x18\x03\x08\x80\x02\"d\n\x1cListRegisteredModelsResponse\x12+\n\x06models\x18\x01 \x03(\x0b\x32\x1b.fairway.v1.RegisteredModel\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb1\x01\n\rSetTagRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12\x36\n\x03tag\x18\x02 \x01(\tB)\xaa\xbb\x18%\x08@2\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12-\n\x06\x64igest\x18\x03 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\"\"\n\x0eSetTagResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x85\x01\n\x10\x44\x65leteTagRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12\x36\n\x03tag\x18\x02 \x01(\tB)\xaa\xbb\x18%\x08@2\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\"\x13\n\x11\x44\x65leteTagResponse\"\x80\x01\n\x14\x44\x65leteVersionRequest\x12\x39\n\x05model\x18\x01 \x01(\tB*\xaa\xbb\x18&\x08\x80\x01\x32\x1f[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\x01\x12-\n\x06\x64igest\x18\x02 \x01(\tB\x1d\xaa\xbb\x18\x19\x08G2\x13sha256:[0-9a-f]{64}8\x01\"\x17\n\x15\x44\x65leteVersionResponse\"d\n\x15\x43ollectGarbageRequest\x12\x17\n\x07\x64ry_run\x18\x01 \x01(\x08\x42\x06\xaa\xbb\x18\x02(\x01\x12\x32\n\x07min_age\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\xaa\xbb\x18\x02(\x01\"\x9e\x01\n\x16\x43ollectGarbageResponse\x12\x15\n\rdeleted_blobs\x18\x01 \x01(\x04\x12\x15\n\rdeleted_bytes\x18\x02 \x01(\x04\x12\x12\n\nkept_blobs\x18\x03 \x01(\x04\x12\x12\n\nkept_bytes\x18\x04 \x01(\x04\x12\x13\n\x0byoung_blobs\x18\x05 \x01(\x04\x12\x19\n\x11\x64\x65leted_leftovers\x18\x06 \x01(\x04\x32\x87\x08\n\x0fRegistryService\x12g\n\x11\x46indMissingChunks\x12$.fairway.v1.FindMissingChunksRequest\x1a%.fairway.v1.FindMissingChunksResponse\"\x05\xb2\xbb\x18\x01\x03\x12W\n\x0bUploadChunk\x12\x1e.fairway.v1.UploadChunkRequest\x1a\x1f.fairway.v1.UploadChunkResponse\"\x05\xb2\xbb\x18\x01\x03(\x01\x12^\n\rDownloadChunk\x12 .fairway.v1.DownloadChunkRequest\x1a!.fairway.v1.DownloadChunkResponse\"\x06\xb2\xbb\x18\x02\x03\x04\x30\x01\x12[\n\rCreateVersion\x12 .fairway.v1.CreateVersionRequest\x1a!.fairway.v1.CreateVersionResponse\"\x05\xb2\xbb\x18\x01\x03\x12S\n\nGetVersion\x12\x1d.fairway.v1.GetVersionRequest\x1a\x1e.fairway.v1.GetVersionResponse\"\x06\xb2\xbb\x18\x02\x03\x04\x12X\n\x0cListVersions\x12\x1f.fairway.v1.ListVersionsRequest\x1a .fairway.v1.ListVersionsResponse\"\x05\xb2\xbb\x18\x01\x03\x12p\n\x14ListRegisteredModels\x12\'.fairway.v1.ListRegisteredModelsRequest\x1a(.fairway.v1.ListRegisteredModelsResponse\"\x05\xb2\xbb\x18\x01\x03\x12\x46\n\x06SetTag\x12\x19.fairway.v1.SetTagRequest\x1a\x1a.fairway.v1.SetTagResponse\"\x05\xb2\xbb\x18\x01\x03\x12O\n\tDeleteTag\x12\x1c.fairway.v1.DeleteTagRequest\x1a\x1d.fairway.v1.DeleteTagResponse\"\x05\xb2\xbb\x18\x01\x03\x12[\n\rDeleteVersion\x12 .fairway.v1.DeleteVersionRequest\x1a!.fairway.v1.DeleteVersionResponse\"\x05\xb2\xbb\x18\x01\x03\x12^\n\x0e\x43ollectGarbage\x12!.fairway.v1.CollectGarbageRequest\x1a\".fairway.v1.CollectGarbageResponse\"\x05\xb2\xbb\x18\x01\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,7 +43,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFESTFILE'].fields_by_name['chunks']._loaded_options = None
   _globals['_MANIFESTFILE'].fields_by_name['chunks']._serialized_options = b'\252\273\030\033\010G\020\200\200\0202\023sha256:[0-9a-f]{64}'
   _globals['_MANIFEST'].fields_by_name['schema']._loaded_options = None
-  _globals['_MANIFEST'].fields_by_name['schema']._serialized_options = b'\252\273\030\022\031\000\000\000\000\000\000\360?!\000\000\000\000\000\000\360?'
+  _globals['_MANIFEST'].fields_by_name['schema']._serialized_options = b'\252\273\030\022\031\000\000\000\000\000\000\360?!\000\000\000\000\000\000\000@'
   _globals['_MANIFEST'].fields_by_name['files']._loaded_options = None
   _globals['_MANIFEST'].fields_by_name['files']._serialized_options = b'\252\273\030\003\020\200 '
   _globals['_MANIFEST'].fields_by_name['kind']._loaded_options = None
@@ -57,6 +58,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFEST'].fields_by_name['safety_policy_digest']._serialized_options = b'\252\273\030\027\010G2\023sha256:[0-9a-f]{64}'
   _globals['_MANIFEST'].fields_by_name['max_context_tokens']._loaded_options = None
   _globals['_MANIFEST'].fields_by_name['max_context_tokens']._serialized_options = b'\252\273\030\022\031\000\000\000\000\000\000\000\000!\000\000\000\000\000\000pA'
+  _globals['_MANIFEST'].fields_by_name['engine_limits_digest']._loaded_options = None
+  _globals['_MANIFEST'].fields_by_name['engine_limits_digest']._serialized_options = b'\252\273\030\027\010G2\023sha256:[0-9a-f]{64}'
+  _globals['_MANIFEST'].fields_by_name['weights_digest']._loaded_options = None
+  _globals['_MANIFEST'].fields_by_name['weights_digest']._serialized_options = b'\252\273\030\027\010G2\023sha256:[0-9a-f]{64}'
   _globals['_FINDMISSINGCHUNKSREQUEST'].fields_by_name['digests']._loaded_options = None
   _globals['_FINDMISSINGCHUNKSREQUEST'].fields_by_name['digests']._serialized_options = b'\252\273\030\033\010G\020\200\200\0042\023sha256:[0-9a-f]{64}'
   _globals['_CHUNKHEADER'].fields_by_name['digest']._loaded_options = None
@@ -99,6 +104,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETETAGREQUEST'].fields_by_name['model']._serialized_options = b'\252\273\030&\010\200\0012\037[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\001'
   _globals['_DELETETAGREQUEST'].fields_by_name['tag']._loaded_options = None
   _globals['_DELETETAGREQUEST'].fields_by_name['tag']._serialized_options = b'\252\273\030%\010@2\037[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\001'
+  _globals['_DELETEVERSIONREQUEST'].fields_by_name['model']._loaded_options = None
+  _globals['_DELETEVERSIONREQUEST'].fields_by_name['model']._serialized_options = b'\252\273\030&\010\200\0012\037[a-z0-9]([a-z0-9._-]*[a-z0-9])?8\001'
+  _globals['_DELETEVERSIONREQUEST'].fields_by_name['digest']._loaded_options = None
+  _globals['_DELETEVERSIONREQUEST'].fields_by_name['digest']._serialized_options = b'\252\273\030\031\010G2\023sha256:[0-9a-f]{64}8\001'
+  _globals['_COLLECTGARBAGEREQUEST'].fields_by_name['dry_run']._loaded_options = None
+  _globals['_COLLECTGARBAGEREQUEST'].fields_by_name['dry_run']._serialized_options = b'\252\273\030\002(\001'
+  _globals['_COLLECTGARBAGEREQUEST'].fields_by_name['min_age']._loaded_options = None
+  _globals['_COLLECTGARBAGEREQUEST'].fields_by_name['min_age']._serialized_options = b'\252\273\030\002(\001'
   _globals['_REGISTRYSERVICE'].methods_by_name['FindMissingChunks']._loaded_options = None
   _globals['_REGISTRYSERVICE'].methods_by_name['FindMissingChunks']._serialized_options = b'\262\273\030\001\003'
   _globals['_REGISTRYSERVICE'].methods_by_name['UploadChunk']._loaded_options = None
@@ -117,54 +130,66 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRYSERVICE'].methods_by_name['SetTag']._serialized_options = b'\262\273\030\001\003'
   _globals['_REGISTRYSERVICE'].methods_by_name['DeleteTag']._loaded_options = None
   _globals['_REGISTRYSERVICE'].methods_by_name['DeleteTag']._serialized_options = b'\262\273\030\001\003'
-  _globals['_MANIFESTFILE']._serialized_start=101
-  _globals['_MANIFESTFILE']._serialized_end=264
-  _globals['_MANIFEST']._serialized_start=267
-  _globals['_MANIFEST']._serialized_end=701
-  _globals['_VERSION']._serialized_start=704
-  _globals['_VERSION']._serialized_end=867
-  _globals['_FINDMISSINGCHUNKSREQUEST']._serialized_start=869
-  _globals['_FINDMISSINGCHUNKSREQUEST']._serialized_end=945
-  _globals['_FINDMISSINGCHUNKSRESPONSE']._serialized_start=947
-  _globals['_FINDMISSINGCHUNKSRESPONSE']._serialized_end=991
-  _globals['_CHUNKHEADER']._serialized_start=993
-  _globals['_CHUNKHEADER']._serialized_end=1097
-  _globals['_UPLOADCHUNKREQUEST']._serialized_start=1099
-  _globals['_UPLOADCHUNKREQUEST']._serialized_end=1196
-  _globals['_UPLOADCHUNKRESPONSE']._serialized_start=1198
-  _globals['_UPLOADCHUNKRESPONSE']._serialized_end=1235
-  _globals['_DOWNLOADCHUNKREQUEST']._serialized_start=1237
-  _globals['_DOWNLOADCHUNKREQUEST']._serialized_end=1352
-  _globals['_DOWNLOADCHUNKRESPONSE']._serialized_start=1354
-  _globals['_DOWNLOADCHUNKRESPONSE']._serialized_end=1391
-  _globals['_CREATEVERSIONREQUEST']._serialized_start=1394
-  _globals['_CREATEVERSIONREQUEST']._serialized_end=1523
-  _globals['_CREATEVERSIONRESPONSE']._serialized_start=1525
-  _globals['_CREATEVERSIONRESPONSE']._serialized_end=1603
-  _globals['_GETVERSIONREQUEST']._serialized_start=1605
-  _globals['_GETVERSIONREQUEST']._serialized_end=1711
-  _globals['_GETVERSIONRESPONSE']._serialized_start=1713
-  _globals['_GETVERSIONRESPONSE']._serialized_end=1771
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=1774
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=1926
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1928
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2014
-  _globals['_REGISTEREDMODEL']._serialized_start=2017
-  _globals['_REGISTEREDMODEL']._serialized_end=2164
-  _globals['_REGISTEREDMODEL_TAGSENTRY']._serialized_start=2121
-  _globals['_REGISTEREDMODEL_TAGSENTRY']._serialized_end=2164
-  _globals['_LISTREGISTEREDMODELSREQUEST']._serialized_start=2166
-  _globals['_LISTREGISTEREDMODELSREQUEST']._serialized_end=2267
-  _globals['_LISTREGISTEREDMODELSRESPONSE']._serialized_start=2269
-  _globals['_LISTREGISTEREDMODELSRESPONSE']._serialized_end=2369
-  _globals['_SETTAGREQUEST']._serialized_start=2372
-  _globals['_SETTAGREQUEST']._serialized_end=2549
-  _globals['_SETTAGRESPONSE']._serialized_start=2551
-  _globals['_SETTAGRESPONSE']._serialized_end=2585
-  _globals['_DELETETAGREQUEST']._serialized_start=2588
-  _globals['_DELETETAGREQUEST']._serialized_end=2721
-  _globals['_DELETETAGRESPONSE']._serialized_start=2723
-  _globals['_DELETETAGRESPONSE']._serialized_end=2742
-  _globals['_REGISTRYSERVICE']._serialized_start=2745
-  _globals['_REGISTRYSERVICE']._serialized_end=3587
+  _globals['_REGISTRYSERVICE'].methods_by_name['DeleteVersion']._loaded_options = None
+  _globals['_REGISTRYSERVICE'].methods_by_name['DeleteVersion']._serialized_options = b'\262\273\030\001\003'
+  _globals['_REGISTRYSERVICE'].methods_by_name['CollectGarbage']._loaded_options = None
+  _globals['_REGISTRYSERVICE'].methods_by_name['CollectGarbage']._serialized_options = b'\262\273\030\001\003'
+  _globals['_MANIFESTFILE']._serialized_start=133
+  _globals['_MANIFESTFILE']._serialized_end=296
+  _globals['_MANIFEST']._serialized_start=299
+  _globals['_MANIFEST']._serialized_end=845
+  _globals['_VERSION']._serialized_start=848
+  _globals['_VERSION']._serialized_end=1011
+  _globals['_FINDMISSINGCHUNKSREQUEST']._serialized_start=1013
+  _globals['_FINDMISSINGCHUNKSREQUEST']._serialized_end=1089
+  _globals['_FINDMISSINGCHUNKSRESPONSE']._serialized_start=1091
+  _globals['_FINDMISSINGCHUNKSRESPONSE']._serialized_end=1135
+  _globals['_CHUNKHEADER']._serialized_start=1137
+  _globals['_CHUNKHEADER']._serialized_end=1241
+  _globals['_UPLOADCHUNKREQUEST']._serialized_start=1243
+  _globals['_UPLOADCHUNKREQUEST']._serialized_end=1340
+  _globals['_UPLOADCHUNKRESPONSE']._serialized_start=1342
+  _globals['_UPLOADCHUNKRESPONSE']._serialized_end=1379
+  _globals['_DOWNLOADCHUNKREQUEST']._serialized_start=1381
+  _globals['_DOWNLOADCHUNKREQUEST']._serialized_end=1496
+  _globals['_DOWNLOADCHUNKRESPONSE']._serialized_start=1498
+  _globals['_DOWNLOADCHUNKRESPONSE']._serialized_end=1535
+  _globals['_CREATEVERSIONREQUEST']._serialized_start=1538
+  _globals['_CREATEVERSIONREQUEST']._serialized_end=1667
+  _globals['_CREATEVERSIONRESPONSE']._serialized_start=1669
+  _globals['_CREATEVERSIONRESPONSE']._serialized_end=1747
+  _globals['_GETVERSIONREQUEST']._serialized_start=1749
+  _globals['_GETVERSIONREQUEST']._serialized_end=1855
+  _globals['_GETVERSIONRESPONSE']._serialized_start=1857
+  _globals['_GETVERSIONRESPONSE']._serialized_end=1915
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=1918
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=2070
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2072
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2158
+  _globals['_REGISTEREDMODEL']._serialized_start=2161
+  _globals['_REGISTEREDMODEL']._serialized_end=2308
+  _globals['_REGISTEREDMODEL_TAGSENTRY']._serialized_start=2265
+  _globals['_REGISTEREDMODEL_TAGSENTRY']._serialized_end=2308
+  _globals['_LISTREGISTEREDMODELSREQUEST']._serialized_start=2310
+  _globals['_LISTREGISTEREDMODELSREQUEST']._serialized_end=2411
+  _globals['_LISTREGISTEREDMODELSRESPONSE']._serialized_start=2413
+  _globals['_LISTREGISTEREDMODELSRESPONSE']._serialized_end=2513
+  _globals['_SETTAGREQUEST']._serialized_start=2516
+  _globals['_SETTAGREQUEST']._serialized_end=2693
+  _globals['_SETTAGRESPONSE']._serialized_start=2695
+  _globals['_SETTAGRESPONSE']._serialized_end=2729
+  _globals['_DELETETAGREQUEST']._serialized_start=2732
+  _globals['_DELETETAGREQUEST']._serialized_end=2865
+  _globals['_DELETETAGRESPONSE']._serialized_start=2867
+  _globals['_DELETETAGRESPONSE']._serialized_end=2886
+  _globals['_DELETEVERSIONREQUEST']._serialized_start=2889
+  _globals['_DELETEVERSIONREQUEST']._serialized_end=3017
+  _globals['_DELETEVERSIONRESPONSE']._serialized_start=3019
+  _globals['_DELETEVERSIONRESPONSE']._serialized_end=3042
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_start=3044
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_end=3144
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_start=3147
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_end=3305
+  _globals['_REGISTRYSERVICE']._serialized_start=3308
+  _globals['_REGISTRYSERVICE']._serialized_end=4339
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ Immutable model versions: a manifest and chunks, both addressed by sha256."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -66,17 +67,24 @@ class Manifest(_message.Message):
     SAMPLING_DEFAULTS_DIGEST_FIELD_NUMBER: _builtins.int
     SAFETY_POLICY_DIGEST_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_LIMITS_DIGEST_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
-    """1."""
+    """2. Versions of schema 1 stay readable; it has neither of the last two digests."""
     kind: _builtins.str
     """"causal-lm" or "fixed-cost"."""
     tokenizer_digest: _builtins.str
-    """Digests of the parts that decide behaviour; each is also a file's."""
+    """Digests of the parts that decide behaviour: tokenizer.json, chat_template.jinja, generation_config.json,
+    safety_policy.json, engine_limits.json. One that is among the files has to be named here.
+    """
     chat_template_digest: _builtins.str
     sampling_defaults_digest: _builtins.str
     safety_policy_digest: _builtins.str
     max_context_tokens: _builtins.int
     """Largest context an engine is started with. 0: the model's own."""
+    engine_limits_digest: _builtins.str
+    weights_digest: _builtins.str
+    """Of the lines "digest path", sorted, of all *.safetensors."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestFile]:
         """Sorted by path."""
@@ -92,10 +100,12 @@ class Manifest(_message.Message):
         sampling_defaults_digest: _builtins.str = ...,
         safety_policy_digest: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
+        engine_limits_digest: _builtins.str = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_digest", b"chat_template_digest", "files", b"files", "kind", b"kind", "max_context_tokens", b"max_context_tokens", "safety_policy_digest", b"safety_policy_digest", "sampling_defaults_digest", b"sampling_defaults_digest", "schema", b"schema", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_digest", b"chat_template_digest", "engine_limits_digest", b"engine_limits_digest", "files", b"files", "kind", b"kind", "max_context_tokens", b"max_context_tokens", "safety_policy_digest", b"safety_policy_digest", "sampling_defaults_digest", b"sampling_defaults_digest", "schema", b"schema", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,3 +605,105 @@ class DeleteTagResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteTagResponse: _TypeAlias = DeleteTagResponse  # noqa: Y015
+
+@_typing.final
+class DeleteVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteVersionRequest: _TypeAlias = DeleteVersionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteVersionResponse: _TypeAlias = DeleteVersionResponse  # noqa: Y015
+
+@_typing.final
+class CollectGarbageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    MIN_AGE_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """Count, and delete nothing."""
+    @_builtins.property
+    def min_age(self) -> _duration_pb2.Duration:
+        """Only what was written longer ago than this goes: it covers uploads whose version is still to come.
+        Unset: 24 hours. At least one hour, unless dry_run.
+        """
+
+    def __init__(
+        self,
+        *,
+        dry_run: _builtins.bool = ...,
+        min_age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_age", b"min_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "min_age", b"min_age"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGarbageRequest: _TypeAlias = CollectGarbageRequest  # noqa: Y015
+
+@_typing.final
+class CollectGarbageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_BLOBS_FIELD_NUMBER: _builtins.int
+    DELETED_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_BLOBS_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    YOUNG_BLOBS_FIELD_NUMBER: _builtins.int
+    DELETED_LEFTOVERS_FIELD_NUMBER: _builtins.int
+    deleted_blobs: _builtins.int
+    """Chunks and manifests that were deleted, or would be."""
+    deleted_bytes: _builtins.int
+    kept_blobs: _builtins.int
+    """What versions need, and what none needs but is too young."""
+    kept_bytes: _builtins.int
+    young_blobs: _builtins.int
+    deleted_leftovers: _builtins.int
+    """Files of interrupted uploads and blobs that were found damaged, removed from the store's folder."""
+    def __init__(
+        self,
+        *,
+        deleted_blobs: _builtins.int = ...,
+        deleted_bytes: _builtins.int = ...,
+        kept_blobs: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
+        young_blobs: _builtins.int = ...,
+        deleted_leftovers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_blobs", b"deleted_blobs", "deleted_bytes", b"deleted_bytes", "deleted_leftovers", b"deleted_leftovers", "kept_blobs", b"kept_blobs", "kept_bytes", b"kept_bytes", "young_blobs", b"young_blobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGarbageResponse: _TypeAlias = CollectGarbageResponse  # noqa: Y015

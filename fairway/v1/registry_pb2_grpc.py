@@ -79,6 +79,16 @@ class RegistryServiceStub:
                 request_serializer=fairway_dot_v1_dot_registry__pb2.DeleteTagRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_registry__pb2.DeleteTagResponse.FromString,
                 _registered_method=True)
+        self.DeleteVersion = channel.unary_unary(
+                '/fairway.v1.RegistryService/DeleteVersion',
+                request_serializer=fairway_dot_v1_dot_registry__pb2.DeleteVersionRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_registry__pb2.DeleteVersionResponse.FromString,
+                _registered_method=True)
+        self.CollectGarbage = channel.unary_unary(
+                '/fairway.v1.RegistryService/CollectGarbage',
+                request_serializer=fairway_dot_v1_dot_registry__pb2.CollectGarbageRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_registry__pb2.CollectGarbageResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -143,6 +153,20 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteVersion(self, request, context):
+        """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectGarbage(self, request, context):
+        """Delete what is stored and no version needs, once it is old enough. One runs at a time in a fleet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -190,6 +214,16 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.DeleteTag,
                     request_deserializer=fairway_dot_v1_dot_registry__pb2.DeleteTagRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_registry__pb2.DeleteTagResponse.SerializeToString,
+            ),
+            'DeleteVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteVersion,
+                    request_deserializer=fairway_dot_v1_dot_registry__pb2.DeleteVersionRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_registry__pb2.DeleteVersionResponse.SerializeToString,
+            ),
+            'CollectGarbage': grpc.unary_unary_rpc_method_handler(
+                    servicer.CollectGarbage,
+                    request_deserializer=fairway_dot_v1_dot_registry__pb2.CollectGarbageRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_registry__pb2.CollectGarbageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -435,6 +469,60 @@ class RegistryService:
             '/fairway.v1.RegistryService/DeleteTag',
             fairway_dot_v1_dot_registry__pb2.DeleteTagRequest.SerializeToString,
             fairway_dot_v1_dot_registry__pb2.DeleteTagResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.RegistryService/DeleteVersion',
+            fairway_dot_v1_dot_registry__pb2.DeleteVersionRequest.SerializeToString,
+            fairway_dot_v1_dot_registry__pb2.DeleteVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectGarbage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.RegistryService/CollectGarbage',
+            fairway_dot_v1_dot_registry__pb2.CollectGarbageRequest.SerializeToString,
+            fairway_dot_v1_dot_registry__pb2.CollectGarbageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class RegistryServiceStub:
     SetTag: _grpc.UnaryUnaryMultiCallable[_registry_pb2.SetTagRequest, _registry_pb2.SetTagResponse]
     """Point a tag at a version. Tags move, versions never change."""
     DeleteTag: _grpc.UnaryUnaryMultiCallable[_registry_pb2.DeleteTagRequest, _registry_pb2.DeleteTagResponse]
+    DeleteVersion: _grpc.UnaryUnaryMultiCallable[_registry_pb2.DeleteVersionRequest, _registry_pb2.DeleteVersionResponse]
+    """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage."""
+    CollectGarbage: _grpc.UnaryUnaryMultiCallable[_registry_pb2.CollectGarbageRequest, _registry_pb2.CollectGarbageResponse]
+    """Delete what is stored and no version needs, once it is old enough. One runs at a time in a fleet."""
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -63,6 +67,10 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     SetTag: _aio.UnaryUnaryMultiCallable[_registry_pb2.SetTagRequest, _registry_pb2.SetTagResponse]  # type: ignore[assignment]
     """Point a tag at a version. Tags move, versions never change."""
     DeleteTag: _aio.UnaryUnaryMultiCallable[_registry_pb2.DeleteTagRequest, _registry_pb2.DeleteTagResponse]  # type: ignore[assignment]
+    DeleteVersion: _aio.UnaryUnaryMultiCallable[_registry_pb2.DeleteVersionRequest, _registry_pb2.DeleteVersionResponse]  # type: ignore[assignment]
+    """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage."""
+    CollectGarbage: _aio.UnaryUnaryMultiCallable[_registry_pb2.CollectGarbageRequest, _registry_pb2.CollectGarbageResponse]  # type: ignore[assignment]
+    """Delete what is stored and no version needs, once it is old enough. One runs at a time in a fleet."""
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -132,5 +140,21 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.DeleteTagRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.DeleteTagResponse, _abc.Awaitable[_registry_pb2.DeleteTagResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteVersion(
+        self,
+        request: _registry_pb2.DeleteVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.DeleteVersionResponse, _abc.Awaitable[_registry_pb2.DeleteVersionResponse]]:
+        """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage."""
+
+    @_abc_1.abstractmethod
+    def CollectGarbage(
+        self,
+        request: _registry_pb2.CollectGarbageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.CollectGarbageResponse, _abc.Awaitable[_registry_pb2.CollectGarbageResponse]]:
+        """Delete what is stored and no version needs, once it is old enough. One runs at a time in a fleet."""
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,6 +6,7 @@ Placement. Tokens never pass here."""
 from collections import abc as _abc
 from fairway.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
@@ -577,3 +578,165 @@ class ReportResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
+
+@_typing.final
+class QueueShare(_message.Message):
+    """What one tenant has waiting in one class of a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    priority: _common_pb2.Priority.ValueType
+    queued: _builtins.int
+    queued_prompt_tokens: _builtins.int
+    @_builtins.property
+    def oldest_wait(self) -> _duration_pb2.Duration:
+        """Since the request reached its gateway."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        queued: _builtins.int = ...,
+        queued_prompt_tokens: _builtins.int = ...,
+        oldest_wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait", "priority", b"priority", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueShare: _TypeAlias = QueueShare  # noqa: Y015
+
+@_typing.final
+class PoolQueue(_message.Message):
+    """The queue and the workers of one model version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    SERVING_WORKERS_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FREE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    SHARES_LEFT_OFF_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    queued: _builtins.int
+    queued_prompt_tokens: _builtins.int
+    granted: _builtins.int
+    """Granted, and not yet reported by a worker."""
+    running: _builtins.int
+    waiting: _builtins.int
+    """Accepted by a worker, without a place in its batch yet."""
+    workers: _builtins.int
+    serving_workers: _builtins.int
+    """Of these, how many take new sequences."""
+    kv_tokens_total: _builtins.int
+    kv_tokens_free: _builtins.int
+    """Neither granted nor in use, on the serving workers."""
+    shares_left_off: _builtins.int
+    """How many shares did not fit in."""
+    @_builtins.property
+    def oldest_wait(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def predicted_wait(self) -> _duration_pb2.Duration:
+        """Until what is queued now has left, by the grants of the last seconds. Absent while none were given."""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueShare]:
+        """The largest first."""
+
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        queued: _builtins.int = ...,
+        queued_prompt_tokens: _builtins.int = ...,
+        oldest_wait: _duration_pb2.Duration | None = ...,
+        predicted_wait: _duration_pb2.Duration | None = ...,
+        granted: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        workers: _builtins.int = ...,
+        serving_workers: _builtins.int = ...,
+        kv_tokens_total: _builtins.int = ...,
+        kv_tokens_free: _builtins.int = ...,
+        shares: _abc.Iterable[Global___QueueShare] | None = ...,
+        shares_left_off: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolQueue: _TypeAlias = PoolQueue  # noqa: Y015
+
+@_typing.final
+class ListPoolsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    tenant: _builtins.str
+    """Only this tenant's shares. Empty: all."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
+
+@_typing.final
+class ListPoolsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LEADERSHIP_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolQueue]: ...
+    @_builtins.property
+    def leadership(self) -> Global___Leadership: ...
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolQueue] | None = ...,
+        next_page_token: _builtins.str = ...,
+        leadership: Global___Leadership | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "next_page_token", b"next_page_token", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015

@@ -44,6 +44,11 @@ class SchedulerServiceStub:
                 request_serializer=fairway_dot_v1_dot_scheduler__pb2.ReportRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_scheduler__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.ListPools = channel.unary_unary(
+                '/fairway.v1.SchedulerService/ListPools',
+                request_serializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -63,6 +68,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPools(self, request, context):
+        """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=fairway_dot_v1_dot_scheduler__pb2.ReportRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_scheduler__pb2.ReportResponse.SerializeToString,
+            ),
+            'ListPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPools,
+                    request_deserializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +148,33 @@ class SchedulerService:
             '/fairway.v1.SchedulerService/Report',
             fairway_dot_v1_dot_scheduler__pb2.ReportRequest.SerializeToString,
             fairway_dot_v1_dot_scheduler__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.SchedulerService/ListPools',
+            fairway_dot_v1_dot_scheduler__pb2.ListPoolsRequest.SerializeToString,
+            fairway_dot_v1_dot_scheduler__pb2.ListPoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

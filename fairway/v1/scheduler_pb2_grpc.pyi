@@ -35,6 +35,8 @@ class SchedulerServiceStub:
     """One per gateway: placements are asked for and granted."""
     Report: _grpc.StreamStreamMultiCallable[_scheduler_pb2.ReportRequest, _scheduler_pb2.ReportResponse]
     """One per worker: room is reported, leadership is heard of."""
+    ListPools: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListPoolsRequest, _scheduler_pb2.ListPoolsResponse]
+    """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -43,6 +45,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """One per gateway: placements are asked for and granted."""
     Report: _aio.StreamStreamMultiCallable[_scheduler_pb2.ReportRequest, _scheduler_pb2.ReportResponse]  # type: ignore[assignment]
     """One per worker: room is reported, leadership is heard of."""
+    ListPools: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListPoolsRequest, _scheduler_pb2.ListPoolsResponse]  # type: ignore[assignment]
+    """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,5 +64,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.ReportResponse], _abc.AsyncIterator[_scheduler_pb2.ReportResponse]]:
         """One per worker: room is reported, leadership is heard of."""
+
+    @_abc_1.abstractmethod
+    def ListPools(
+        self,
+        request: _scheduler_pb2.ListPoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListPoolsResponse, _abc.Awaitable[_scheduler_pb2.ListPoolsResponse]]:
+        """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from fairway.v1 import scheduler_pb2 as _scheduler_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -447,6 +448,12 @@ class LoadedVersion(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
     ENGINE_PID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    RETRY_TIME_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -463,6 +470,18 @@ class LoadedVersion(_message.Message):
     steps: _builtins.int
     engine_restarts: _builtins.int
     engine_pid: _builtins.int
+    reason: _builtins.str
+    """Stable, upper-case: why it failed, such as DOES_NOT_FIT."""
+    failed_attempts: _builtins.int
+    """Attempts that failed in a row, and when the next is made. Absent: time alone brings none; what does
+    not fit is tried again once enough memory is free.
+    """
+    weight_bytes: _builtins.int
+    """Device memory granted to it, and the least it needs in all; 0 while unknown."""
+    kv_bytes: _builtins.int
+    needed_bytes: _builtins.int
+    @_builtins.property
+    def retry_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -480,10 +499,16 @@ class LoadedVersion(_message.Message):
         steps: _builtins.int = ...,
         engine_restarts: _builtins.int = ...,
         engine_pid: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        failed_attempts: _builtins.int = ...,
+        retry_time: _timestamp_pb2.Timestamp | None = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        needed_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "message", b"message", "model", b"model", "progress_ratio", b"progress_ratio", "running", b"running", "state", b"state", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failed_attempts", b"failed_attempts", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes", b"kv_bytes", "message", b"message", "model", b"model", "needed_bytes", b"needed_bytes", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "running", b"running", "state", b"state", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,16 +46,19 @@ class RedisLimiter:
         url: str,
         clock: Clock,
         *,
+        password: str | None = None,
         timeout_s: float = 0.25,
         lease_s: float = 60.0,
         max_connections: int = 64,
     ) -> None:
+        """A password in the URL goes before ``password``, which keeps it out of the environment."""
         self._clock = clock
         self._timeout_s = timeout_s
         self._lease_us = round(lease_s * 1e6)
         self._breaker = CircuitBreaker()
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            password=password,
             max_connections=max_connections,
             timeout=timeout_s,
             socket_timeout=timeout_s,

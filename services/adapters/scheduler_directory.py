@@ -43,6 +43,11 @@ class SchedulerDirectory:
         self._informer: Informer[Leader] = Informer(store, self._key, _decode, clock)
 
     @property
+    def informer(self) -> Informer[Leader]:
+        """The view that this reads."""
+        return self._informer
+
+    @property
     def leader(self) -> KnownLeader | None:
         found = self._informer.view.get(self._key)
         if found is None:

@@ -7,15 +7,24 @@ from random import Random
 from typing import Any, TypeVar
 
 from services.adapters.etcd_store import EtcdStore
+from services.adapters.threads import in_thread
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
-from services.rpc.server import RpcServer, Service
+from services.rpc.interceptors.metrics import RpcMetrics
+from services.rpc.server import RpcServer, RpcTelemetry, Service
 from services.runtime.clock import SystemClock
 from services.runtime.config import Settings, read_secret
+from services.runtime.health import Check, Health
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
 from services.runtime.informer import Informer
+from services.runtime.logging import LineBudget
+from services.runtime.loop_watch import LoopWatch
+from services.runtime.metrics import Metrics
+from services.runtime.process_metrics import ProcessMetrics
 from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry_server import TelemetryServer
+from services.runtime.tracing import open_tracing
 
 Record = TypeVar("Record")
 
@@ -23,9 +32,10 @@ Record = TypeVar("Record")
 class Environment:
     """The shared objects of one process; ``close`` ends them in reverse order of their making."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, role: str) -> None:
         """Raises ConfigError for a secret that cannot be read."""
         self.settings = settings
+        self.role = role
         self.clock = SystemClock()
         self.ids = Ids()
         self.rng = Random(self.ids.seed())
@@ -35,6 +45,7 @@ class Environment:
         self.store = EtcdStore(settings.etcd_endpoints, self.clock)
         self.closing.push_async_callback(self.store.close)
         self._informers: dict[str, Informer[Any]] = {}
+        self._open_telemetry()
 
     def informer(self, prefix: str, kind: type[Record]) -> Informer[Record]:
         """Return a view of the records under a prefix; ``sync`` starts it."""
@@ -44,6 +55,7 @@ class Environment:
 
         informer = Informer(self.store, prefix, decode, self.clock, rng=self.rng)
         self._informers[prefix] = informer
+        self.exported.informer(informer)
         return informer
 
     def identity(self) -> KeyDirectory:
@@ -58,6 +70,7 @@ class Environment:
             internal_token=self.internal_token,
             new_incident=self.ids.incident_id,
             authenticate=identity.authenticate if identity is not None else None,
+            telemetry=RpcTelemetry(RpcMetrics(self.metrics), self.clock),
         )
 
     async def sync(self, timeout_s: float = 20.0) -> None:
@@ -70,6 +83,41 @@ class Environment:
         for informer in self._informers.values():
             await informer.wait_synced(timeout_s)
 
+    async def watch(self) -> None:
+        """Answer whoever watches the process, from before it serves. Raises FailedPrecondition."""
+        self.supervisor.spawn("loop watch", self._loop_watch.run())
+        self._loop_watch.start()
+        await self._telemetry_server.start()
+
     async def close(self) -> None:
         await self.supervisor.close()
         await self.closing.aclose()
+        await self._telemetry_server.stop()
+        self._loop_watch.stop()
+        if self.tracing.on:
+            await in_thread(self.tracing.close)
+
+    def _open_telemetry(self) -> None:
+        settings = self.settings
+        self.metrics = Metrics()
+        self.exported = ProcessMetrics(self.metrics, self.supervisor, self.role)
+        self.health = Health(self.metrics)
+        self._loop_watch = LoopWatch(self.metrics, self.clock)
+        self.health.add([Check("event_loop", self._loop_watch.problem)])
+        self.request_lines = LineBudget(self.clock, settings.request_log_per_s)
+        self.metrics.counted(
+            "fairway_runtime_log_lines_suppressed_total",
+            "Lines about single requests that FAIRWAY_REQUEST_LOG_PER_S kept out of the log",
+            lambda: [((), float(self.request_lines.suppressed))],
+        )
+        self.tracing = open_tracing(
+            self.clock,
+            self.metrics,
+            endpoint=settings.otlp_endpoint,
+            ratio=settings.trace_ratio,
+            role=self.role,
+            follows=self.role != "gateway",
+        )
+        self._telemetry_server = TelemetryServer(
+            self.metrics.registry, settings.metrics_listen, problems=self.health.problems
+        )

@@ -19,7 +19,7 @@ EXIT_CANNOT_START: Final = 3
 
 
 async def _run(role: str, settings: config.Settings) -> int:
-    environment = Environment(settings)
+    environment = Environment(settings, role)
     return await run(environment, ROLES[role](environment))
 
 

@@ -13,6 +13,7 @@ import structlog
 
 from services.app.environment import Environment
 from services.rpc.server import RpcServer
+from services.runtime.health import Check
 
 log = structlog.get_logger()
 EXIT_UNHEALTHY: Final = 1
@@ -24,23 +25,19 @@ async def _nothing(timeout_s: float) -> None:
     return None
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Role:
     """One role, built and not started.
 
-    ``start`` runs before the server listens, ``open`` after; ``serving`` tells whether to answer health
-    checks with SERVING; ``drain`` finishes what runs within a time.
+    ``start`` runs before the server listens, ``open`` after; ``checks`` say what keeps the role from serving;
+    ``drain`` finishes what runs within a time.
     """
 
     server: RpcServer
     start: Callable[[], Awaitable[None]]
     open: Callable[[], Awaitable[None]] | None = None
     drain: Callable[[float], Awaitable[object]] = _nothing
-    serving: Callable[[], bool] = _always
+    checks: tuple[Check, ...] = ()
 
 
 async def run(environment: Environment, role: Role) -> int:
@@ -51,6 +48,8 @@ async def run(environment: Environment, role: Role) -> int:
         loop.add_signal_handler(number, stop.set)
     settings = environment.settings
     try:
+        await environment.watch()
+        environment.health.add(role.checks)
         await role.start()
         await environment.sync()
         await role.server.start()
@@ -63,6 +62,7 @@ async def run(environment: Environment, role: Role) -> int:
         log.info(
             "role.draining", healthy=environment.supervisor.healthy, tasks=environment.supervisor.failures
         )
+        environment.health.close("shutting down")
         await role.server.set_serving(False)
         await role.drain(settings.drain_s)
         await role.server.stop(_STOP_GRACE_S)
@@ -73,12 +73,15 @@ async def run(environment: Environment, role: Role) -> int:
 
 async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> None:
     """Keep the health answer true until a signal comes or a task crashes."""
-    told: bool | None = None
+    environment.health.open()
+    told: tuple[str, ...] | None = None
     while not stop.is_set() and environment.supervisor.healthy:
-        serving = role.serving()
-        if serving != told:
-            await role.server.set_serving(serving)
-            told = serving
+        problems = environment.health.problems()
+        if told is None or bool(problems) != bool(told):
+            await role.server.set_serving(not problems)
+            if problems or told:
+                log.warning("role.serving_changed", serving=not problems, problems=problems)
+        told = problems
         try:
             async with asyncio.timeout(_HEALTH_PERIOD_S):
                 await stop.wait()

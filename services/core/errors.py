@@ -5,9 +5,9 @@
     ├── Unauthenticated
     ├── PermissionDenied
     ├── NotFound                ModelNotFound
-    ├── Conflict                AlreadyExists, EtagMismatch
-    ├── FailedPrecondition      IntegrityError, DoesNotFit
-    ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded
+    ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
+    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
+    ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded, IdempotencyKeysExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining, StoreUnavailable,
     │                           NoLeader, StreamBroken
     ├── DeadlineExceeded
@@ -80,6 +80,12 @@ class AlreadyExists(Conflict):
     reason = "ALREADY_EXISTS"
 
 
+class IdempotencyConflict(AlreadyExists):
+    """The idempotency key was used for another request. Not ABORTED, which invites a retry."""
+
+    reason = "IDEMPOTENCY_CONFLICT"
+
+
 class EtagMismatch(Conflict):
     reason = "ETAG_MISMATCH"
 
@@ -100,6 +106,18 @@ class DoesNotFit(FailedPrecondition):
     reason = "DOES_NOT_FIT"
 
 
+class ResultExpired(FailedPrecondition):
+    """The request of this idempotency key was run, and its output is not kept any more."""
+
+    reason = "RESULT_EXPIRED"
+
+
+class VersionGone(FailedPrecondition):
+    """The version that began the output is served no more, so nothing can continue it."""
+
+    reason = "VERSION_GONE"
+
+
 class OverQuota(FairwayError):
     reason = "OVER_QUOTA"
 
@@ -110,6 +128,12 @@ class RequestRateExceeded(OverQuota):
 
 class ConcurrencyExceeded(OverQuota):
     reason = "CONCURRENCY_EXCEEDED"
+
+
+class IdempotencyKeysExceeded(OverQuota):
+    """The tenant has as many idempotency keys remembered as may be."""
+
+    reason = "IDEMPOTENCY_KEYS_EXCEEDED"
 
 
 class Unavailable(FairwayError):

@@ -4,20 +4,27 @@ The canonical JSON of a manifest has the digest that names the version, so a ver
 file is cut into chunks of exactly ``CHUNK_BYTES``, the last one shorter: the same folder always gives
 the same manifest. Only data travels in a version: names that carry pickled objects or program code
 are refused, and so is whatever the allow-list does not know.
+
+Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat template,
+sampling defaults, safety policy, engine limits. A file that decides one of them cannot be there unpinned.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
 import msgspec
 
+from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
+from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
 from services.core.errors import IntegrityError, InvalidInput
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+_SCHEMAS: Final = (1, 2)  # versions of schema 1 keep their digests
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 MAX_FILES: Final = 4096
 MAX_CHUNKS: Final = 262_144
@@ -31,20 +38,15 @@ KINDS: Final = ("causal-lm", "fixed-cost")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 # ASCII only: no two spellings of one name, on any file system. No leading or trailing dot.
 _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
-# fmt: off
-_PICKLE_SUFFIXES: Final = frozenset(
-    [
-        ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".msgpack",
-        ".h5", ".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip",
-        ".tar", ".gz",
-    ]
-)
-# fmt: on
-_CODE_SUFFIXES: Final = frozenset(
-    (".py", ".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".ipynb")
-)
-_DATA_SUFFIXES: Final = frozenset((".json", ".safetensors", ".jinja", ".txt", ".md"))
-_DATA_NAMES: Final = frozenset(("tokenizer.model", "license", "notice", "readme", "copying", "use_policy"))
+# Which files decide a behaviour: the first of them that a version holds is the one that is pinned.
+_PINNED: Final = {
+    "tokenizer_digest": ("tokenizer.json", "tokenizer.model"),
+    "chat_template_digest": ("chat_template.jinja",),
+    "sampling_defaults_digest": ("generation_config.json",),
+    "safety_policy_digest": (POLICY_NAME,),
+    "engine_limits_digest": (LIMITS_NAME,),
+}
+_NEW_IN_2: Final = ("weights_digest", "engine_limits_digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version. Digests of behaviour are empty or equal one of the files' digests."""
+    """A version. A digest of behaviour is that of the file that decides it, or empty; see ``weights_digest_of``."""
 
     files: tuple[ManifestFile, ...]
     kind: str = "causal-lm"
@@ -73,6 +75,8 @@ class Manifest:
     safety_policy_digest: str = ""
     max_context_tokens: int = 0
     schema: int = SCHEMA
+    weights_digest: str = ""
+    engine_limits_digest: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -93,8 +97,17 @@ def is_digest(text: str) -> bool:
 
 
 def canonical_json(manifest: Manifest) -> bytes:
-    """Return the one JSON text of a manifest: sorted keys, no blanks, every field present."""
-    return _encoder.encode(manifest)
+    """Return the one JSON text of a manifest: sorted keys, no blanks, every field of its schema present."""
+    if manifest.schema != 1:
+        return _encoder.encode(manifest)
+    fields = asdict(manifest)
+    return _encoder.encode({name: value for name, value in fields.items() if name not in _NEW_IN_2})
+
+
+def weights_digest_of(files: Sequence[ManifestFile]) -> str:
+    """Return one digest of all tensor files: of the lines ``digest path``, in order; empty without any."""
+    lines = [f"{file.digest} {file.path}\n" for file in files if suffix_of(file.path) == TENSOR_SUFFIX]
+    return sha256_of("".join(sorted(lines)).encode()) if lines else ""
 
 
 def digest_of(manifest: Manifest) -> str:
@@ -121,7 +134,7 @@ def parse(data: bytes, digest: str) -> Manifest:
 
 def check_manifest(manifest: Manifest) -> None:
     """Return if a version may be made of it. Raises InvalidInput that names what to change."""
-    if manifest.schema != SCHEMA:
+    if manifest.schema not in _SCHEMAS:
         raise InvalidInput(f"manifest schema {manifest.schema} is not known", field="manifest.schema")
     if manifest.kind not in KINDS:
         raise InvalidInput(f"kind must be one of {', '.join(KINDS)}", field="manifest.kind")
@@ -154,23 +167,8 @@ def check_path(path: str) -> None:
             field="path",
             path=shown,
         )
-    _check_name(parts[-1].lower(), shown)
-
-
-def _check_name(name: str, shown: str) -> None:
-    suffixes = {"." + part for part in name.split(".")[1:]}
-    if suffixes & _PICKLE_SUFFIXES:
-        raise InvalidInput(
-            f"{shown} may carry pickled objects: weights come as safetensors", field="path", path=shown
-        )
-    if suffixes & _CODE_SUFFIXES:
-        raise InvalidInput(f"{shown} is program code: a version holds data only", field="path", path=shown)
-    last = "." + name.rpartition(".")[2]
-    if name not in _DATA_NAMES and last not in _DATA_SUFFIXES:
-        allowed = ", ".join(sorted("*" + suffix for suffix in _DATA_SUFFIXES))
-        raise InvalidInput(
-            f"{shown} is no kind of file that a version holds ({allowed})", field="path", path=shown
-        )
+    if problem := problem_of(path):
+        raise InvalidInput(problem, field="path", path=shown)
 
 
 def _check_paths(paths: list[str]) -> None:
@@ -210,15 +208,19 @@ def _check_file(file: ManifestFile) -> None:
 
 
 def _check_behaviour(manifest: Manifest) -> None:
-    known = {file.digest for file in manifest.files}
-    for name in (
-        "tokenizer_digest",
-        "chat_template_digest",
-        "sampling_defaults_digest",
-        "safety_policy_digest",
-    ):
+    digests = {file.path: file.digest for file in manifest.files}
+    known = set(digests.values())
+    for name, deciding in _PINNED.items():
         digest: str = getattr(manifest, name)
         if digest and digest not in known:
             raise InvalidInput(
                 f"{name} is the digest of none of the files", field=f"manifest.{name}", digest=digest
             )
+        path = next((path for path in deciding if path in digests), "")
+        if manifest.schema > 1 and path and digests[path] != digest:
+            raise InvalidInput(f"{name} does not pin {path}", field=f"manifest.{name}", path=path)
+    if manifest.schema == 1:
+        if any(getattr(manifest, name) for name in _NEW_IN_2):
+            raise InvalidInput(f"schema 1 has no {' and no '.join(_NEW_IN_2)}", field="manifest.schema")
+    elif manifest.weights_digest != weights_digest_of(manifest.files):
+        raise InvalidInput("weights_digest is not that of the tensor files", field="manifest.weights_digest")

@@ -23,6 +23,8 @@ NODES: Final = ROOT + "nodes/"
 ASSIGNMENTS: Final = ROOT + "assignments/"
 WORKERS: Final = ROOT + "workers/"
 LEADERS: Final = ROOT + "leaders/"
+# Outside the root: what follows the fleet's state is not woken by what is told of it.
+EVENTS: Final = "/fairway/v1-events/"
 
 
 def version_key(model: str, digest: str) -> str:
@@ -119,10 +121,13 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class AssignedVersion:
+    """``priority`` orders who has the worker's memory first."""
+
     deployment: str
     model: str
     version_digest: str
     executor: str = "torch"
+    priority: Priority = Priority.STANDARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """Observed: one assigned version on one worker."""
+    """Observed: one assigned version on one worker.
+
+    ``reason`` says in a stable word why it failed, ``failed_attempts`` how often in a row, and
+    ``retry_unix_s`` when it is tried again; 0 when time alone brings no new attempt. ``weight_bytes`` and
+    ``kv_bytes`` are granted to its engine; ``needed_bytes`` is the least it runs with, 0 while unknown.
+    """
 
     deployment: str
     model: str
@@ -147,11 +157,20 @@ class LoadedVersion:
     block_size: int = 0
     max_model_len: int = 0
     engine_restarts: int = 0
+    reason: str = ""
+    failed_attempts: int = 0
+    retry_unix_s: float = 0.0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    needed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A live worker, under its lease. The key's create_revision is its incarnation."""
+    """A live worker, under its lease. The key's create_revision is its incarnation.
+
+    ``memory_bytes`` is what its device may give to engines; ``memory_free_bytes`` of it is granted to none.
+    """
 
     worker_id: str
     address: str
@@ -161,6 +180,7 @@ class Worker:
     memory_bytes: int = 0
     draining: bool = False
     versions: tuple[LoadedVersion, ...] = ()
+    memory_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +201,29 @@ class Leader:
 
     leader_id: str
     address: str
+
+
+class EventKind(StrEnum):
+    """What kind of resource an event is about."""
+
+    TENANT = "tenant"
+    KEY = "key"
+    DEPLOYMENT = "deployment"
+    NODE = "node"
+    MODEL = "model"
+    LEADER = "leader"
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """What happened, once. Key: ``EVENTS`` and a name that sorts by time. ``reason`` is a stable word."""
+
+    time_unix_s: float
+    kind: EventKind
+    resource: str
+    reason: str
+    message: str
+    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

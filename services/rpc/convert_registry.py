@@ -24,6 +24,8 @@ def manifest_from_proto(message: registry_pb2.Manifest) -> Manifest:
         safety_policy_digest=message.safety_policy_digest,
         max_context_tokens=message.max_context_tokens,
         schema=message.schema,
+        weights_digest=message.weights_digest,
+        engine_limits_digest=message.engine_limits_digest,
     )
 
 
@@ -42,6 +44,8 @@ def manifest_to_proto(manifest: Manifest) -> registry_pb2.Manifest:
         sampling_defaults_digest=manifest.sampling_defaults_digest,
         safety_policy_digest=manifest.safety_policy_digest,
         max_context_tokens=manifest.max_context_tokens,
+        weights_digest=manifest.weights_digest,
+        engine_limits_digest=manifest.engine_limits_digest,
     )
 
 

@@ -14,11 +14,14 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from services.core.errors import FailedPrecondition
+from services.ports.clock import Clock
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
+from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.bounds import RequestBounds
 from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.log_context import LogContext
+from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 
 log = structlog.get_logger()
 
@@ -35,6 +38,14 @@ _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
 )
 _MAX_RPCS: Final = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class RpcTelemetry:
+    """What a server tells of its RPCs."""
+
+    instruments: RpcMetrics
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +68,25 @@ class RpcServer:
         internal_token: str,
         new_incident: Callable[[], str],
         authenticate: Authenticate | None = None,
+        telemetry: RpcTelemetry | None = None,
     ) -> None:
         """Raises ValueError when a method of ``services`` has no access rule."""
         self._services = services
         self._listen = listen
         self._health = HealthServicer()
         table = access_table(service.descriptor for service in services)
+        descriptors = [service.descriptor for service in services]
+        outermost = (
+            ()
+            if telemetry is None
+            else (
+                NoteArrival(telemetry.clock),
+                CountRpcs(descriptors, telemetry.instruments, telemetry.clock),
+            )
+        )
         self._server = grpc.aio.server(
             interceptors=(
+                *outermost,
                 LogContext(),
                 ErrorStatus(new_incident),
                 AccessControl(table, authenticate, internal_token),

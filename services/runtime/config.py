@@ -27,9 +27,11 @@ class Settings(BaseModel):
 
     etcd_endpoints: tuple[Address, ...] = ("127.0.0.1:2379",)
     redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_password_file: Path | None = None
     listen: Address = "127.0.0.1:0"
     advertise: Address | None = None
     http_listen: Address = "127.0.0.1:8080"
+    metrics_listen: Address = "127.0.0.1:0"
     state_dir: Path = Path(".fairway/state")
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
@@ -40,6 +42,9 @@ class Settings(BaseModel):
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+    request_log_per_s: float = Field(default=200.0, ge=0, le=1_000_000)
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://)?[^\s:/]+:\d{1,5}$|^$")
+    trace_ratio: float = Field(default=0.01, ge=0, le=1)
     drain_s: float = Field(default=10.0, ge=0, le=3600)
     lease_ttl_s: int = Field(default=5, ge=1, le=120)
     leader_ttl_s: int = Field(default=3, ge=1, le=120)
@@ -120,10 +125,22 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
 
 def read_secret(path: Path) -> str:
     """Return the text of a secret file, stripped. Raises ConfigError when it cannot be read or is short."""
-    try:
-        text = path.read_text().strip()
-    except OSError as exc:
-        raise ConfigError(f"cannot read the secret {path}: {exc.strerror}; `fairway up` creates it") from exc
+    text = _read_file(path, "`fairway up` creates it")
     if len(text) < 32:
         raise ConfigError(f"the secret in {path} has less than 32 characters")
     return text
+
+
+def read_password(path: Path) -> str:
+    """Return a password that another system chose, of any length but none. Raises ConfigError."""
+    text = _read_file(path, "write the password into it")
+    if not text:
+        raise ConfigError(f"the password file {path} is empty: write the password into it")
+    return text
+
+
+def _read_file(path: Path, next_step: str) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the secret {path}: {exc.strerror}; {next_step}") from exc

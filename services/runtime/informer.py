@@ -61,6 +61,11 @@ class Informer(Generic[Record]):
         self._changed_revision = 0
         self._confirmed_s: float | None = None
         self._advanced = asyncio.Event()
+        self.lists = 0
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
 
     @property
     def view(self) -> Mapping[str, Versioned[Record]]:
@@ -123,6 +128,7 @@ class Informer(Generic[Record]):
 
     async def _list(self) -> None:
         listing = await self._store.list(self._prefix)
+        self.lists += 1
         if listing.revision < self._revision:
             log.error("informer.store_went_back", prefix=self._prefix, revision=self._revision)
             raise StoreUnavailable(f"the store is at revision {listing.revision}, behind what was seen")

@@ -50,6 +50,10 @@ class Election:
         self._turned = asyncio.Event()
 
     @property
+    def lease(self) -> LeaseHolder:
+        return self._lease
+
+    @property
     def epoch(self) -> int | None:
         """The epoch while we surely lead, else None. Reads the clock: ask right before acting on it."""
         return self._epoch if self._lease.lease_id is not None else None

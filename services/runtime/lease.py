@@ -29,6 +29,7 @@ class LeaseHolder:
         self._ttl_s = ttl_s
         self._lease_id: int | None = None
         self._deadline_s = 0.0
+        self.renewals = self.failures = self.losses = 0
 
     @property
     def lease_id(self) -> int | None:
@@ -59,6 +60,7 @@ class LeaseHolder:
                 break
         if self._lease_id is not None:
             log.warning("lease.lost", lease_id=f"{self._lease_id:x}")
+            self.losses += 1
             self._deadline_s = 0.0
 
     async def release(self) -> None:
@@ -78,6 +80,8 @@ class LeaseHolder:
                 await self._store.keep_alive(self._lease_id)
         except (StoreUnavailable, TimeoutError) as error:
             log.info("lease.keep_alive_failed", lease_id=f"{self._lease_id:x}", error=repr(error))
+            self.failures += 1
             return False
+        self.renewals += 1
         self._deadline_s = max(self._deadline_s, start_s + self._ttl_s)
         return True

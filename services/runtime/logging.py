@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from typing import Literal
+from typing import Final, Literal
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
+
+from services.ports.clock import Clock
+
+_CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def clean_id(text: object) -> str:
+    """Return what a client calls its request if it is harmless in a log and a header, else an empty text."""
+    return text if isinstance(text, str) and _CLIENT_ID.fullmatch(text) else ""
+
+
+class LineBudget:
+    """Bounds the lines of one kind: ``per_s`` a second, and as many at once after a quiet second.
+
+    What it does not let through is counted, so that a log says by how much it is incomplete.
+    """
+
+    def __init__(self, clock: Clock, per_s: float) -> None:
+        self._clock = clock
+        self._per_s = per_s
+        self._left = per_s
+        self._at_s = clock.monotonic_s()
+        self.suppressed = 0
+
+    def take(self) -> bool:
+        """Whether to write a line now."""
+        now_s = self._clock.monotonic_s()
+        self._left = min(self._per_s, self._left + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._left < 1.0:
+            self.suppressed += 1
+            return False
+        self._left -= 1.0
+        return True
 
 
 def configure(level: str = "info", output: Literal["json", "console"] = "json", *, role: str = "") -> None:

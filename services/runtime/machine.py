@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Final
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_UNLIMITED: Final = 1e9
 
 
 def available_cpus() -> int:
-    """Return how many processors this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Return how many processors' worth of time this process may take, at least one.
+
+    The processors it may run on, and not more than the quota of its container: that leaves all of them
+    visible, and stops whoever uses more for the rest of each period.
+    """
+    return max(1, min(len(os.sched_getaffinity(0)), round(cpu_quota(_CGROUPS))))
+
+
+def cpu_quota(cgroups: Path) -> float:
+    """Return the processors that the control group grants, 1e9 without a quota.
+
+    Reads ``cpu.max`` of version 2, ``cpu.cfs_*`` of version 1, where a container sees its own group.
+    """
+    try:
+        quota, period = (cgroups / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroups / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroups / "cpu" / "cpu.cfs_period_us").read_text()
+        except OSError:
+            return _UNLIMITED
+    try:
+        granted = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return _UNLIMITED
+    return granted if granted > 0 else _UNLIMITED
 
 
 def default_engine_threads() -> int:

@@ -59,6 +59,10 @@ class Registration:
         self._moved = asyncio.Event()
 
     @property
+    def lease(self) -> LeaseHolder:
+        return self._lease
+
+    @property
     def incarnation(self) -> int | None:
         """The key's create_revision while the lease is surely ours, else None."""
         return self._incarnation if self._lease.lease_id is not None else None

@@ -192,7 +192,13 @@ class WorkerAgent:
         for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
             del self._slots[digest]
         observed = [slot.observed() for slot in self._slots.values()]
-        for action in plan(wanted(self._assigned.versions), observed, self._clock.monotonic_s()):
+        actions = plan(
+            wanted(self._assigned.versions),
+            observed,
+            self._clock.monotonic_s(),
+            free_bytes=self._ledger.free_bytes,
+        )
+        for action in actions:
             log.info("version.planned", action=type(action).__name__, digest=_digest(action))
             match action:
                 case Fetch(version):
@@ -248,6 +254,7 @@ class WorkerAgent:
             memory_bytes=identity.memory_bytes,
             draining=self._host.draining,
             versions=self._records(),
+            memory_free_bytes=self._ledger.free_bytes,
         )
 
     def _records(self) -> tuple[LoadedVersion, ...]:
@@ -265,6 +272,7 @@ class WorkerAgent:
                     assigned.version_digest,
                     VersionState.FAILED,
                     f"another deployment runs this version with executor {slot.version.executor}",
+                    reason="EXECUTOR_CONFLICT",
                 )
             records.append(record)
         assigned_digests = {assigned.version_digest for assigned in self._assigned.versions}

@@ -13,9 +13,10 @@ MIN_KV_BYTES: Final = SLAB_BYTES
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrant:
-    """What one engine may use, bytes."""
+    """What one engine may use, bytes. ``label`` is its owner's name in messages."""
 
     owner: str
+    label: str
     weight_bytes: int
     kv_bytes: int
 
@@ -35,8 +36,18 @@ class MemoryLedger:
     def free_bytes(self) -> int:
         return self._total - sum(grant.bytes for grant in self._grants.values())
 
+    def held_by(self, owner: str) -> MemoryGrant | None:
+        """Return an owner's grant."""
+        return self._grants.get(owner)
+
     def grant(
-        self, owner: str, *, weight_bytes: int, kv_bytes: int, min_kv_bytes: int = MIN_KV_BYTES
+        self,
+        owner: str,
+        *,
+        weight_bytes: int,
+        kv_bytes: int,
+        min_kv_bytes: int = MIN_KV_BYTES,
+        label: str = "",
     ) -> MemoryGrant:
         """Give an owner its weights whole and its KV pool whole, or what is left in slabs.
 
@@ -47,17 +58,18 @@ class MemoryLedger:
         room = free - weight_bytes
         budget = kv_bytes if kv_bytes <= room else room // SLAB_BYTES * SLAB_BYTES
         if budget < min(min_kv_bytes, kv_bytes):
-            raise self._refusal(owner, weight_bytes, min(min_kv_bytes, kv_bytes), free)
-        grant = MemoryGrant(owner, weight_bytes, budget)
+            raise self._refusal(owner, label or owner, weight_bytes, min(min_kv_bytes, kv_bytes), free)
+        grant = MemoryGrant(owner, label or owner, weight_bytes, budget)
         self._grants[owner] = grant
         return grant
 
     def settle(self, owner: str, *, weight_bytes: int, kv_bytes: int) -> MemoryGrant:
         """Replace an owner's grant by what its engine really took. Raises DoesNotFit and keeps the grant."""
         before = self._grants[owner]
-        grant = MemoryGrant(owner, weight_bytes, kv_bytes)
+        grant = MemoryGrant(owner, before.label, weight_bytes, kv_bytes)
         if grant.bytes > before.bytes + self.free_bytes:
-            raise self._refusal(owner, weight_bytes, kv_bytes, before.bytes + self.free_bytes)
+            free_bytes = before.bytes + self.free_bytes
+            raise self._refusal(owner, before.label, weight_bytes, kv_bytes, free_bytes)
         self._grants[owner] = grant
         return grant
 
@@ -68,12 +80,16 @@ class MemoryLedger:
     def check_integrity(self) -> None:
         assert self.free_bytes >= 0, "more memory was granted than there is"
 
-    def _refusal(self, owner: str, weight_bytes: int, kv_bytes: int, free_bytes: int) -> DoesNotFit:
+    def _refusal(
+        self, owner: str, label: str, weight_bytes: int, kv_bytes: int, free_bytes: int
+    ) -> DoesNotFit:
         others = ", ".join(
-            f"{name} holds {_mib(grant.bytes)}" for name, grant in self._grants.items() if name != owner
+            f"{grant.label} holds {_mib(grant.bytes)}"
+            for name, grant in self._grants.items()
+            if name != owner
         )
         return DoesNotFit(
-            f"{owner} needs {_mib(weight_bytes)} for weights and at least {_mib(kv_bytes)} for KV; "
+            f"{label} needs {_mib(weight_bytes)} for weights and at least {_mib(kv_bytes)} for KV; "
             f"{_mib(free_bytes)} of {_mib(self._total)} are free" + (f" ({others})" if others else ""),
             needed_bytes=weight_bytes + kv_bytes,
             free_bytes=free_bytes,

@@ -10,7 +10,7 @@ from typing import Final, Literal, Protocol
 
 import structlog
 
-from services.core.errors import DoesNotFit, FairwayError, IntegrityError, NotFound, Unavailable
+from services.core.errors import DoesNotFit, FairwayError, Unavailable
 from services.core.records import AssignedVersion, LoadedVersion, VersionState
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
@@ -25,15 +25,14 @@ from services.worker.engine_process import (
 )
 from services.worker.engine_protocol import EngineConfig, Heartbeat, Progress, Ready, Stepped
 from services.worker.host import SequenceHost
-from services.worker.memory_ledger import MemoryLedger
-from services.worker.policy.lifecycle import Phase, Slot, backoff_s
+from services.worker.memory_ledger import MIN_KV_BYTES, MemoryLedger
+from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
 from services.worker.sequences import PoolLimits, SequenceTable
 from services.worker.weight_size import weight_bytes
 
 log = structlog.get_logger()
 
 CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes anew
-MEMORY_RETRY_S: Final = 2.0
 PROGRESS_STEP: Final = 0.05
 
 
@@ -70,8 +69,8 @@ class EngineSettings:
     drain_s: float = 30.0
     crash_backoff_first_s: float = 0.5
     crash_backoff_most_s: float = 30.0
-    failed_backoff_first_s: float = 30.0
-    failed_backoff_most_s: float = 600.0
+    failed_backoff_first_s: float = 2.0
+    failed_backoff_most_s: float = 60.0
     timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
 
 
@@ -100,10 +99,13 @@ class VersionSlot:
         self.table: SequenceTable | None = None
         self.gone = False
         self._failed = False  # BROKEN for a reason that a restart does not heal
+        self._reason = ""  # of the last failure, until it is READY
         self._context = context
         self._failures = 0
         self._too_large = ""  # why an engine that had loaded was stopped at once
+        self._weight_bytes = 0  # what its weights take, once known
         self._retry_at_s = 0.0
+        self._retry_unix_s = 0.0
         self._drain_until_s = 0.0
         self._ready_s = 0.0
         self._folder: Path | None = None
@@ -127,11 +129,18 @@ class VersionSlot:
             has_files=self._folder is not None,
             retry_at_s=self._retry_at_s,
             drain_until_s=self._drain_until_s,
+            granted_bytes=0 if (grant := self._context.ledger.held_by(self.digest)) is None else grant.bytes,
+            unbooked=self.version.executor != "null" and grant is None,
+            needed_bytes=self._needed_bytes if self._reason == DoesNotFit.reason else 0,
+            final=self._failed and self._reason in FINAL_REASONS,
+            restarting=not self._failed and self._folder is not None,
         )
 
     def record(self, deployment: str) -> LoadedVersion:
         """Return what is published of it."""
         limits = None if self.table is None else self.table.limits
+        grant = self._context.ledger.held_by(self.digest)
+        broken = self.phase is Phase.BROKEN
         return LoadedVersion(
             deployment=deployment,
             model=self.version.model,
@@ -143,6 +152,12 @@ class VersionSlot:
             block_size=0 if limits is None else limits.block_size,
             max_model_len=0 if limits is None else limits.max_model_len,
             engine_restarts=self.restarts,
+            reason=self._reason if broken else "",
+            failed_attempts=self._failures if broken else 0,
+            retry_unix_s=self._retry_unix_s if broken else 0.0,
+            weight_bytes=0 if grant is None else grant.weight_bytes,
+            kv_bytes=0 if grant is None else grant.kv_bytes,
+            needed_bytes=self._needed_bytes,
         )
 
     # --- actions --------------------------------------------------------------------------------
@@ -194,10 +209,8 @@ class VersionSlot:
                 self.version.model, self.digest, only=only, progress=self._note_progress
             )
             self._context.files.pin(folder)
-        except (IntegrityError, NotFound) as error:
-            self._break(error.message, failed=True)
         except FairwayError as error:
-            self._break(error.message, failed=not isinstance(error, Unavailable))
+            self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
         else:
             self._folder = folder
             self._failures = 0
@@ -218,11 +231,9 @@ class VersionSlot:
             )
             self._engine = engine
             await engine.start()
-        except DoesNotFit as error:
-            self._break(error.message, failed=True, retry_s=MEMORY_RETRY_S)
         except FairwayError as error:
             self._context.ledger.release(self.digest)
-            self._break(error.message, failed=True)
+            self._break(error.reason, error.message, failed=True)
 
     async def _config(self, folder: Path) -> EngineConfig:
         """Return the configuration, its memory granted."""
@@ -230,8 +241,15 @@ class VersionSlot:
         kv_bytes = settings.kv_memory_bytes
         if self.version.executor != "null":  # a null engine allocates nothing
             weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
-            grant = self._context.ledger.grant(self.digest, weight_bytes=weights, kv_bytes=kv_bytes)
+            self._weight_bytes = max(weights, self._weight_bytes)
+            grant = self._context.ledger.grant(
+                self.digest,
+                weight_bytes=self._weight_bytes,
+                kv_bytes=kv_bytes,
+                label=self.version.deployment,
+            )
             kv_bytes = grant.kv_bytes
+            self._context.woke()  # others may wait for it to have its memory
         return EngineConfig(
             socket_path="",
             model_dir=str(folder),
@@ -285,7 +303,7 @@ class VersionSlot:
         )
         self._context.host.add(self.table)
         self._ready_s = self._context.clock.monotonic_s()
-        self._failed = False
+        self._failed, self._reason = False, ""
         self._enter(Phase.READY)
 
     def _settle_memory(self, event: Ready, engine: EngineProcess) -> bool:
@@ -297,6 +315,7 @@ class VersionSlot:
             self._context.ledger.settle(self.digest, weight_bytes=event.weight_bytes, kv_bytes=kv_bytes)
         except DoesNotFit as error:
             self._too_large = error.message
+            self._weight_bytes = max(event.weight_bytes, self._weight_bytes)
             self._context.supervisor.spawn(f"stop-{self.digest[:19]}", engine.stop())
             return False
         return True
@@ -323,31 +342,41 @@ class VersionSlot:
             self._failures = 0
         match exit_:
             case LoadRefused(reason, message):
-                self._break(f"{reason}: {message}", failed=True)
+                self._break(reason.upper(), message, failed=True)
             case Crashed(_, message):
                 self.restarts += 1
-                self._break(message, failed=False)
+                self._break("ENGINE_CRASHED", message, failed=False)
             case _:
                 message, self._too_large = self._too_large, ""
-                self._break(message or "the engine was stopped", failed=bool(message))
+                reason = DoesNotFit.reason if message else "ENGINE_STOPPED"
+                self._break(reason, message or "the engine was stopped", failed=bool(message))
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _break(self, message: str, *, failed: bool, retry_s: float | None = None) -> None:
+    @property
+    def _needed_bytes(self) -> int:
+        """The least device memory that it runs with, 0 while unknown."""
+        if self.version.executor == "null" or not self._weight_bytes:
+            return 0
+        return self._weight_bytes + min(MIN_KV_BYTES, self._context.settings.kv_memory_bytes)
+
+    def _break(self, reason: str, message: str, *, failed: bool) -> None:
+        """Note what went wrong, and when it is tried again if time can heal it."""
         if self.phase is Phase.STOPPING:
             return
-        settings = self._context.settings
+        settings, clock = self._context.settings, self._context.clock
         self._failures += 1
-        self._failed = failed
-        if retry_s is None:
-            first_s, most_s = (
-                (settings.failed_backoff_first_s, settings.failed_backoff_most_s)
-                if failed
-                else (settings.crash_backoff_first_s, settings.crash_backoff_most_s)
-            )
-            retry_s = backoff_s(self._failures, first_s=first_s, most_s=most_s)
-        self._retry_at_s = self._context.clock.monotonic_s() + retry_s
-        log.warning("version.broke", digest=self.digest, reason=message, failed=failed, retry_s=retry_s)
+        self._failed, self._reason = failed, reason
+        first_s, most_s = (
+            (settings.failed_backoff_first_s, settings.failed_backoff_most_s)
+            if failed
+            else (settings.crash_backoff_first_s, settings.crash_backoff_most_s)
+        )
+        retry_s = backoff_s(self._failures, first_s=first_s, most_s=most_s)
+        self._retry_at_s = clock.monotonic_s() + retry_s
+        timed = not (failed and (reason in FINAL_REASONS or reason == DoesNotFit.reason))
+        self._retry_unix_s = clock.unix_s() + retry_s if timed else 0.0
+        log.warning("version.broke", digest=self.digest, reason=reason, message=message, failed=failed)
         self._enter(Phase.BROKEN, message)
 
     def _enter(self, phase: Phase, message: str = "") -> None:

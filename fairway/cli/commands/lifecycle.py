@@ -37,6 +37,17 @@ def up(
     grpc_port: PortOption = 0,
     workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     replicas: Annotated[int, typer.Option(min=1, max=64, help="Of the deployed model.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=16, help="All serve.")] = 1,
+    schedulers: Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")] = 1,
+    controlplanes: Annotated[int, typer.Option(min=1, max=8, help="All answer, one leads.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="ROLE:VARIABLE=VALUE",
+            help="A setting of one role, or of one process such as worker-1. Repeatable.",
+        ),
+    ] = None,
     model_dir: Annotated[
         Path | None, typer.Option(help="A checkpoint folder; else the bundled model.")
     ] = None,
@@ -53,6 +64,10 @@ def up(
         replicas=replicas,
         model_dir=str(model_dir.expanduser().absolute()) if model_dir else "",
         deploy=not no_model,
+        gateways=gateways,
+        schedulers=schedulers,
+        controlplanes=controlplanes,
+        settings=tuple(_setting(text) for text in settings or ()),
     )
     if (running := running_endpoints(state)) is not None:
         _show_running(running, state)
@@ -116,6 +131,15 @@ def status(
             next_step=f"see the logs under {state.logs}",
             exit_code=ExitCode.UNAVAILABLE,
         )
+
+
+def _setting(text: str) -> tuple[str, str, str]:
+    """Return the parts of ``worker-1:FAIRWAY_DRAIN_S=5``."""
+    target, colon, rest = text.partition(":")
+    variable, equals, value = rest.partition("=")
+    if not (target and colon and equals and variable.startswith("FAIRWAY_")):
+        raise typer.BadParameter(f"{text!r} is not like worker-1:FAIRWAY_DRAIN_S=5", param_hint="--set")
+    return target, variable, value
 
 
 async def _ask(record: FleetRecord) -> dict[str, dict[str, object]]:

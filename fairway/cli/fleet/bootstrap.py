@@ -192,31 +192,36 @@ class Bootstrap:
         )
 
     async def _until_served(self, api_key: str, admin: Metadata) -> str:
-        """Return the key that the gateway accepts: a stale one, left by lost state, is replaced once."""
-        async with open_channel(self.addresses.of("gateway_grpc")) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            reason = await self._served(stub, api_key, patience_s=_STALE_KEY_S)
-            if isinstance(reason, grpc.aio.AioRpcError) and reason.code() == grpc.StatusCode.UNAUTHENTICATED:
-                async with open_channel(self.addresses.of("controlplane")) as control:
-                    api_key = await self._new_key(
-                        controlplane_pb2_grpc.ControlPlaneServiceStub(control), admin, replace=True
-                    )
+        """Return the key that every gateway accepts: a stale one, left by lost state, is replaced once."""
+        reason = await self._served("gateway", api_key, patience_s=_STALE_KEY_S)
+        if isinstance(reason, grpc.aio.AioRpcError) and reason.code() == grpc.StatusCode.UNAUTHENTICATED:
+            async with open_channel(self.addresses.of("controlplane")) as control:
+                api_key = await self._new_key(
+                    controlplane_pb2_grpc.ControlPlaneServiceStub(control), admin, replace=True
+                )
+        for gateway in self.addresses.gateway_names:
+            reason = await self._served(gateway, api_key, patience_s=_SETTLE_S)
+            if isinstance(reason, grpc.aio.AioRpcError):
+                raise to_cli_error(reason, what=f"{gateway} does not serve yet") from reason
             if reason is not None:
-                reason = await self._served(stub, api_key, patience_s=_SETTLE_S)
-        if isinstance(reason, grpc.aio.AioRpcError):
-            raise to_cli_error(reason, what="the gateway does not serve yet") from reason
-        if reason is not None:
-            raise CliError(
-                "NOT_SERVED",
-                f"the gateway does not offer {self.options.model_name}: {reason}",
-                next_step=f"see {self.state.log('gateway')}",
-            )
+                raise CliError(
+                    "NOT_SERVED",
+                    f"{gateway} does not offer {self.options.model_name}: {reason}",
+                    next_step=f"see {self.state.log(gateway)}",
+                )
         return api_key
 
     async def _served(
-        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, api_key: str, *, patience_s: float
+        self, gateway: str, api_key: str, *, patience_s: float
     ) -> str | grpc.aio.AioRpcError | None:
         """Return None once the gateway lists the model as ready for this key, else what it last said."""
+        async with open_channel(self.addresses.grpc_of(gateway)) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            return await self._listed(stub, api_key, patience_s=patience_s)
+
+    async def _listed(
+        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, api_key: str, *, patience_s: float
+    ) -> str | grpc.aio.AioRpcError | None:
         deadline = time.monotonic() + patience_s
         wanted = self.options.model_name if self.options.deploy else None
         last: str | grpc.aio.AioRpcError = "never asked"

@@ -18,8 +18,8 @@ from typing import Any
 from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.installation import AlreadyRunning, run_installation
+from fairway.cli.fleet.logs import rotate_log, tail
 from fairway.cli.fleet.options import UpOptions, source_root
-from fairway.cli.fleet.process import rotate_log, tail
 from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
 from fairway.cli.output import err
 from fairway.cli.state import StateDir
@@ -100,7 +100,9 @@ def main(argv: list[str]) -> int:
         progress.close()
 
     try:
-        run_installation(options, progress, on_ready)
+        run_installation(
+            options, progress, on_ready, own_log=StateDir.at(Path(options.state_dir)).log("supervisor")
+        )
     except AlreadyRunning as running:
         if running.endpoints is not None:
             progress.send({"running": asdict(running.endpoints)})

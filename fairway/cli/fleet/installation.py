@@ -35,9 +35,12 @@ class AlreadyRunning(CliError):
         self.endpoints = endpoints
 
 
-def run_installation(options: UpOptions, progress: Progress, on_ready: OnReady) -> None:
+def run_installation(
+    options: UpOptions, progress: Progress, on_ready: OnReady, *, own_log: Path | None = None
+) -> None:
     """Start everything, tell ``on_ready``, and keep it running until SIGINT or SIGTERM.
 
+    ``own_log`` is where this process writes, if that is a log: it is bounded like the others.
     Raises CliError when it cannot start, AlreadyRunning when it runs; nothing is left running then.
     """
     state = StateDir.at(Path(options.state_dir))
@@ -65,7 +68,8 @@ def run_installation(options: UpOptions, progress: Progress, on_ready: OnReady) 
             state.endpoints.unlink(missing_ok=True)
             ensure_secrets(state)
             save_ports(state.ports, ports)
-        asyncio.run(_run(options, state, Addresses(ports, options.workers), progress, on_ready))
+        supervisor = ProcessSupervisor(progress, state.fleet, own_log=own_log)
+        asyncio.run(_run(options, state, Addresses.wanted(options, ports), supervisor, progress, on_ready))
 
 
 def running_endpoints(state: StateDir) -> Endpoints | None:
@@ -77,9 +81,13 @@ def running_endpoints(state: StateDir) -> Endpoints | None:
 
 
 async def _run(
-    options: UpOptions, state: StateDir, addresses: Addresses, progress: Progress, on_ready: OnReady
+    options: UpOptions,
+    state: StateDir,
+    addresses: Addresses,
+    supervisor: ProcessSupervisor,
+    progress: Progress,
+    on_ready: OnReady,
 ) -> None:
-    supervisor = ProcessSupervisor(progress, state.fleet)
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -120,7 +128,7 @@ async def _start(
 ) -> Endpoints:
     with state.writing():
         await supervisor.start(store_specs(state, addresses, os.environ))
-        await supervisor.start(role_specs(state, addresses, os.environ))
+        await supervisor.start(role_specs(state, addresses, os.environ, options.settings))
     api_key = await Bootstrap(options, state, addresses, progress).run()
     return Endpoints(
         http=addresses.http_url,
@@ -132,6 +140,9 @@ async def _start(
         controlplane=addresses.of("controlplane"),
         scheduler=addresses.of("scheduler"),
         workers=tuple(addresses.of(name) for name in addresses.worker_names),
+        gateways=tuple(addresses.grpc_of(name) for name in addresses.gateway_names),
+        schedulers=tuple(addresses.of(name) for name in addresses.scheduler_names),
+        controlplanes=tuple(addresses.of(name) for name in addresses.controlplane_names),
         supervisor_pid=os.getpid(),
         pids=supervisor.pids,
     )

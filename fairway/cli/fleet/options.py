@@ -14,7 +14,10 @@ BUNDLED_MODEL: Final = "fairway-tiny"
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """A port of 0 means a free one, a ``model_dir`` of "" the bundled model; paths are absolute."""
+    """A port of 0 means a free one, a ``model_dir`` of "" the bundled model; paths are absolute.
+
+    ``settings`` are (role or process, variable, value) and go over what the installation decides.
+    """
 
     state_dir: str
     http_port: int = 0
@@ -24,13 +27,18 @@ class UpOptions:
     model_dir: str = ""
     deploy: bool = True
     ready_s: float = 600.0
+    gateways: int = 1
+    schedulers: int = 1
+    controlplanes: int = 1
+    settings: tuple[tuple[str, str, str], ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> UpOptions:
-        return cls(**json.loads(text))
+        raw = json.loads(text)
+        return cls(**{**raw, "settings": tuple(tuple(each) for each in raw["settings"])})
 
     @property
     def model_folder(self) -> Path:

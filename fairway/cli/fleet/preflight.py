@@ -8,6 +8,7 @@ from typing import Final
 
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.roles import check_settings
 
 MIN_FREE_BYTES: Final = 1024**3
 
@@ -41,6 +42,7 @@ def check(options: UpOptions) -> None:
     """Raise CliError with the first thing that keeps the installation from starting."""
     check_disk(Path(options.state_dir))
     check_model(options)
+    check_settings(options)
     if options.replicas > options.workers:
         raise CliError(
             "TOO_MANY_REPLICAS",

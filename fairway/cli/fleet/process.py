@@ -10,14 +10,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from fairway.cli.fleet import launch
 from fairway.cli.fleet.probes import Probe
 from fairway.cli.fleet.record import ProcessId
-
-_KEPT_LOGS: Final = 3
-_TAIL_BYTES: Final = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +111,6 @@ class Child:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
-
-
-def rotate_log(path: Path) -> None:
-    """Move an existing log aside: NAME.log becomes NAME.log.1, and so on; the oldest is dropped."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    for number in range(_KEPT_LOGS - 1, 0, -1):
-        older = path.with_name(f"{path.name}.{number}")
-        if older.exists():
-            older.replace(path.with_name(f"{path.name}.{number + 1}"))
-    path.replace(path.with_name(f"{path.name}.1"))
-
-
-def tail(path: Path, *, lines: int = 15) -> str:
-    """Return the last lines of a log, "" when there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
 
 
 def describe_exit(code: int) -> str:

@@ -63,7 +63,7 @@ class LineProgress:
         if last == event or (last is not None and last.phase == phase and elapsed - told_at < _DETAIL_S):
             return
         self._told[name] = (event, elapsed)
-        plain(self.console, f"[{elapsed:6.1f} s] {name:<13} {phase:<11} {detail}".rstrip())
+        plain(self.console, f"[{elapsed:6.1f} s] {name:<15} {phase:<11} {detail}".rstrip())
 
     def close(self) -> None:
         """Nothing is live here."""

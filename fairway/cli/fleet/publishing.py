@@ -10,9 +10,9 @@ import grpc
 
 from fairway.cli.calls import to_cli_error
 from fairway.cli.errors import CliError
-from fairway.client.publish import Progress, publish
+from fairway.client.publish import PublishProgress, PublishRefused, publish
 
-_VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering"}
+_VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
 
 
 async def publish_folder(
@@ -26,13 +26,17 @@ async def publish_folder(
 ) -> str:
     """Publish a checkpoint folder, point ``tag`` at it and return the version's digest. Raises CliError."""
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: PublishProgress) -> None:
         report(f"{_VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %")
 
     try:
         return (await publish(channel, folder, model, tag, tell, metadata=admin)).digest
     except grpc.aio.AioRpcError as exc:
         raise to_cli_error(exc, what=f"cannot publish {folder}") from exc
+    except PublishRefused as exc:
+        raise CliError(
+            "FOLDER_REFUSED", f"cannot publish {folder}: {exc}", next_step=exc.next_step
+        ) from exc
     except OSError as exc:
         raise CliError(
             "FOLDER_UNREADABLE",

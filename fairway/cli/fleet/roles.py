@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from fairway.cli import embedded
-from fairway.cli.errors import CliError
+from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.options import UpOptions, source_root
 from fairway.cli.fleet.ports import HOST
 from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_answers, tcp_open
@@ -26,19 +26,31 @@ CLIENT_VARIABLES: Final = (
     "FAIRWAY_CONTROLPLANE",
     "FAIRWAY_HTTP",
 )
+Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
 _DEFAULT_DRAIN_S: Final = 10.0
 _STORE_STOP_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port of every server of the installation."""
+    """host:port of every server of the installation, and how many processes each role has."""
 
     ports: Mapping[str, int]
     workers: int
+    gateways: int = 1
+    schedulers: int = 1
+    controlplanes: int = 1
+
+    @classmethod
+    def wanted(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
+        return cls(ports, options.workers, options.gateways, options.schedulers, options.controlplanes)
 
     def of(self, name: str) -> str:
         return f"{HOST}:{self.ports[name]}"
+
+    def grpc_of(self, name: str) -> str:
+        """Address of the gRPC server of a role's process."""
+        return self.of(f"{name}_grpc" if role_of(name) == "gateway" else name)
 
     @property
     def http_url(self) -> str:
@@ -48,12 +60,41 @@ class Addresses:
     def worker_names(self) -> tuple[str, ...]:
         return tuple(f"worker-{number}" for number in range(self.workers))
 
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        return _named("gateway", self.gateways)
+
+    @property
+    def scheduler_names(self) -> tuple[str, ...]:
+        return _named("scheduler", self.schedulers)
+
+    @property
+    def controlplane_names(self) -> tuple[str, ...]:
+        return _named("controlplane", self.controlplanes)
+
+    @property
+    def role_names(self) -> tuple[str, ...]:
+        """Every process of a role, in start order."""
+        controlplanes, schedulers = self.controlplane_names, self.scheduler_names
+        return ("registry", *controlplanes, *schedulers, *self.worker_names, *self.gateway_names)
+
+
+def role_of(name: str) -> str:
+    """Return the role of a process: what stands before the number."""
+    return name.partition("-")[0]
+
+
+def _named(role: str, count: int) -> tuple[str, ...]:
+    """The first one bears the role's own name, so that its files and ports stay when others join it."""
+    return (role, *(f"{role}-{number}" for number in range(1, count)))
+
 
 def port_names(options: UpOptions) -> tuple[str, ...]:
     """Return the name of every port that an installation needs."""
-    workers = tuple(f"worker-{number}" for number in range(options.workers))
-    stores = ("etcd_client", "etcd_peer", "redis")
-    return (*stores, "registry", "controlplane", "scheduler", *workers, "gateway_grpc", "gateway_http")
+    names = []
+    for name in Addresses.wanted(options, {}).role_names:
+        names += [f"{name}_grpc", f"{name}_http"] if role_of(name) == "gateway" else [name]
+    return ("etcd_client", "etcd_peer", "redis", *names)
 
 
 def store_specs(state: StateDir, addresses: Addresses, environ: Mapping[str, str]) -> tuple[ProcessSpec, ...]:
@@ -90,18 +131,24 @@ def store_specs(state: StateDir, addresses: Addresses, environ: Mapping[str, str
     )
 
 
-def role_specs(state: StateDir, addresses: Addresses, environ: Mapping[str, str]) -> tuple[ProcessSpec, ...]:
+def role_specs(
+    state: StateDir,
+    addresses: Addresses,
+    environ: Mapping[str, str],
+    settings: Settings = (),
+) -> tuple[ProcessSpec, ...]:
     """Return the roles in their start order; they are stopped in the reverse one."""
-    return tuple(
-        _role(state, addresses, environ, name)
-        for name in ("registry", "controlplane", "scheduler", *addresses.worker_names, "gateway")
-    )
+    return tuple(_role(state, addresses, environ, name, settings) for name in addresses.role_names)
 
 
 def role_environment(
-    state: StateDir, addresses: Addresses, environ: Mapping[str, str], name: str
+    state: StateDir, addresses: Addresses, environ: Mapping[str, str], name: str, settings: Settings = ()
 ) -> dict[str, str]:
-    """Return the environment of one role: the caller's own settings, under what the installation decides."""
+    """Return the environment of one process of a role.
+
+    The caller's own settings come first, what the installation decides goes over them, and what
+    ``settings`` say of this role or of this very process goes over both.
+    """
     inherited = {key: value for key, value in environ.items() if key not in CLIENT_VARIABLES}
     paths = [str(source_root()), *filter(None, [environ.get("PYTHONPATH", "")])]
     defaults = {
@@ -110,35 +157,53 @@ def role_environment(
         # gRPC's fork handlers crash a child between fork and exec while other threads are inside gRPC.
         "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
+    role = role_of(name)
     decided = {
         "PYTHONPATH": os.pathsep.join(paths),
         "FAIRWAY_ETCD_ENDPOINTS": addresses.of("etcd_client"),
         "FAIRWAY_REDIS_URL": f"redis://{addresses.of('redis')}/0",
-        "FAIRWAY_LISTEN": addresses.of("gateway_grpc" if name == "gateway" else name),
+        "FAIRWAY_LISTEN": addresses.grpc_of(name),
         "FAIRWAY_STATE_DIR": str(state.data(name)),
         "FAIRWAY_INTERNAL_TOKEN_FILE": str(state.secret("internal_token")),
         "FAIRWAY_TICKET_KEY_FILE": str(state.secret("ticket_key")),
         "FAIRWAY_REGISTRY": addresses.of("registry"),
     }
-    if name == "gateway":
-        decided["FAIRWAY_HTTP_LISTEN"] = addresses.of("gateway_http")
-    if name == "controlplane":
+    if role == "gateway":
+        decided["FAIRWAY_HTTP_LISTEN"] = addresses.of(f"{name}_http")
+    if role == "controlplane":
         decided["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
-    if name.startswith("worker-"):
+    if role == "worker":
         decided["FAIRWAY_WORKER_ID"] = name
-    return {**defaults, **inherited, **decided}
+    told = {variable: value for target in (role, name) for to, variable, value in settings if to == target}
+    return {**defaults, **inherited, **decided, **told}
 
 
-def _role(state: StateDir, addresses: Addresses, environ: Mapping[str, str], name: str) -> ProcessSpec:
-    env = role_environment(state, addresses, environ, name)
+def check_settings(options: UpOptions) -> None:
+    """Raise CliError when a setting is for a role or a process that the installation does not have."""
+    names = Addresses.wanted(options, {}).role_names
+    known = {*names, *map(role_of, names)}
+    for target, variable, _ in options.settings:
+        if target not in known:
+            raise CliError(
+                "NO_SUCH_PROCESS",
+                f"{variable} is set for {target}, which is no role and no process of this installation",
+                next_step=f"name one of {', '.join(sorted(known))}",
+                exit_code=ExitCode.USAGE,
+            )
+
+
+def _role(
+    state: StateDir, addresses: Addresses, environ: Mapping[str, str], name: str, settings: Settings
+) -> ProcessSpec:
+    env = role_environment(state, addresses, environ, name, settings)
     state.data(name).mkdir(parents=True, exist_ok=True)
-    address = env["FAIRWAY_LISTEN"]
+    address = addresses.grpc_of(name)
     probe = grpc_serving(address)
-    if name == "gateway":
-        probe = all_of(probe, tcp_open(HOST, addresses.ports["gateway_http"]))
+    if role_of(name) == "gateway":
+        probe = all_of(probe, tcp_open(HOST, addresses.ports[f"{name}_http"]))
     return ProcessSpec(
         name=name,
-        argv=(sys.executable, "-m", "services", name.partition("-")[0]),
+        argv=(sys.executable, "-m", "services", role_of(name)),
         env=env,
         log=state.log(name),
         probe=probe,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError
+from fairway.cli.fleet.logs import MAX_LOG_BYTES, bound_log, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
-from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit, rotate_log, tail
+from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
 from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 
@@ -20,14 +21,25 @@ _FIRST_BACKOFF_S: Final = 0.5
 _LAST_BACKOFF_S: Final = 30.0
 _STABLE_S: Final = 60.0
 _HEALTH_POLL_S: Final = 5.0
+_LOG_POLL_S: Final = 2.0
 
 
 class ProcessSupervisor:
     """Runs children by name. ``record_path`` always tells which processes are alive."""
 
-    def __init__(self, progress: Progress, record_path: Path) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        record_path: Path,
+        *,
+        own_log: Path | None = None,
+        max_log_bytes: int = MAX_LOG_BYTES,
+    ) -> None:
         self._progress = progress
         self._record_path = record_path
+        self._own_log = own_log
+        self._max_log_bytes = max_log_bytes
+        self._log_keeper: asyncio.Task[None] | None = None
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._phase = "starting"
@@ -49,6 +61,8 @@ class ProcessSupervisor:
 
         Raises CliError when one does not, OSError when the disk takes neither a log nor the record.
         """
+        if self._log_keeper is None:
+            self._log_keeper = asyncio.create_task(self._keep_logs(), name="keep logs")
         for spec in specs:
             rotate_log(spec.log)
             child = self._children[spec.name] = Child(spec)
@@ -74,7 +88,8 @@ class ProcessSupervisor:
         """End every child, the last one first, each within its own time; kill all when ``now`` is set."""
         self._phase = "stopping"
         self._save()
-        watchers = tuple(self._watchers.values())
+        keeper = () if self._log_keeper is None else (self._log_keeper,)
+        watchers = (*self._watchers.values(), *keeper)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
@@ -152,6 +167,17 @@ class ProcessSupervisor:
                 await child.kill()
             else:
                 self._progress.event(name, "ready", f"on {child.spec.address}, restarted")
+
+    async def _keep_logs(self) -> None:
+        """Move a log aside whenever it is above its bound, also the supervisor's own."""
+        while True:
+            await asyncio.sleep(_LOG_POLL_S)
+            own = () if self._own_log is None else (self._own_log,)
+            for path in (*(child.spec.log for child in self._children.values()), *own):
+                try:
+                    await asyncio.to_thread(bound_log, path, max_bytes=self._max_log_bytes)
+                except OSError as exc:
+                    self._progress.event("logs", "failed", f"cannot bound {path}: {exc.strerror}")
 
     async def _ended(self, child: Child) -> str:
         """Return, in words, how the child ended; one that answers nothing for too long is killed.

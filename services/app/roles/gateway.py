@@ -32,7 +32,7 @@ from services.gateway.servicer import InferenceServicer
 from services.gateway.validate import Validator
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import read_secret
+from services.runtime.config import read_password, read_secret
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket, issue_ticket
 
@@ -107,7 +107,9 @@ def _gateway_ports(environment: Environment) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     token = environment.internal_token
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    limiter = RedisLimiter(settings.redis_url, clock)
+    password_file = settings.redis_password_file
+    password = read_password(password_file) if password_file is not None else None
+    limiter = RedisLimiter(settings.redis_url, clock, password=password)
     environment.closing.push_async_callback(limiter.close)
     workers = GrpcWorkers(token, gateway_id, clock, supervisor)
     environment.closing.push_async_callback(workers.close)

@@ -22,7 +22,7 @@ def leader_record(environment: Environment) -> Leader:
 
 
 def open_election(environment: Environment, role: str, leader: Leader) -> Election:
-    return Election(
+    election = Election(
         environment.store,
         leader_key(role),
         dump(leader),
@@ -30,10 +30,13 @@ def open_election(environment: Environment, role: str, leader: Leader) -> Electi
         environment.clock,
         rng=environment.rng,
     )
+    environment.exported.election(role, election)
+    return election
 
 
 def open_directory(environment: Environment) -> SchedulerDirectory:
     directory = SchedulerDirectory(environment.store, environment.clock)
+    environment.exported.informer(directory.informer)
     environment.supervisor.spawn("scheduler directory", directory.run())
     return directory
 

@@ -6,6 +6,10 @@ has to move stays until the deployment has its replicas READY elsewhere, so movi
 where nothing else can take it, it stays and the reason is returned. That goes for a worker that is gone
 too: a replacement is placed at once, and should the worker come back first, it finds its assignment and
 what it has loaded is of use.
+
+Memory: what a version needs at least is known once a worker has tried it. A replica goes where that is free;
+where nothing has room, it takes the place of replicas of a lower priority, as few as make enough room, and
+of none when all of them would not. A replica that its worker has no memory for moves to one that has.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.controlplane.policy.memory import MemoryView, needs_of, no_memory
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, VersionState, Worker
 
 MAX_VERSIONS_PER_WORKER: Final = 16
@@ -36,7 +41,10 @@ class DropAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A deployment that cannot have all its replicas now; ``rejected`` is (worker id, why not)."""
+    """A deployment that cannot have all its replicas now; ``rejected`` is (worker id, why not).
+
+    A why is a stable word, after which a colon and figures may follow.
+    """
 
     deployment: str
     missing: int
@@ -64,6 +72,10 @@ class _Host:
     def leaving(self) -> bool:
         return not self.live or self.node.draining or self.worker.draining
 
+    @property
+    def memory(self) -> MemoryView:
+        return MemoryView(self.worker, tuple(self.held.values()))
+
     def ready(self, wanted: AssignedVersion) -> bool:
         return any(
             loaded.deployment == wanted.deployment
@@ -87,9 +99,10 @@ def plan(
     hosts = _hosts(workers, nodes, assignments)
     wanted = {deployment.meta.name: deployment for deployment in deployments}
     _drop_unwanted(hosts, wanted)
+    needs = needs_of(workers)
     unplaced: list[Unplaced] = []
     for deployment in sorted(deployments, key=lambda d: (-d.priority.rank, d.meta.name)):
-        missing = _settle(deployment, hosts)
+        missing = _settle(deployment, hosts, needs.get(deployment.version_digest, 0))
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
@@ -140,14 +153,17 @@ def _drop_unwanted(hosts: Sequence[_Host], wanted: Mapping[str, Deployment]) -> 
             host.reasons.append(f"{name}: deployment deleted")
 
 
-def _settle(deployment: Deployment, hosts: Sequence[_Host]) -> Unplaced | None:
+def _settle(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -> Unplaced | None:
     """Give one deployment its replicas. Returns what is missing when no worker can take it."""
     name = deployment.meta.name
-    version = AssignedVersion(name, deployment.model, deployment.version_digest, deployment.executor)
+    version = _version_of(deployment)
     for host in hosts:
         if name in host.held and host.held[name] != version:
+            same = host.held[name].version_digest == version.version_digest
             host.held[name] = version
-            host.reasons.append(f"{name}: other version")
+            host.reasons.append(f"{name}: {'other settings' if same else 'other version'}")
+    needed_bytes = 0 if deployment.executor == "null" else needed_bytes
+    _leave_starved(deployment, hosts, needed_bytes)
     placed = [host for host in hosts if name in host.held]
     moving = [host for host in placed if host.leaving or not _matches(deployment.node_selector, host.worker)]
     staying = [host for host in placed if host not in moving]
@@ -157,17 +173,57 @@ def _settle(deployment: Deployment, hosts: Sequence[_Host]) -> Unplaced | None:
         _remove(surplus, name, "surplus")
     rejected: tuple[tuple[str, str], ...] = ()
     while len(staying) < deployment.replicas:
-        choice = _choose(deployment, hosts, staying)
+        choice = _choose(deployment, hosts, staying, needed_bytes)
         if not isinstance(choice, _Host):
             rejected = choice
             break
         choice.held[name] = version
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
+    for host in staying:
+        _make_room(host, version, needed_bytes)
     missing = deployment.replicas - len(staying)
     moving.sort(key=lambda host: not host.live)  # of those that may serve on, the live ones
     _let_go(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
     return Unplaced(name, missing, rejected) if missing else None
+
+
+def _version_of(deployment: Deployment) -> AssignedVersion:
+    return AssignedVersion(
+        deployment.meta.name,
+        deployment.model,
+        deployment.version_digest,
+        deployment.executor,
+        deployment.priority,
+    )
+
+
+def _leave_starved(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -> None:
+    """Take replicas off workers without memory for them, as many as others have room for.
+
+    Such a replica serves nobody, so it need not wait for its replacement.
+    """
+    name, digest = deployment.meta.name, deployment.version_digest
+    roomy = sum(
+        not rejection(deployment, host.worker, host.node, host.held)
+        and host.memory.free_bytes() >= needed_bytes
+        for host in hosts
+        if host.live
+    )
+    for host in hosts:
+        memory = host.memory
+        if roomy and host.live and name in host.held and memory.starved(digest):
+            if needed_bytes <= memory.free_bytes(but=digest):
+                continue  # its worker is about to load it
+            _remove(host, name, "no memory")
+            roomy -= 1
+
+
+def _make_room(host: _Host, version: AssignedVersion, needed_bytes: int) -> None:
+    """Take away what has to yield so that the worker can load this version."""
+    for digest, size_bytes in host.memory.yielding(version, needed_bytes):
+        for name in [name for name, held in host.held.items() if held.version_digest == digest]:
+            _remove(host, name, f"yields {size_bytes // 2**20} MiB to {version.deployment}")
 
 
 def _let_go(moving: Sequence[_Host], name: str, *, keep: int) -> None:
@@ -182,23 +238,31 @@ def _remove(host: _Host, name: str, why: str) -> None:
 
 
 def _choose(
-    deployment: Deployment, hosts: Sequence[_Host], staying: Sequence[_Host]
+    deployment: Deployment, hosts: Sequence[_Host], staying: Sequence[_Host], needed_bytes: int
 ) -> _Host | tuple[tuple[str, str], ...]:
-    """Return the eligible worker in the zone with the fewest replicas, then the least loaded."""
+    """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
+
+    One where a lower priority has to yield is the last choice.
+    """
+    version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
-    ranking: list[tuple[int, int, str]] = []
+    ranking: list[tuple[bool, int, int, str]] = []
     by_id: dict[str, _Host] = {}
     for host in hosts:
         if not host.live:
             continue
         worker_id = host.worker.worker_id
-        why = rejection(deployment, host.worker, host.node, host.held)
+        memory = host.memory
+        why = rejection(deployment, host.worker, host.node, host.held) or no_memory(
+            memory, version, needed_bytes
+        )
         if why:
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        ranking.append((_in_zone(staying, host.worker.zone), len(host.held), worker_id))
-    return by_id[min(ranking)[2]] if ranking else tuple(rejected)
+        crowded = memory.free_bytes(but=deployment.version_digest) < needed_bytes
+        ranking.append((crowded, _in_zone(staying, host.worker.zone), len(host.held), worker_id))
+    return by_id[min(ranking)[3]] if ranking else tuple(rejected)
 
 
 def _in_zone(hosts: Sequence[_Host], zone: str) -> int:

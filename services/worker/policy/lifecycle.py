@@ -1,16 +1,26 @@
-"""What to do next with the versions of one worker. Pure and level-triggered."""
+"""What to do next with the versions of one worker. Pure and level-triggered.
+
+Memory goes by priority: while a version waits for memory that it could get, those of a lower priority are
+not loaded, so that what a lower one gave up is not taken by another before the higher one has it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final
 
 from services.core.records import AssignedVersion
 
+# Reasons that a later attempt with the same files on the same worker would meet again.
+FINAL_REASONS: Final = frozenset(
+    {"UNSUPPORTED_MODEL", "BAD_CHECKPOINT", "BAD_ENGINE_CONFIG", "FAILED_PRECONDITION", "INVALID_INPUT"}
+)
+
 
 class Phase(StrEnum):
-    """Where one version is. FETCHED has its files and no engine; BROKEN waits for ``retry_at_s``."""
+    """Where one version is. FETCHED has its files and no engine; BROKEN waits for its next attempt."""
 
     FETCHING = "fetching"
     FETCHED = "fetched"
@@ -23,7 +33,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Observed: one version on this worker. ``drain_until_s`` counts while draining."""
+    """Observed: one version on this worker. ``drain_until_s`` counts while draining.
+
+    ``granted_bytes`` of device memory are its engine's; ``unbooked``: it needs a grant and has none.
+    Of a BROKEN one: ``needed_bytes`` above 0 means that it waits for so much memory, ``final`` that no
+    attempt would succeed, ``restarting`` that its engine had run.
+    """
 
     version: AssignedVersion
     phase: Phase
@@ -31,6 +46,11 @@ class Slot:
     has_files: bool = False
     retry_at_s: float = 0.0
     drain_until_s: float = 0.0
+    granted_bytes: int = 0
+    unbooked: bool = False
+    needed_bytes: int = 0
+    final: bool = False
+    restarting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,41 +92,81 @@ Action = Fetch | Load | Drain | Undrain | Discard
 def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     """Return what is to run, by digest. One engine serves every deployment of a version.
 
-    Of deployments that ask for different executors the first by name decides.
+    Of deployments that ask for different executors the first by name decides; the highest priority counts.
     """
     versions: dict[str, AssignedVersion] = {}
     for version in sorted(assigned, key=lambda each: each.deployment):
-        versions.setdefault(version.version_digest, version)
+        known = versions.setdefault(version.version_digest, version)
+        if version.priority.rank > known.priority.rank:
+            versions[version.version_digest] = replace(known, priority=version.priority)
     return versions
 
 
 def plan(
-    desired: Mapping[str, AssignedVersion], observed: Sequence[Slot], now_s: float
+    desired: Mapping[str, AssignedVersion], observed: Sequence[Slot], now_s: float, *, free_bytes: int = 0
 ) -> tuple[Action, ...]:
-    """Return the actions that move ``observed`` towards ``desired``: what frees memory first."""
+    """Return the actions that move ``observed`` towards ``desired``: what frees memory first.
+
+    ``free_bytes`` of device memory are granted to nobody. Fetches are never held up, loads are by a version
+    of a higher priority that waits for memory.
+    """
     leaving: list[Action] = []
     coming: list[Action] = []
+    kept: list[tuple[int, Slot]] = []
     for slot in sorted(observed, key=lambda each: each.version.version_digest):
         version = desired.get(slot.version.version_digest)
         if version is not None and version.executor == slot.version.executor:
-            coming += _keep(slot, now_s)
+            kept.append((version.priority.rank, slot))
         else:
             leaving += _remove(slot, now_s)
+    for rank, slot in sorted(kept, key=lambda each: -each[0]):
+        action = _keep(slot, now_s, free_bytes)
+        if isinstance(action, Load) and slot.unbooked and _is_held(rank, kept, observed, free_bytes):
+            continue
+        coming += [] if action is None else [action]
     known = {slot.version.version_digest for slot in observed}
     coming += [Fetch(desired[digest]) for digest in sorted(desired) if digest not in known]
     return (*leaving, *coming)
 
 
-def _keep(slot: Slot, now_s: float) -> list[Action]:
+def _keep(slot: Slot, now_s: float, free_bytes: int) -> Action | None:
     match slot.phase:
         case Phase.FETCHED:
-            return [Load(slot.version.version_digest)]
+            return Load(slot.version.version_digest)
         case Phase.DRAINING:
-            return [Undrain(slot.version.version_digest)]
+            return Undrain(slot.version.version_digest)
+        case Phase.BROKEN if slot.final:
+            return None
+        case Phase.BROKEN if slot.needed_bytes:
+            return Load(slot.version.version_digest) if slot.needed_bytes <= free_bytes else None
         case Phase.BROKEN if now_s >= slot.retry_at_s:
-            return [Load(slot.version.version_digest) if slot.has_files else Fetch(slot.version)]
+            return Load(slot.version.version_digest) if slot.has_files else Fetch(slot.version)
         case _:
-            return []
+            return None
+
+
+def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slot], free_bytes: int) -> bool:
+    """Whether a load of this rank would take memory that a higher one is about to have."""
+    higher = {slot.version.version_digest: above for above, slot in kept}
+    for above, slot in kept:
+        if above <= rank or not slot.unbooked or slot.final:
+            continue
+        if slot.phase in (Phase.FETCHED, Phase.LOADING):
+            return True
+        if slot.phase is not Phase.BROKEN:
+            continue
+        if not slot.needed_bytes:
+            if slot.restarting:
+                return True
+            continue
+        yielding = sum(
+            each.granted_bytes
+            for each in observed
+            if higher.get(each.version.version_digest, -1) < above  # lower, or on its way out
+        )
+        if slot.needed_bytes <= free_bytes + yielding:
+            return True
+    return False
 
 
 def _remove(slot: Slot, now_s: float) -> list[Action]:

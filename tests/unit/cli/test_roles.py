@@ -9,7 +9,14 @@ import pytest
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.preflight import check_disk, check_model
-from fairway.cli.fleet.roles import Addresses, port_names, role_environment, role_specs, store_specs
+from fairway.cli.fleet.roles import (
+    Addresses,
+    check_settings,
+    port_names,
+    role_environment,
+    role_specs,
+    store_specs,
+)
 from fairway.cli.state import StateDir
 from services.runtime import config
 
@@ -68,6 +75,47 @@ def test_drain_time_reaches_the_stop_time(state: StateDir, addresses: Addresses)
     assert specs[3].argv[-3:] == ("-m", "services", "worker")
 
 
+def test_several_of_each_role_have_names_ports_and_folders_of_their_own(state: StateDir) -> None:
+    options = UpOptions(state_dir="", workers=2, gateways=3, schedulers=2, controlplanes=2)
+    names = port_names(options)
+    assert len(set(names)) == len(names)
+    addresses = Addresses.wanted(options, {name: 40000 + number for number, name in enumerate(names)})
+    specs = role_specs(state, addresses, {})
+    assert [spec.name for spec in specs] == [
+        *("registry", "controlplane", "controlplane-1", "scheduler", "scheduler-1"),
+        *("worker-0", "worker-1", "gateway", "gateway-1", "gateway-2"),
+    ]
+    settings = [config.load(spec.env) for spec in specs]
+    assert len({each.listen for each in settings}) == len(specs)
+    assert len({each.state_dir for each in settings}) == len(specs)
+    assert len({each.http_listen for each in settings[7:]}) == 3
+    assert [each.admin_key_file for each in settings[1:3]] == [state.secret("admin_key")] * 2
+    assert {spec.argv[-1] for spec in specs} == {
+        *("registry", "controlplane", "scheduler", "worker", "gateway")
+    }
+
+
+def test_setting_of_a_role_and_of_one_process_go_over_the_rest(state: StateDir, addresses: Addresses) -> None:
+    settings = (
+        ("worker-1", "FAIRWAY_DRAIN_S", "3"),
+        ("worker", "FAIRWAY_DRAIN_S", "4"),
+        ("worker", "FAIRWAY_REGISTRY", "127.0.0.1:1"),
+    )
+    found = [
+        config.load(role_environment(state, addresses, {"FAIRWAY_DRAIN_S": "9"}, name, settings))
+        for name in ("worker-0", "worker-1", "gateway")
+    ]
+    assert [each.drain_s for each in found] == [4, 3, 9]
+    assert [each.registry for each in found] == ["127.0.0.1:1"] * 2 + [addresses.of("registry")]
+
+
+def test_setting_of_an_unknown_process_is_refused() -> None:
+    check_settings(UpOptions(state_dir="", settings=(("worker", "FAIRWAY_ZONE", "a"),)))
+    with pytest.raises(CliError, match="worker-7") as caught:
+        check_settings(UpOptions(state_dir="", settings=(("worker-7", "FAIRWAY_ZONE", "a"),)))
+    assert "worker-0" in caught.value.next_step
+
+
 def test_stores_keep_their_data_private_and_see_no_settings(state: StateDir, addresses: Addresses) -> None:
     etcd, redis = store_specs(state, addresses, {"ETCD_NAME": "x", "FAIRWAY_LISTEN": "y", "PATH": "/bin"})
     assert dict(etcd.env) == dict(redis.env) == {"PATH": "/bin"}
@@ -105,5 +153,14 @@ def test_model_takes_the_name_of_its_folder(folder: str, name: str) -> None:
 
 
 def test_options_survive_the_way_to_the_detached_process() -> None:
-    options = UpOptions(state_dir="/s", http_port=1, workers=2, replicas=2, model_dir="/m", deploy=False)
+    options = UpOptions(
+        state_dir="/s",
+        http_port=1,
+        workers=2,
+        replicas=2,
+        model_dir="/m",
+        deploy=False,
+        gateways=2,
+        settings=(("worker", "FAIRWAY_ZONE", "a"), ("gateway", "FAIRWAY_DRAIN_S", "1")),
+    )
     assert UpOptions.from_json(options.to_json()) == options

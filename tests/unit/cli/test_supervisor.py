@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from fairway.cli.errors import CliError
+from fairway.cli.fleet.logs import bound_log, rotate_log, tail
 from fairway.cli.fleet.ports import choose_ports
 from fairway.cli.fleet.probes import tcp_open
-from fairway.cli.fleet.process import ProcessSpec, rotate_log, tail
+from fairway.cli.fleet.process import ProcessSpec
 from fairway.cli.fleet.progress import Phase
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
 from fairway.cli.fleet.supervisor import ProcessSupervisor
@@ -282,6 +283,41 @@ def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["role.log", "role.log.1", "role.log.2", "role.log.3"]
     assert (tmp_path / "role.log.1").read_text() == "run 4\n"
+
+
+async def test_logs_are_bounded_while_their_process_writes(tmp_path: Path) -> None:
+    flood = "import sys\nfor n in range(200_000): print('line', n, '.' * 80, flush=True)\nimport time\ntime.sleep(300)"
+    (spec,) = _specs(tmp_path, "loud")
+    loud = ProcessSpec(
+        **{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": _content}
+        | {"argv": (sys.executable, "-c", flood)}
+    )
+    bound = 1024 * 1024
+    supervisor = ProcessSupervisor(Recorder(), tmp_path / "fleet.json", max_log_bytes=bound)
+    await supervisor.start([loud])
+    older = tmp_path / "loud.log.1"
+    await _until(lambda: older.exists() and loud.log.stat().st_size < bound, timeout_s=60)
+    assert older.read_bytes().startswith(b"line ")
+    assert b"\x00" not in loud.log.read_bytes()  # the process goes on at the file's new end
+    await supervisor.stop()
+    assert sum(path.stat().st_size for path in tmp_path.glob("loud.log*")) < 200_000 * 100
+
+
+async def _content() -> str:
+    return ""
+
+
+def test_log_that_cannot_be_kept_is_cut_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "role.log"
+    log.write_bytes(b"x" * 5000)
+    (tmp_path / "role.log.1").mkdir()  # stands for a disk that takes no copy
+    (tmp_path / "role.log.2").mkdir()
+    (tmp_path / "role.log.2" / "kept").touch()
+    (tmp_path / "role.log.3").mkdir()
+    (tmp_path / "role.log.3" / "kept").touch()
+    assert not bound_log(log, max_bytes=5000)
+    assert bound_log(log, max_bytes=4999)
+    assert log.stat().st_size == 0
 
 
 def test_tail_is_bounded(tmp_path: Path) -> None:

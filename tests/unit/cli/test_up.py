@@ -202,7 +202,7 @@ def test_role_that_dies_later_is_restarted(installation: Installation) -> None:
     else:
         pytest.fail("the worker was not restarted")
     log = installation.state.log("supervisor").read_text()
-    assert "worker-0      restarting  it was ended by SIGKILL" in log
+    assert "worker-0        restarting  it was ended by SIGKILL" in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

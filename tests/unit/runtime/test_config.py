@@ -37,7 +37,9 @@ def test_values_are_parsed() -> None:
         ("FAIRWAY_WORKER_ID", "../etc"),
         ("FAIRWAY_LOG_LEVEL", "loud"),
         ("FAIRWAY_QUEUE_TTL_S", "0"),
-        ("FAIRWAY_METRICS_LISTEN", "127.0.0.1:1"),  # nothing listens there
+        ("FAIRWAY_METRICS_LISTEN", "9464"),
+        ("FAIRWAY_OTLP_ENDPOINT", "collector"),
+        ("FAIRWAY_TRACE_RATIO", "1.5"),
         ("FAIRWAY_DRIAN_S", "1"),
     ],
 )

@@ -121,3 +121,15 @@ def test_makefile_says_what_is_missing_without_a_python() -> None:
     assert done.returncode != 0
     assert "no Python 3.11 or later" in done.stderr
     assert "next:" in done.stderr
+
+
+def test_the_build_of_torch_can_be_named_for_another_machine() -> None:
+    assert setup_env.wants_gpu(["--torch", "cuda"])
+    assert not setup_env.wants_gpu(["--dev", "--torch", "cpu"])
+
+
+@pytest.mark.parametrize("argv", [["--torch"], ["--torch", "rocm"]])
+def test_an_unknown_build_of_torch_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        setup_env.wants_gpu(argv)
+    assert "write --torch cpu or --torch cuda" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Commands that call a server: their common options, the channel around them, and what `--help` says."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import grpc
+import typer
+
+from fairway.cli import targets
+from fairway.cli.calls import CALL_TIMEOUT_S, bearer, checked, open_channel
+from fairway.cli.flags import span_s
+from fairway.cli.targets import (
+    DEFAULT_STATE_DIR,
+    AdminKeyOption,
+    ApiKeyOption,
+    ControlPlaneOption,
+    GrpcOption,
+    RegistryOption,
+    StateDirOption,
+    Target,
+)
+from fairway.v1 import controlplane_pb2_grpc, inference_pb2_grpc, registry_pb2_grpc
+
+T = TypeVar("T")
+WAIT_S: Final = 600.0
+
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        parser=span_s,
+        metavar="SPAN",
+        help="How long a call may take, such as 30s; with --wait, how long to wait. Else 15 s, and 10 minutes.",
+        show_default=False,
+    ),
+]
+
+
+class Server(Enum):
+    """Whom a command calls. The value is the function of ``targets`` that finds it, and its options."""
+
+    CONTROLPLANE = (targets.controlplane, ("controlplane", ControlPlaneOption), ("admin_key", AdminKeyOption))
+    REGISTRY = (targets.registry, ("registry", RegistryOption), ("admin_key", AdminKeyOption))
+    GATEWAY = (targets.gateway, ("grpc_address", GrpcOption), ("api_key", ApiKeyOption))
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An open channel to one server with the caller's key. ``timeout_s`` is what the caller asked for."""
+
+    channel: grpc.aio.Channel
+    metadata: tuple[tuple[str, str], ...]
+    timeout_s: float | None
+    state_dir: Path
+
+    @property
+    def control(self) -> controlplane_pb2_grpc.ControlPlaneServiceAsyncStub:
+        return controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel)
+
+    @property
+    def registry(self) -> registry_pb2_grpc.RegistryServiceAsyncStub:
+        return registry_pb2_grpc.RegistryServiceStub(self.channel)
+
+    @property
+    def inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        return inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def call_s(self) -> float:
+        """Time of one call."""
+        return CALL_TIMEOUT_S if self.timeout_s is None else self.timeout_s
+
+    @property
+    def wait_s(self) -> float:
+        """Time of a wait that consists of many calls."""
+        return WAIT_S if self.timeout_s is None else self.timeout_s
+
+    async def call(self, method: Callable[..., Awaitable[T]], request: object, *, what: str) -> T:
+        """Return the answer of one call. Raises CliError, which says that ``what`` failed, and why."""
+        return await checked(method(request, timeout=self.call_s, metadata=self.metadata), what=what)
+
+
+def new_request_id() -> str:
+    """Return an id under which the server does a change once, however often it hears of it."""
+    return uuid.uuid4().hex
+
+
+def command(
+    app: typer.Typer, name: str, *, to: Server, examples: Sequence[str]
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., Coroutine[Any, Any, None]]]:
+    """Return a decorator that makes a coroutine a command of ``app``.
+
+    The coroutine's first parameter is the Connection, the others are the command's own; the options of the
+    connection are added to them. Its docstring and ``examples`` are what `--help` says.
+    """
+    find, address_option, key_option = to.value
+
+    def register(run: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+        own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+        added = [
+            _option(address_option[0], address_option[1], ""),
+            _option(key_option[0], key_option[1], ""),
+            _option("state_dir", StateDirOption, DEFAULT_STATE_DIR),
+            _option("timeout", TimeoutOption, None),
+        ]
+
+        def entry(**values: Any) -> None:
+            address, key = values.pop(address_option[0]), values.pop(key_option[0])
+            state_dir, timeout_s = values.pop("state_dir"), values.pop("timeout")
+            asyncio.run(_connected(find(address, key, state_dir), timeout_s, state_dir, run, values))
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *added)]
+        entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        entry.__annotations__ = {each.name: each.annotation for each in parameters}
+        app.command(name, help=help_text(run.__doc__ or "", examples))(entry)
+        return run
+
+    return register
+
+
+def help_text(text: str, examples: Sequence[str]) -> str:
+    """Return a help text whose examples stand one below the other."""
+    listed = "\n".join(f"  {example}" for example in examples)
+    return f"{inspect.cleandoc(text)}\n\n\b\nExamples:\n{listed}"
+
+
+def _option(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+async def _connected(
+    target: Target,
+    timeout_s: float | None,
+    state_dir: Path,
+    run: Callable[..., Coroutine[Any, Any, None]],
+    values: dict[str, Any],
+) -> None:
+    async with open_channel(target.address) as channel:
+        connection = Connection(channel, bearer(target.key), timeout_s, state_dir)
+        await run(connection, **values)

@@ -1,0 +1,80 @@
+"""Options that several commands have, each with one name, one meaning and one help text."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from fairway.cli.durations import parse_moment, parse_span
+from fairway.v1 import common_pb2
+
+
+class Format(StrEnum):
+    """How a result is written."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class PriorityName(StrEnum):
+    BATCH = "batch"
+    STANDARD = "standard"
+    INTERACTIVE = "interactive"
+
+    @property
+    def proto(self) -> common_pb2.Priority:
+        return common_pb2.Priority.Value(f"PRIORITY_{self.name}")
+
+
+def span_s(text: str | float) -> float:
+    """Return the seconds of an option's span."""
+    try:
+        return parse_span(str(text))
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
+def future(text: str) -> datetime:
+    """Return the moment that an option names, spans counted from now on."""
+    return _moment(text, past=False)
+
+
+def past(text: str) -> datetime:
+    """Return the moment that an option names, spans counted back from now."""
+    return _moment(text, past=True)
+
+
+def pairs(texts: list[str] | None, *, flag: str) -> dict[str, str]:
+    """Return `key=value` options as a mapping. Raises BadParameter for another form."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{text!r} is not like key=value", param_hint=flag)
+        found[key] = value
+    return found
+
+
+def _moment(text: str, *, past: bool) -> datetime:
+    try:
+        return parse_moment(text, now=datetime.now(UTC), past=past)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
+NameArgument = Annotated[str, typer.Argument(help="Lower-case letters, digits, hyphens and dots.")]
+OutputOption = Annotated[Format, typer.Option("--output", "-o", help="How the result is written.")]
+WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Go on with every change, until Ctrl-C.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")]
+EtagOption = Annotated[
+    str, typer.Option("--etag", help="Only if nobody changed it since: the etag of `show -o json`.")
+]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return once it is done, or tell why it is not.")]
+LabelOption = Annotated[
+    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label of it. Repeatable.")
+]

@@ -1,0 +1,98 @@
+"""`list`, `show` and `--watch`, the same for every resource: a Resource says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import typer
+from google.protobuf.message import Message
+
+from fairway.cli.connection import Connection, Server, command
+from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.table import Column, show_rows
+from fairway.cli.watch import Watch, follow
+
+T = TypeVar("T", bound=Message)
+PAGE: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Resource(Generic[T]):
+    """One kind of thing that a server lists.
+
+    ``page`` returns the things of a page and the next page's token, ``get`` one of them by name; ``watch``
+    follows their changes. ``plural`` is also the name of the list in a document.
+    """
+
+    singular: str
+    plural: str
+    server: Server
+    columns: tuple[Column[T], ...]
+    page: Callable[[Connection, str], Awaitable[tuple[Sequence[T], str]]]
+    get: Callable[[Connection, str], Awaitable[T]] | None = None
+    watch: Watch[T] | None = None
+
+    async def all(self, connection: Connection) -> list[T]:
+        """Return every page of the listing."""
+        found: list[T] = []
+        token = ""
+        while True:
+            items, token = await self.page(connection, token)
+            found.extend(items)
+            if not token:
+                return found
+
+    def write_list(self, items: Sequence[T], output: Format) -> None:
+        """Write a listing: a table, or one document with a list in it."""
+        if output in DOCUMENTS:
+            write_document({self.plural: [document_of(item) for item in items]}, output)
+        else:
+            show_rows(self.columns, items, wide=output is Format.WIDE)
+
+    def write_one(self, item: T, output: Format) -> None:
+        """Write one thing: its row, or the thing itself as a document."""
+        if output in DOCUMENTS:
+            write_document(document_of(item), output)
+        else:
+            show_rows(self.columns, [item], wide=output is Format.WIDE)
+
+
+def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
+    """Give ``app`` the command `list`."""
+    plural = resource.plural
+
+    async def listed(
+        connection: Connection, output: OutputOption = Format.TABLE, watch: WatchOption = False
+    ) -> None:
+        if watch:
+            assert resource.watch is not None
+            await follow(connection, resource.watch, resource.columns, output)
+        else:
+            resource.write_list(await resource.all(connection), output)
+
+    listed.__doc__ = about
+    examples = (
+        f"fairway {plural} list",
+        f"fairway {plural} list -o json | jq '.{plural}[]'",
+        f"fairway {plural} list --watch",
+    )
+    command(app, "list", to=resource.server, examples=examples)(listed)
+
+
+def add_show(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
+    """Give ``app`` the command `show`."""
+
+    async def shown(
+        connection: Connection,
+        name: Annotated[str, typer.Argument(help=f"Name of the {resource.singular}.")],
+        output: OutputOption = Format.YAML,
+    ) -> None:
+        assert resource.get is not None
+        resource.write_one(await resource.get(connection, name), output)
+
+    shown.__doc__ = about
+    examples = (f"fairway {resource.plural} show NAME", f"fairway {resource.plural} show NAME -o json")
+    command(app, "show", to=resource.server, examples=examples)(shown)

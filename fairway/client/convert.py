@@ -1,0 +1,205 @@
+"""Values to messages of fairway.v1 and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from fairway.client.values import (
+    Accepted,
+    ChoiceResult,
+    CompletedChoice,
+    Completion,
+    Finished,
+    FinishReason,
+    Input,
+    Message,
+    Options,
+    Priority,
+    ServedModel,
+    StageClock,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
+from fairway.v1 import common_pb2 as common
+from fairway.v1 import inference_pb2 as pb
+
+_PRIORITIES: Final = {
+    Priority.BATCH: common.PRIORITY_BATCH,
+    Priority.STANDARD: common.PRIORITY_STANDARD,
+    Priority.INTERACTIVE: common.PRIORITY_INTERACTIVE,
+}
+_FINISH_REASONS: Final[dict[int, FinishReason]] = {
+    common.FINISH_REASON_STOP: FinishReason.STOP,
+    common.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common.FINISH_REASON_SLOW_READER: FinishReason.SLOW_READER,
+    common.FINISH_REASON_FILTERED: FinishReason.FILTERED,
+}
+_MAX_TIMEOUT_S: Final = 86_400
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+)
+
+
+def generation(model: str, source: Input, options: Options, idempotency_key: str) -> pb.Generation:
+    """Return the request. Raises ValueError for an empty list, and TypeError for one of mixed items."""
+    optional: dict[str, Any] = {
+        "max_output_tokens": options.max_output_tokens,
+        "logprobs": options.logprobs,
+        "choices": options.choices if options.choices != 1 else None,
+        "priority": _PRIORITIES[options.priority] if options.priority is not None else None,
+    }
+    return pb.Generation(
+        model=model,
+        **_input(source),
+        sampling=_sampling(options),
+        min_output_tokens=options.min_output_tokens,
+        stop=options.stop,
+        stop_token_ids=options.stop_token_ids,
+        session_key=options.session_key,
+        ignore_eos=options.ignore_eos,
+        idempotency_key=idempotency_key,
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def count_request(model: str, source: str | Sequence[Message]) -> pb.CountTokensRequest:
+    return pb.CountTokensRequest(model=model, **_input(source))
+
+
+def duration(seconds: float) -> Duration:
+    """Return it as the server takes it: at least a millisecond, at most a day."""
+    found = Duration()
+    found.FromMilliseconds(max(1, round(min(seconds, _MAX_TIMEOUT_S) * 1000)))
+    return found
+
+
+def accepted(message: pb.Accepted) -> Accepted:
+    return Accepted(
+        request_id=message.request_id,
+        model=message.model,
+        version_digest=message.version_digest,
+        route_revision=message.route_revision,
+        seed=message.seed,
+        prompt_tokens=message.prompt_tokens,
+    )
+
+
+def tokens(message: pb.TokenChunk) -> Tokens:
+    return Tokens(
+        message.choice, message.offset, tuple(message.ids), message.text, _logprobs(message.logprobs)
+    )
+
+
+def frame(message: common.TokenFrame, choice_bits: int) -> list[tuple[int, Tokens]]:
+    """Return (stream id, tokens) of each entry of a frame."""
+    logprobs = {entry.entry: _logprobs(entry.tokens) for entry in message.logprobs}
+    ids, start = tuple(message.ids), 0
+    mask = (1 << choice_bits) - 1
+    found = []
+    columns = zip(message.handles, message.offsets, message.counts, message.texts, strict=True)
+    for entry, (handle, offset, count, text) in enumerate(columns):
+        piece = Tokens(handle & mask, offset, ids[start : start + count], text, logprobs.get(entry, ()))
+        found.append((handle >> choice_bits, piece))
+        start += count
+    return found
+
+
+def finished(message: pb.Finished) -> Finished:
+    clock = message.clock
+    return Finished(
+        choices=tuple(
+            ChoiceResult(
+                choice=one.choice,
+                finish_reason=_FINISH_REASONS.get(one.finish_reason, FinishReason.OTHER),
+                stop=one.stop,
+                output_tokens=one.output_tokens,
+            )
+            for one in message.choices
+        ),
+        usage=Usage(message.usage.prompt_tokens, message.usage.output_tokens, message.usage.cached_tokens),
+        clock=StageClock(
+            received_unix_us=clock.received_unix_us,
+            validate_s=clock.validate_us / 1e6,
+            admit_s=clock.admit_us / 1e6,
+            queue_s=clock.queue_us / 1e6,
+            dispatch_s=clock.dispatch_us / 1e6,
+            engine_wait_s=clock.engine_wait_us / 1e6,
+            prefill_s=clock.prefill_us / 1e6,
+            decode_s=clock.decode_us / 1e6,
+            send_s=clock.send_us / 1e6,
+        ),
+        resumes=message.resumes,
+    )
+
+
+def completion(message: pb.CompleteResponse) -> Completion:
+    end = finished(message.finished)
+    reasons = {one.choice: one.finish_reason for one in end.choices}
+    return Completion(
+        accepted(message.accepted),
+        tuple(
+            CompletedChoice(
+                one.choice,
+                one.text,
+                tuple(one.ids),
+                reasons.get(one.choice, FinishReason.OTHER),
+                _logprobs(one.logprobs),
+            )
+            for one in message.choices
+        ),
+        end,
+    )
+
+
+def served_model(message: pb.ServedModel) -> ServedModel:
+    return ServedModel(
+        name=message.name,
+        version_digest=message.version_digest,
+        max_context_tokens=message.max_context_tokens,
+        ready_replicas=message.ready_replicas,
+        created_unix_s=message.created_unix_s,
+    )
+
+
+def _logprobs(messages: Sequence[common.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            one.token, one.sampled, tuple(zip(one.top_ids, one.top_tokens, one.top_logprobs, strict=True))
+        )
+        for one in messages
+    )
+
+
+def _sampling(options: Options) -> common.Sampling:
+    chosen = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
+    return common.Sampling(logit_bias=options.logit_bias, **chosen)
+
+
+def _input(source: Input) -> dict[str, Any]:
+    if isinstance(source, str):
+        return {"prompt": source}
+    if not source:
+        raise ValueError("the input is an empty list: give a text, messages or token ids")
+    if all(isinstance(one, Message) for one in source):
+        messages = [
+            pb.ChatMessage(role=one.role, content=one.content, name=one.name)
+            for one in source
+            if isinstance(one, Message)
+        ]
+        return {"chat": pb.Chat(messages=messages)}
+    if all(isinstance(one, int) for one in source):
+        return {"token_ids": pb.TokenIds(ids=[one for one in source if isinstance(one, int)])}
+    raise TypeError("the input is neither a text nor a list of Message or of int alone")

@@ -1,0 +1,154 @@
+"""The gateways of a client: one channel each, which one to use next, and who is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Final
+
+import grpc
+
+from fairway.client import policy
+from fairway.client.errors import FairwayError, NoGateway
+from fairway.v1 import inference_pb2_grpc
+
+Metadata = tuple[tuple[str, str], ...]
+
+MAX_ENDPOINTS: Final = 64
+_POLL_S: Final = 0.01
+_DOWN: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+_LOOPBACK: Final = ("127.", "localhost:", "[::1]")
+
+
+def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int]]:
+    """A dead connection is noticed within 15 s; a lost one is tried again at most every 2 s."""
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Two layers that retry multiply each other: this one has the budget.
+        ("grpc.enable_retries", 0),
+        # Clients of one process share no connection, so that one closing does not concern another.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if address.startswith(_LOOPBACK):
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+class Endpoint:
+    """One gateway. Its channel is opened at construction, and connects when it is first looked at."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.channel = channel
+        self.stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
+            channel
+        )
+        self.standing = policy.Standing()
+        self.in_flight = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is connected; asks the channel to connect where it is not."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    @property
+    def down(self) -> bool:
+        return self.channel.get_state(try_to_connect=True) in _DOWN
+
+
+class EndpointPool:
+    """Spreads calls over the gateways. Every failure and every answer of one is reported to it."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], *, now: Callable[[], float], rng: Random) -> None:
+        assert endpoints
+        self._endpoints = {endpoint.address: endpoint for endpoint in endpoints}
+        self._now = now
+        self._rng = rng
+
+    async def take(self, timeout_s: float, *, not_this: str = "") -> Endpoint:
+        """Return a connected gateway; the caller gives it to ``give_back`` once.
+
+        Waits up to ``timeout_s`` for a connection. Raises NoGateway; nothing was sent then, so that trying the
+        next gateway costs no retry.
+        """
+        deadline_s = self._now() + timeout_s
+        while True:
+            endpoint = self._choose(not_this)
+            if endpoint.connected:
+                endpoint.in_flight += 1
+                return endpoint
+            if self._now() >= deadline_s:
+                raise self._unreachable(timeout_s)
+            # By polling: a state watch of grpc.aio cannot be abandoned before the state changes.
+            await asyncio.sleep(min(_POLL_S, max(0.0, deadline_s - self._now())))
+
+    def give_back(self, endpoint: Endpoint) -> None:
+        endpoint.in_flight -= 1
+
+    def has_other(self, endpoint: Endpoint) -> bool:
+        """Whether a call that this gateway failed could go to another at once."""
+        now_s = self._now()
+        return any(
+            one is not endpoint and not one.down and not one.standing.avoided(now_s)
+            for one in self._endpoints.values()
+        )
+
+    def answered(self, endpoint: Endpoint) -> None:
+        endpoint.standing = endpoint.standing.answered(self._now())
+
+    def failed(self, endpoint: Endpoint, error: FairwayError) -> None:
+        """Leave the gateway alone for a while where the fault is its own."""
+        if policy.blame(error.reason) is policy.Blame.GATEWAY:
+            endpoint.standing = endpoint.standing.failed(
+                self._now(), jitter=self._rng.random(), retry_after_s=error.retry_after_s
+            )
+        elif error.reason != "DEADLINE_EXCEEDED":
+            self.answered(endpoint)
+
+    async def close(self) -> None:
+        for endpoint in self._endpoints.values():
+            await endpoint.channel.close()
+
+    def _choose(self, not_this: str) -> Endpoint:
+        candidates = tuple(
+            policy.Candidate(one.address, one.standing, one.in_flight, one.down)
+            for one in self._endpoints.values()
+        )
+        chosen = policy.choose(
+            candidates, now_s=self._now(), jitter=self._rng.random(), not_this=not_this
+        )
+        return self._endpoints[chosen]
+
+    def _unreachable(self, timeout_s: float) -> NoGateway:
+        addresses = ", ".join(self._endpoints)
+        return NoGateway(
+            f"no gateway could be reached within {timeout_s:.1f} s: {addresses}",
+            reason="NO_GATEWAY",
+            metadata={"endpoints": addresses},
+        )
+
+
+def open_endpoints(
+    addresses: Sequence[str], credentials: grpc.ChannelCredentials | None, max_message_bytes: int
+) -> list[Endpoint]:
+    """Open a channel per address. Raises ValueError for none, too many or the same twice."""
+    if not addresses or len(addresses) > MAX_ENDPOINTS or len(set(addresses)) != len(addresses):
+        raise ValueError(f"a client needs 1 to {MAX_ENDPOINTS} different endpoints, as host:port")
+    found = []
+    for address in addresses:
+        options = channel_options(address, max_message_bytes)
+        if credentials is None:
+            channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            channel = grpc.aio.secure_channel(address, credentials, options=options)
+        found.append(Endpoint(address, channel))
+    return found

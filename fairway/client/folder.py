@@ -1,0 +1,195 @@
+"""A model folder as the registry will see it: which files, their digests, where each chunk can be read.
+
+Everything that the registry would refuse is refused here first, before a byte is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+from fairway.formats.contents import ContentRefused, checker_for
+from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
+from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
+from fairway.v1 import registry_pb2 as pb
+
+CHUNK_BYTES: Final = 4 * 1024 * 1024
+SCHEMA: Final = 2
+_READ_BYTES: Final = 1024 * 1024
+
+Kind = Literal["causal-lm", "fixed-cost"]
+
+
+class PublishRefused(ValueError):
+    """The folder cannot be a version. ``next_step`` says what to do about it."""
+
+    def __init__(self, message: str, *, next_step: str) -> None:
+        super().__init__(message)
+        self.next_step = next_step
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Where the bytes of one chunk are."""
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Hashed:
+    """A folder after hashing: its files, and one place where each different chunk can be read."""
+
+    files: list[pb.ManifestFile] = field(default_factory=list)
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+
+
+def find_files(folder: Path) -> dict[str, Path]:
+    """Return the files to publish by their name in the version, sorted. Raises PublishRefused, OSError.
+
+    What begins with a dot is left out. A link is followed to a file inside the folder and nowhere else.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder")
+    root = folder.resolve()
+    found: dict[str, Path] = {}
+    for here, folders, names in os.walk(folder, onerror=_fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in [*folders, *sorted(names)]:
+            path = Path(here) / name
+            if not name.startswith(".") and (name not in folders or path.is_symlink()):
+                found[path.relative_to(folder).as_posix()] = _inside(path, root)
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no files to publish")
+    return dict(sorted(found.items()))
+
+
+def _inside(path: Path, root: Path) -> Path:
+    """Return the regular file that this is or links to; it lies in the folder."""
+    try:
+        real = path.resolve(strict=True)
+    except (FileNotFoundError, RuntimeError) as exc:
+        raise PublishRefused(f"{path} is a link that leads nowhere", next_step="remove it") from exc
+    if not real.is_relative_to(root):
+        raise PublishRefused(
+            f"{path} is a link to a place outside the folder",
+            next_step="copy the folder with its links resolved (cp -RL), and publish the copy",
+        )
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise PublishRefused(f"{path} is neither a file nor a plain folder", next_step="remove it")
+    return real
+
+
+def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
+    """Return digests and chunks; ``tell`` hears the bytes read so far. Raises PublishRefused, OSError."""
+    for name in files:
+        if problem := problem_of(name):
+            raise PublishRefused(problem, next_step="remove the file from the folder, or convert it")
+    for name, path in files.items():
+        if suffix_of(name) == TENSOR_SUFFIX:
+            _check_tensors(name, path)
+    hashed, done_bytes = Hashed(), 0
+    for name, path in files.items():
+        for size_bytes in _hash_file(hashed, name, path):
+            done_bytes += size_bytes
+            tell(done_bytes)
+    return hashed
+
+
+def _check_tensors(name: str, path: Path) -> None:
+    """A damaged tensor file is found by its header, before gigabytes are hashed."""
+    with _open(path) as stream, _content_errors():
+        size_bytes = os.fstat(stream.fileno()).st_size
+        checker = checker_for(name, size_bytes)
+        head = stream.read(8)
+        checker.feed(head)
+        checker.feed(stream.read(int.from_bytes(head, "little")))
+        checker.finish()
+
+
+def _hash_file(hashed: Hashed, name: str, path: Path) -> Iterator[int]:
+    whole, digests, offset = hashlib.sha256(), [], 0
+    with _open(path) as stream, _content_errors():
+        checker = checker_for(name, os.fstat(stream.fileno()).st_size)
+        while data := stream.read(CHUNK_BYTES):
+            checker.feed(data)
+            whole.update(data)
+            digest = "sha256:" + hashlib.sha256(data).hexdigest()
+            digests.append(digest)
+            hashed.chunks.setdefault(digest, Chunk(path, offset, len(data)))
+            offset += len(data)
+            yield len(data)
+        checker.finish()
+    hashed.files.append(
+        pb.ManifestFile(path=name, size_bytes=offset, digest="sha256:" + whole.hexdigest(), chunks=digests)
+    )
+
+
+def read_chunk(chunk: Chunk) -> bytes:
+    """Return the bytes of a chunk as they are now; the registry refuses them if they changed."""
+    with _open(chunk.path) as stream:
+        stream.seek(chunk.offset_bytes)
+        return stream.read(chunk.size_bytes)
+
+
+def manifest_of(
+    files: dict[str, Path], hashed: Sequence[pb.ManifestFile], kind: Kind, max_context_tokens: int
+) -> pb.Manifest:
+    """Return the manifest: every file, and the digests of those that decide behaviour."""
+    digests = {file.path: file.digest for file in hashed}
+    template = digests.get("chat_template.jinja", "")
+    if not template and _has_template(files.get("tokenizer_config.json")):
+        template = digests["tokenizer_config.json"]
+    return pb.Manifest(
+        schema=SCHEMA,
+        files=hashed,
+        kind=kind,
+        weights_digest=weights_digest(hashed),
+        tokenizer_digest=digests.get("tokenizer.json", "") or digests.get("tokenizer.model", ""),
+        chat_template_digest=template,
+        sampling_defaults_digest=digests.get("generation_config.json", ""),
+        safety_policy_digest=digests.get(POLICY_NAME, ""),
+        engine_limits_digest=digests.get(LIMITS_NAME, ""),
+        max_context_tokens=max_context_tokens,
+    )
+
+
+def weights_digest(files: Sequence[pb.ManifestFile]) -> str:
+    """Return one digest of all tensor files: of the lines ``digest path``, in order; empty without any."""
+    lines = [f"{file.digest} {file.path}\n" for file in files if suffix_of(file.path) == TENSOR_SUFFIX]
+    return "sha256:" + hashlib.sha256("".join(sorted(lines)).encode()).hexdigest() if lines else ""
+
+
+def _has_template(path: Path | None) -> bool:
+    if path is None:
+        return False
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _open(path: Path) -> BinaryIO:
+    # Resolved before: a link that appears in its place meanwhile is not followed.
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", _READ_BYTES)
+
+
+@contextmanager
+def _content_errors() -> Iterator[None]:
+    try:
+        yield
+    except ContentRefused as exc:
+        raise PublishRefused(str(exc), next_step="repair or remove the file, then publish again") from exc
+
+
+def _fail(error: OSError) -> None:
+    raise error

@@ -1,0 +1,204 @@
+"""One generation as a stream of events, whatever carries it and however often it is sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Protocol, Self
+
+from fairway.client.attempts import Attempts, Core
+from fairway.client.endpoints import Endpoint
+from fairway.client.errors import FairwayError
+from fairway.client.guard import Guard
+from fairway.client.ledger import Ledger
+from fairway.client.values import (
+    Accepted,
+    CompletedChoice,
+    Completion,
+    Event,
+    Finished,
+    FinishReason,
+    TokenLogprobs,
+    Tokens,
+)
+from fairway.v1 import inference_pb2 as pb
+
+
+class Attempt(Protocol):
+    """One sending of a generation. ``receive`` raises FairwayError, and TimeoutError after the deadline."""
+
+    endpoint: Endpoint
+
+    async def receive(self) -> Event: ...
+
+    def took(self, choice: int, tokens: int) -> None:
+        """The reader has taken so many tokens of a choice, counted from the first of the output."""
+        ...
+
+    async def aclose(self) -> None:
+        """Cancel it unless it ended. Idempotent."""
+        ...
+
+
+class Carrier(Protocol):
+    """Sends generations: each on an RPC of its own, or all on one session."""
+
+    async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> Attempt: ...
+
+
+class GenerationStream:
+    """The events of one generation: Accepted, Tokens, ..., Finished; an error is raised as FairwayError.
+
+        async with client.generate("tiny", "Once upon a time") as stream:
+            async for event in stream: ...
+
+    Every token comes once and in order per choice, also when the generation is continued at another gateway.
+    ``Accepted`` may come again while nothing was delivered: the last one counts. Leaving the block, or
+    ``aclose``, cancels what still runs; so does dropping the last reference, once it is collected. One task
+    reads at a time; ``aclose`` may come from another one of the same loop, whose reader then gets Closed.
+    """
+
+    def __init__(self, core: Core, carrier: Carrier, generation: pb.Generation, timeout_s: float) -> None:
+        self._core = core
+        self._carrier = carrier
+        self._generation = generation
+        self._timeout_s = timeout_s
+        self._ledger = Ledger()
+        self._guard = Guard()
+        self._events = self._run()
+        self._finished: Finished | None = None
+        self._attempts = 0
+
+    @property
+    def idempotency_key(self) -> str:
+        """The key that each attempt carries; empty: none."""
+        return self._generation.idempotency_key
+
+    @property
+    def accepted(self) -> Accepted | None:
+        return self._ledger.accepted
+
+    @property
+    def finished(self) -> Finished | None:
+        """The terminal event, once it was read."""
+        return self._finished
+
+    @property
+    def attempts(self) -> int:
+        """How often the generation was sent so far."""
+        return self._attempts
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._finished is None:
+            self._guard.check()
+        return await self._guard.run(anext(self._events))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Return once nothing of the stream runs here; the server is told. Idempotent."""
+        if self._guard.busy:
+            self._guard.close("the stream was closed while it was read")
+            await self._guard.idle()
+        else:
+            await self._events.aclose()
+
+    def interrupt(self, why: str) -> None:
+        """Make a reader that waits, and every later one, raise Closed: its client is closed."""
+        self._guard.close(why)
+
+    async def text(self, choice: int = 0) -> AsyncIterator[str]:
+        """Yield the text of one choice as it comes; closes the stream when it is left."""
+        async with aclosing(self):
+            async for event in self:
+                if isinstance(event, Tokens) and event.choice == choice and event.text:
+                    yield event.text
+
+    async def collect(self) -> Completion:
+        """Read to the end and return the whole answer."""
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        ids: defaultdict[int, list[int]] = defaultdict(list)
+        logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        async with aclosing(self):
+            async for event in self:
+                if isinstance(event, Tokens):
+                    texts[event.choice].append(event.text)
+                    ids[event.choice].extend(event.ids)
+                    logprobs[event.choice].extend(event.logprobs)
+        accepted, end = self.accepted, self._finished
+        assert accepted is not None and end is not None
+        reasons = {one.choice: one.finish_reason for one in end.choices}
+        return Completion(
+            accepted,
+            tuple(
+                CompletedChoice(
+                    choice,
+                    "".join(texts[choice]),
+                    tuple(ids[choice]),
+                    reasons.get(choice, FinishReason.OTHER),
+                    tuple(logprobs[choice]),
+                )
+                for choice in sorted(reasons)
+            ),
+            end,
+        )
+
+    async def _run(self) -> AsyncGenerator[Event, None]:
+        attempts = Attempts(self._core, self._timeout_s)
+        while True:
+            self._ledger.attempt_began()
+            attempt = await self._open(attempts)
+            self._attempts = attempts.count
+            try:
+                async with aclosing(attempt):
+                    while self._finished is None:
+                        event = self._news(await attempt.receive())
+                        if event is not None:
+                            yield event
+                            if isinstance(event, Tokens):
+                                attempt.took(event.choice, self._ledger.delivered(event.choice))
+                self._core.pool.answered(attempt.endpoint)
+                return
+            except TimeoutError:
+                raise self._described(attempts.late()) from None
+            except FairwayError as error:
+                await self._again(error, attempts, attempt.endpoint)
+
+    async def _open(self, attempts: Attempts) -> Attempt:
+        try:
+            return await self._carrier.open(self._generation, attempts, self._ledger)
+        except FairwayError as error:
+            raise self._described(error) from None
+
+    def _news(self, event: Event) -> Event | None:
+        if isinstance(event, Tokens):
+            return self._ledger.news(event)
+        if isinstance(event, Accepted):
+            return event if self._ledger.accept(event) else None
+        self._finished = event
+        return event
+
+    async def _again(self, error: FairwayError, attempts: Attempts, endpoint: Endpoint) -> None:
+        keyed = bool(self.idempotency_key)
+        await attempts.failed(
+            self._described(error),
+            endpoint,
+            repeatable=keyed or not self._ledger.begun,
+            attaches=keyed and self._ledger.accepted is not None,
+        )
+
+    def _described(self, error: FairwayError) -> FairwayError:
+        error.delivered_tokens = self._ledger.delivered_tokens
+        return error
+

@@ -1,0 +1,68 @@
+"""Calls that wait inside of the client, and how closing it ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from fairway.client.errors import Closed
+
+T = TypeVar("T")
+
+
+class Guard:
+    """Runs awaitables until ``close``; then those that wait raise Closed, and so does every later one."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Task[object], None] = {}
+        self._cut: set[asyncio.Task[object]] = set()
+        self._why = ""
+        self._left = asyncio.Event()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._why)
+
+    @property
+    def busy(self) -> bool:
+        """A task waits in it."""
+        return bool(self._waiting)
+
+    async def run(self, awaitable: Awaitable[T]) -> T:
+        """Return what the awaitable returns. Raises Closed, but a cancellation by the caller stays one."""
+        task = asyncio.current_task()
+        assert task is not None and task not in self._waiting
+        self._waiting[task] = None
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if task in self._cut and not task.uncancel():
+                raise self.error() from None
+            raise
+        finally:
+            del self._waiting[task]
+            self._left.set()
+            self._cut.discard(task)
+
+    async def idle(self) -> None:
+        """Return once no task waits in it."""
+        while self._waiting:
+            self._left.clear()
+            await self._left.wait()
+
+    def check(self) -> None:
+        """Raises Closed after ``close``."""
+        if self._why:
+            raise self.error()
+
+    def error(self) -> Closed:
+        return Closed(self._why, reason="CLOSED")
+
+    def close(self, why: str) -> None:
+        """Idempotent; the first reason stays."""
+        self._why = self._why or why
+        for task in self._waiting:
+            if task not in self._cut:
+                self._cut.add(task)
+                task.cancel()

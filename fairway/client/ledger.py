@@ -1,0 +1,106 @@
+"""What a stream has delivered: a continued stream goes on behind it, each token once."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Final
+from zlib import crc32
+
+from fairway.client.errors import StreamDiverged
+from fairway.client.values import Accepted, Tokens
+
+_IDS: Final = "L" if array("I").itemsize < 4 else "I"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """``tokens``, ``chars``, ``check``: delivered so far, and the checksum of its ids. The rest: this attempt."""
+
+    tokens: int = 0
+    chars: int = 0
+    check: int = 0
+    seen_tokens: int = 0
+    seen_chars: int = 0
+    seen_check: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Positions and a checksum per choice, no tokens: its size does not grow with the output.
+
+    Text is skipped by characters, not by chunks: the same text may be cut otherwise when it is sent again.
+    """
+
+    accepted: Accepted | None = None
+    _choices: dict[int, _Choice] = field(default_factory=dict)
+
+    @property
+    def delivered_tokens(self) -> int:
+        return sum(choice.tokens for choice in self._choices.values())
+
+    @property
+    def begun(self) -> bool:
+        """Something of the output was delivered."""
+        return any(choice.tokens or choice.chars for choice in self._choices.values())
+
+    def delivered(self, choice: int) -> int:
+        found = self._choices.get(choice)
+        return found.tokens if found else 0
+
+    def attempt_began(self) -> None:
+        for choice in self._choices.values():
+            choice.seen_tokens = choice.seen_chars = choice.seen_check = 0
+
+    def accept(self, accepted: Accepted) -> bool:
+        """Return whether it is news. Raises StreamDiverged when output of another run was delivered."""
+        before, self.accepted = self.accepted, accepted
+        if before is None or not self.begun:
+            return before != accepted
+        if (before.version_digest, before.seed) != (accepted.version_digest, accepted.seed):
+            raise _diverged("it was accepted with another version or seed", accepted.request_id)
+        return False
+
+    def news(self, event: Tokens) -> Tokens | None:
+        """Return the part of the event that was not delivered yet, and count it as delivered; None: none.
+
+        Raises StreamDiverged when tokens are missing before it, or others than the delivered ones were sent.
+        """
+        at = self._choices.setdefault(event.choice, _Choice())
+        if event.offset != at.seen_tokens:
+            raise _diverged(
+                f"choice {event.choice} goes on at token {event.offset} instead of {at.seen_tokens}",
+                self._request_id,
+            )
+        old = min(max(0, at.tokens - at.seen_tokens), len(event.ids))
+        at.seen_check = crc32(array(_IDS, event.ids[:old]), at.seen_check)
+        if old and at.seen_tokens + old == at.tokens and at.seen_check != at.check:
+            raise _diverged(f"choice {event.choice} was sent again with other tokens", self._request_id)
+        at.seen_tokens += len(event.ids)
+        at.seen_check = crc32(array(_IDS, event.ids[old:]), at.seen_check)
+        old_chars = min(max(0, at.chars - at.seen_chars), len(event.text))
+        at.seen_chars += len(event.text)
+        return self._deliver(at, event, old, old_chars)
+
+    @property
+    def _request_id(self) -> str:
+        return self.accepted.request_id if self.accepted is not None else ""
+
+    def _deliver(self, at: _Choice, event: Tokens, old: int, old_chars: int) -> Tokens | None:
+        if at.seen_tokens >= at.tokens:
+            at.tokens, at.check = at.seen_tokens, at.seen_check
+        at.chars = max(at.chars, at.seen_chars)
+        if not old and not old_chars:
+            return event
+        ids, text = event.ids[old:], event.text[old_chars:]
+        if not ids and not text:
+            return None
+        return Tokens(event.choice, event.offset + old, ids, text, event.logprobs[old:])
+
+
+def _diverged(what: str, request_id: str) -> StreamDiverged:
+    return StreamDiverged(
+        f"the stream cannot be continued: {what}; send the request again under a new key",
+        reason="STREAM_DIVERGED",
+        metadata={"request_id": request_id},
+    )

@@ -1,0 +1,239 @@
+"""One Session stream to one gateway: one task reads, one writes, and neither waits for a reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+
+from fairway.client import convert
+from fairway.client.attempts import Core
+from fairway.client.endpoints import Endpoint
+from fairway.client.errors import FairwayError, connection_lost, from_message, from_rpc
+from fairway.client.values import Event, Tokens
+from fairway.v1 import inference_pb2 as pb
+
+CHOICE_BITS: Final = 4
+MAX_STREAM_ID: Final = 2**28 - 1
+_MAX_CREDIT: Final = 1_048_576
+_BATCH: Final = 4096
+
+
+class Entry:
+    """One generation on a link: the events that its reader has not taken yet.
+
+    Bounded by the window: the server sends ``window`` tokens of a choice beyond what was taken of it. With
+    several choices the one that was read furthest counts, since one that ended early must not hold the others.
+    """
+
+    def __init__(self, link: Link, stream_id: int, taken: int, window: int, deadline_s: float) -> None:
+        """``taken``: tokens that the reader took before, of a stream that is continued."""
+        self.endpoint = link.endpoint
+        self.stream_id = stream_id
+        self.initial_credit = min(_MAX_CREDIT, taken + window)
+        self._link = link
+        self._window = window
+        self._taken = taken
+        self._allowed = self.initial_credit
+        self._deadline_s = deadline_s
+        self._events: deque[Event] = deque()
+        self._error: FairwayError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._open = True
+
+    @property
+    def buffered(self) -> int:
+        return len(self._events)
+
+    async def receive(self) -> Event:
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            async with asyncio.timeout(self._deadline_s - self._link.now()):
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+        return self._events.popleft()
+
+    def took(self, choice: int, tokens: int) -> None:
+        self._taken = max(self._taken, tokens)
+        missing = self._taken + self._window - self._allowed
+        if missing * 2 >= self._window:
+            self._allowed += missing
+            self._link.give_credit(self.stream_id, missing)
+
+    async def aclose(self) -> None:
+        if self._open:
+            self._open = False
+            self._link.leave(self)
+
+    def push(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, error: FairwayError) -> None:
+        """After what was received, the reader hears ``error``."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Link:
+    """A Session RPC. ``run`` is the body of its task; it ends every entry that is left with an error.
+
+    What the writer has to say is kept as state, not as a queue: credit adds up per stream, so that it is bounded
+    by the number of streams.
+    """
+
+    def __init__(self, core: Core, endpoint: Endpoint, *, on_idle: Callable[[Link], None]) -> None:
+        self.endpoint = endpoint
+        self.now = core.now
+        self._core = core
+        self._on_idle = on_idle
+        self._entries: dict[int, Entry] = {}
+        self._starts: deque[pb.SessionStart] = deque()
+        self._credit: dict[int, int] = {}
+        self._cancels: dict[int, None] = {}
+        self._wanted = asyncio.Event()
+        self._next_id = 1
+        self._ended: FairwayError | None = None
+        self.retired = False
+
+    @property
+    def usable(self) -> bool:
+        """New generations may start on it."""
+        return self._ended is None and not self.retired and self._next_id < MAX_STREAM_ID
+
+    @property
+    def idle(self) -> bool:
+        return not self._entries
+
+    def start(self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float) -> Entry:
+        """Send a generation; the entry hears its events."""
+        entry = Entry(self, self._next_id, taken, window, deadline_s)
+        self._next_id += 1
+        self._entries[entry.stream_id] = entry
+        self._starts.append(
+            pb.SessionStart(
+                stream_id=entry.stream_id,
+                generation=generation,
+                initial_credit_tokens=entry.initial_credit,
+            )
+        )
+        self._wanted.set()
+        return entry
+
+    def give_credit(self, stream_id: int, tokens: int) -> None:
+        if stream_id in self._entries:
+            self._credit[stream_id] = min(_MAX_CREDIT, self._credit.get(stream_id, 0) + tokens)
+            self._wanted.set()
+
+    def leave(self, entry: Entry) -> None:
+        """The reader is gone: tell the server, unless the generation ended."""
+        if self._entries.pop(entry.stream_id, None) is not None:
+            self._credit.pop(entry.stream_id, None)
+            self._cancels[entry.stream_id] = None
+            self._wanted.set()
+            if not self._entries:
+                self._on_idle(self)
+
+    def retire(self) -> None:
+        """Start nothing more on it; what runs goes on, and the stream ends with the last of it."""
+        self.retired = True
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Return when the stream ended: broken, or half-closed after ``retire`` and read to its end."""
+        call = self.endpoint.stub.Session(metadata=self._core.metadata)
+        error: FairwayError = connection_lost("the session was closed")
+        try:
+            async with asyncio.TaskGroup() as group:
+                writing = group.create_task(self._write(call))
+                error = await self._read(call)
+                writing.cancel()
+        finally:
+            call.cancel()
+            self._end(error)
+
+    def _end(self, error: FairwayError) -> None:
+        self._ended = error
+        entries, self._entries = list(self._entries.values()), {}
+        for entry in entries:
+            entry.fail(_copy(error))
+
+    async def _read(self, call: Any) -> FairwayError:
+        """Return why the stream ended."""
+        silence_s = self._core.options.silence_timeout_s
+        try:
+            async with asyncio.timeout(None) as timeout:
+                while True:
+                    timeout.reschedule(asyncio.get_running_loop().time() + silence_s)
+                    message = await call.read()
+                    if not isinstance(message, pb.SessionResponse):
+                        return connection_lost("the session's stream ended")
+                    self._hear(message)
+        except TimeoutError:
+            return connection_lost(f"the gateway was silent for {silence_s:g} s")
+        except grpc.aio.AioRpcError as error:
+            return from_rpc(error)
+
+    def _hear(self, message: pb.SessionResponse) -> None:
+        for accepted in message.accepted:
+            self._push(accepted.stream_id, convert.accepted(accepted.accepted))
+        if message.tokens.handles:
+            for stream_id, tokens in convert.frame(message.tokens, CHOICE_BITS):
+                self._push(stream_id, tokens)
+        for end in message.finished:
+            entry = self._entries.pop(end.stream_id, None)
+            self._credit.pop(end.stream_id, None)
+            if entry is not None and end.HasField("error"):
+                entry.fail(from_message(end.error))
+            elif entry is not None:
+                entry.push(convert.finished(end.finished))
+        if message.finished and not self._entries:
+            self._on_idle(self)
+
+    def _push(self, stream_id: int, event: Event | Tokens) -> None:
+        entry = self._entries.get(stream_id)
+        if entry is not None:  # else its reader left, and the cancellation is on its way
+            entry.push(event)
+
+    async def _write(self, call: Any) -> None:
+        """Send what there is to say until the stream is retired and has nothing left to say."""
+        try:
+            while True:
+                self._wanted.clear()
+                while (message := self._next_message()) is not None:
+                    await call.write(message)
+                if self.retired and not self._entries:
+                    await call.done_writing()
+                    return
+                await self._wanted.wait()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            return  # the stream is over: the reader hears why
+
+    def _next_message(self) -> pb.SessionRequest | None:
+        if self._starts:
+            return pb.SessionRequest(start=self._starts.popleft())
+        if self._credit:
+            batch = [(key, self._credit.pop(key)) for key in list(self._credit)[:_BATCH]]
+            ids, tokens = zip(*batch, strict=True)
+            return pb.SessionRequest(credit=pb.SessionCredit(stream_ids=ids, tokens=tokens))
+        if self._cancels:
+            cancelled = list(self._cancels)[:_BATCH]
+            for key in cancelled:
+                del self._cancels[key]
+            return pb.SessionRequest(cancel=pb.SessionCancel(stream_ids=cancelled))
+        return None
+
+
+def _copy(error: FairwayError) -> FairwayError:
+    """Each reader raises an error of its own: they carry attempts and a traceback."""
+    return type(error)(
+        error.message, reason=error.reason, metadata=error.metadata, retry_after_s=error.retry_after_s
+    )

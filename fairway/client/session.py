@@ -1,0 +1,114 @@
+"""Many generations on one stream: one connection, one message per engine step for all of them.
+
+    async with client.session() as session:
+        async with session.generate("tiny", "Once upon a time") as stream: ...
+
+A reader that stays away holds up its own generation alone. When the gateway breaks or drains, the session
+connects to another one, and each generation goes on there by its idempotency key, as a stream of its own would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Self
+from weakref import WeakSet
+
+from fairway.client import convert
+from fairway.client.attempts import Attempts, Core
+from fairway.client.endpoints import Endpoint
+from fairway.client.errors import Closed
+from fairway.client.generation import GenerationStream
+from fairway.client.ledger import Ledger
+from fairway.client.link import Entry, Link
+from fairway.client.values import Event, Input, Options, SessionOptions
+from fairway.v1 import inference_pb2 as pb
+
+
+class Session:
+    """Made by ``Client.session``. Connects with its first generation, and again when it has to."""
+
+    def __init__(self, core: Core, options: SessionOptions) -> None:
+        self._core = core
+        self._options = options
+        self._slots = asyncio.Semaphore(options.max_concurrency)
+        self._link: Link | None = None
+        self._connecting = asyncio.Lock()
+        self._tasks: dict[asyncio.Task[None], Link] = {}
+        self._streams: WeakSet[GenerationStream] = WeakSet()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def generate(
+        self,
+        model: str,
+        source: Input,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> GenerationStream:
+        """Return the stream of a generation; it is sent with the first read, once a slot is free."""
+        if self._closed:
+            raise Closed("the session is closed", reason="CLOSED")
+        core = self._core
+        timeout_s = core.options.generation_timeout_s if timeout_s is None else timeout_s
+        message = convert.generation(model, source, options or Options(), core.key(idempotency_key))
+        message.timeout.CopyFrom(convert.duration(timeout_s))
+        stream = GenerationStream(core, self, message, timeout_s)
+        self._streams.add(stream)
+        return stream
+
+    async def aclose(self) -> None:
+        """Cancel what runs and return once its tasks are gone. Idempotent."""
+        self._closed = True
+        for stream in list(self._streams):
+            stream.interrupt("the session was closed")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> SessionAttempt:
+        """Send a generation on the current link, connecting when there is none."""
+        try:
+            async with asyncio.timeout(attempts.time_left_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise attempts.late() from None
+        try:
+            link = await self._usable_link(attempts)
+            entry = link.start(
+                generation,
+                taken=ledger.furthest,
+                window=self._options.window_tokens,
+                deadline_s=attempts.deadline_s,
+            )
+        except BaseException:
+            self._slots.release()
+            raise
+        return SessionAttempt(entry, link, self._slots)
+
+    async def _usable_link(self, attempts: Attempts) -> Link:
+        """Return a link to a gateway that is not avoided; one caller connects, the others wait for it."""
+        async with self._connecting:
+            link = self._link
+            if link is not None and link.usable and not self._core.pool.is_avoided(link.endpoint):
+                attempts.count_one()
+                return link
+            endpoint = await attempts.begin()
+            if link is not None:
+                self._retire(link)
+            self._link = link = Link(self._core, endpoint, on_idle=self._gone)
+            task = asyncio.create_task(link.run(), name=f"session {endpoint.address}")
+            self._tasks[task] = link
+            task.add_done_callback(self._ended)
+            return link

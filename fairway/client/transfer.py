@@ -1,0 +1,123 @@
+"""Chunks on their way to the registry: several at once, each again when the connection breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Final, TypeVar
+
+import grpc
+
+from fairway.client.folder import Chunk, read_chunk
+from fairway.v1 import registry_pb2 as pb
+from fairway.v1 import registry_pb2_grpc
+
+MESSAGE_BYTES: Final = 512 * 1024
+FIND_BATCH: Final = 8192
+PARALLEL_UPLOADS: Final = 4
+CALL_TIMEOUT_S: Final = 30.0
+UPLOAD_TIMEOUT_S: Final = 300.0
+# A registry that restarts is back within seconds; one that is away for longer is somebody's to repair.
+PATIENCE_S: Final = 60.0
+_DELAY_FIRST_S: Final = 0.2
+_DELAY_MOST_S: Final = 5.0
+_UNHEARD: Final = "Internal error from Core"
+_RETRIED: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+Metadata = Sequence[tuple[str, str]]
+Stub = registry_pb2_grpc.RegistryServiceAsyncStub
+T = TypeVar("T")
+
+
+class Transfer:
+    """Calls of one publication. ``sent`` hears what left, negative when it has to be sent again."""
+
+    def __init__(
+        self,
+        stub: Stub,
+        metadata: Metadata,
+        *,
+        sent: Callable[[int], object],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._stub = stub
+        self._metadata = tuple(metadata)
+        self._sent = sent
+        self._patience_s = patience_s
+        self._heard_s = time.monotonic()
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Return those that the registry lacks."""
+        missing: list[str] = []
+        for start in range(0, len(digests), FIND_BATCH):
+            request = pb.FindMissingChunksRequest(digests=digests[start : start + FIND_BATCH])
+            answer = await self.again(
+                lambda request=request: self._stub.FindMissingChunks(  # type: ignore[misc]
+                    request, metadata=self._metadata, timeout=CALL_TIMEOUT_S
+                )
+            )
+            missing += answer.digests
+        return missing
+
+    async def upload(self, chunks: Mapping[str, Chunk]) -> None:
+        """Return once all are stored; the first that fails for good ends the others."""
+        waiting = iter(chunks.items())
+
+        async def worker() -> None:
+            for digest, chunk in waiting:  # one iterator for all: each chunk is taken once
+                await self._upload(digest, chunk)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(PARALLEL_UPLOADS, len(chunks))):
+                    group.create_task(worker())
+        except* (grpc.aio.AioRpcError, OSError) as failed:
+            raise failed.exceptions[0] from None
+
+    async def again(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return what the call returns, asked again while the registry is away, within the patience.
+
+        The patience begins anew with everything that the registry answers.
+        """
+        told: grpc.aio.AioRpcError | None = None
+        delay_s = _DELAY_FIRST_S
+        while True:
+            try:
+                answer = await call()
+                self._heard_s = time.monotonic()
+                return answer
+            except grpc.aio.AioRpcError as exc:
+                # A server that ends the call while this side writes may leave only grpc's own error here.
+                is_unheard = exc.code() is grpc.StatusCode.INTERNAL and exc.details() == _UNHEARD
+                told = told if is_unheard else exc
+                is_over = time.monotonic() - self._heard_s > self._patience_s
+                if is_over or not (is_unheard or exc.code() in _RETRIED):
+                    raise (told or exc) from None
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(_DELAY_MOST_S, delay_s * 2)
+
+    async def _upload(self, digest: str, chunk: Chunk) -> None:
+        data = await asyncio.to_thread(read_chunk, chunk)
+
+        async def once() -> None:
+            counted = 0
+
+            async def messages() -> AsyncIterator[pb.UploadChunkRequest]:
+                nonlocal counted
+                yield pb.UploadChunkRequest(header=pb.ChunkHeader(digest=digest, size_bytes=len(data)))
+                for start in range(0, len(data), MESSAGE_BYTES):
+                    part = data[start : start + MESSAGE_BYTES]
+                    yield pb.UploadChunkRequest(data=part)
+                    counted += len(part)
+                    self._sent(len(part))
+
+            try:
+                await self._stub.UploadChunk(messages(), metadata=self._metadata, timeout=UPLOAD_TIMEOUT_S)
+            except BaseException:
+                self._sent(-counted)
+                raise
+            self._sent(len(data) - counted)  # another publisher was faster: nobody reads the rest
+
+        await self.again(once)

@@ -1,0 +1,187 @@
+"""Whether the bytes of a file are what its name says, while they stream by.
+
+A name proves nothing: pickled objects come as ``notes.txt``, inside a zip, or behind a tensor file's header. Text has
+to be text, JSON has to be JSON, and a tensor file has to be accounted for to the last byte.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+from typing import Final, Protocol
+
+import msgspec
+
+from fairway.formats import names, safetensors
+from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
+
+MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
+_TAIL_BYTES: Final = 66 * 1024  # a zip's directory ends at most that far from the end of the file
+_MAX_OPCODES: Final = 1_000_000
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f]")
+_ARCHIVES: Final = {
+    b"PK\x03\x04": "a zip archive",
+    b"PK\x05\x06": "a zip archive",
+    b"\x1f\x8b": "a gzip file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a NumPy file",
+    b"\x7fELF": "a program",
+}
+_ZIP_END: Final = b"PK\x05\x06"
+_CALLS: Final = frozenset(
+    ["GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"]
+)
+
+
+class ContentRefused(ValueError):
+    """The file is not what its name says. The text begins with the file's path."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
+class Checker(Protocol):
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the file. Raises ContentRefused as soon as they cannot be right."""
+
+    def finish(self) -> None:
+        """The file is complete. Raises ContentRefused."""
+
+
+def checker_for(path: str, size_bytes: int) -> Checker:
+    """Return what checks a file of this name and size; it holds a bounded part of it. Raises ContentRefused."""
+    if problem := names.problem_of(path):
+        raise ContentRefused(path, problem.removeprefix(path).strip())
+    if names.suffix_of(path) == names.TENSOR_SUFFIX:
+        return _Tensors(path, size_bytes)
+    if names.is_text(path):
+        if size_bytes > MAX_TEXT_BYTES:
+            raise ContentRefused(path, f"a text file has at most {MAX_TEXT_BYTES} bytes, not {size_bytes}")
+        return _Text(path)
+    return _Opaque(path)
+
+
+class _Tensors:
+    """Holds the header and nothing of the tensors."""
+
+    def __init__(self, path: str, size_bytes: int) -> None:
+        self._path = path
+        self._size_bytes = size_bytes
+        self._head = bytearray()
+        self._wanted = safetensors.LENGTH_BYTES
+        self._done = False
+
+    def feed(self, data: bytes) -> None:
+        if self._done:
+            return
+        rest = memoryview(data)
+        try:
+            if (short := safetensors.LENGTH_BYTES - len(self._head)) > 0:
+                self._head += rest[:short]
+                rest = rest[short:]
+                if len(self._head) < safetensors.LENGTH_BYTES:
+                    return
+                self._wanted += safetensors.header_bytes(bytes(self._head), self._size_bytes)
+            self._head += rest[: self._wanted - len(self._head)]
+            if len(self._head) == self._wanted:
+                self._check()
+        except safetensors.BadHeader as exc:
+            raise ContentRefused(self._path, str(exc)) from exc
+
+    def finish(self) -> None:
+        if not self._done:
+            raise ContentRefused(
+                self._path, f"it has {self._size_bytes} bytes, too few for its safetensors header"
+            )
+
+    def _check(self) -> None:
+        safetensors.check_header(bytes(self._head[safetensors.LENGTH_BYTES :]), self._size_bytes)
+        self._head.clear()
+        self._done = True
+
+
+class _Text:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        if not self._data:
+            _refuse_archive(self._path, data)
+        if _CONTROL.search(data):
+            raise ContentRefused(self._path, "it is no text: it holds control characters")
+        self._data += data
+        if len(self._data) > MAX_TEXT_BYTES:
+            raise ContentRefused(self._path, f"a text file has at most {MAX_TEXT_BYTES} bytes")
+
+    def finish(self) -> None:
+        data = bytes(self._data)
+        self._data.clear()
+        try:
+            data.decode()
+        except UnicodeDecodeError as exc:
+            raise ContentRefused(self._path, "it is no text: it is not in UTF-8") from exc
+        if names.suffix_of(self._path) == ".json":
+            self._check_json(data)
+        elif is_pickle(data):
+            raise ContentRefused(self._path, "it holds pickled objects")
+
+    def _check_json(self, data: bytes) -> None:
+        try:
+            msgspec.json.decode(data, type=msgspec.Raw)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            raise ContentRefused(self._path, "it is no JSON") from exc
+        try:
+            if self._path == LIMITS_NAME:
+                check_limits(data)
+            elif self._path == POLICY_NAME:
+                check_policy(data)
+        except ValueError as exc:
+            raise ContentRefused(self._path, str(exc)) from exc
+
+
+class _Opaque:
+    """Refuses what is known to carry code; holds the end of the file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._head = bytearray()
+        self._tail = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._head += data[: max(0, 16 - len(self._head))]
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+
+    def finish(self) -> None:
+        _refuse_archive(self._path, bytes(self._head))
+        if _ZIP_END in self._tail:
+            raise ContentRefused(self._path, "a zip archive ends in it")
+        if self._tail.endswith(b".") and is_pickle(bytes(self._tail)):
+            raise ContentRefused(self._path, "it holds pickled objects")
+
+
+def _refuse_archive(path: str, head: bytes) -> None:
+    for magic, what in _ARCHIVES.items():
+        if head.startswith(magic):
+            raise ContentRefused(path, f"it is {what}: it may carry pickled objects or code")
+    if head[:1] == b"\x80" and head[1:2] and 2 <= head[1] <= 5:
+        raise ContentRefused(path, "it holds pickled objects")
+
+
+def is_pickle(data: bytes) -> bool:
+    """Return whether the bytes are a pickle that calls something. Nothing is unpickled."""
+    calls = False
+    try:
+        for position, (opcode, _, _) in enumerate(pickletools.genops(data)):
+            calls = calls or opcode.name in _CALLS
+            if opcode.name == "STOP" or position > _MAX_OPCODES:
+                return calls
+    except Exception:  # pickletools raises what its readers happen to raise: it is no pickle
+        return False
+    return False

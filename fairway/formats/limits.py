@@ -1,0 +1,34 @@
+"""The two behaviour files that are Fairway's own: ``engine_limits.json`` and ``safety_policy.json``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+LIMITS_NAME: Final = "engine_limits.json"
+POLICY_NAME: Final = "safety_policy.json"
+
+
+class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine of this version never exceeds, whatever its worker allows. 0: the worker's own limit."""
+
+    max_context_tokens: Annotated[int, msgspec.Meta(ge=0, le=16_777_216)] = 0
+    max_sequences: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    token_budget: Annotated[int, msgspec.Meta(ge=0, le=1_048_576)] = 0
+
+
+def check_limits(data: bytes) -> EngineLimits:
+    """Return the limits of an ``engine_limits.json``. Raises ValueError for an unknown or impossible one."""
+    try:
+        return msgspec.json.decode(data, type=EngineLimits)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ValueError(f"these are no engine limits: {exc}") from exc
+
+
+def check_policy(data: bytes) -> None:
+    """Return if a ``safety_policy.json`` is a JSON object. Raises ValueError."""
+    try:
+        msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ValueError("a safety policy is a JSON object") from exc

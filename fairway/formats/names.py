@@ -1,0 +1,49 @@
+"""File names that a version may hold. Only data travels: no pickled objects, no archives, no program code."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# fmt: off
+PICKLE_SUFFIXES: Final = frozenset(
+    [
+        ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".msgpack",
+        ".h5", ".hdf5", ".keras", ".pb", ".onnx", ".tflite", ".mar", ".nemo", ".t7", ".data", ".zip",
+        ".tar", ".gz",
+    ]
+)
+# fmt: on
+CODE_SUFFIXES: Final = frozenset(
+    (".py", ".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".sh", ".exe", ".ipynb")
+)
+TEXT_SUFFIXES: Final = frozenset((".json", ".jinja", ".txt", ".md"))
+TEXT_NAMES: Final = frozenset(("license", "notice", "readme", "copying", "use_policy"))
+TENSOR_SUFFIX: Final = ".safetensors"
+# SentencePiece or tiktoken: the only file without a format that can be checked.
+OPAQUE_NAME: Final = "tokenizer.model"
+
+
+def is_text(path: str) -> bool:
+    """Return whether a file of this name is text."""
+    name = path.rpartition("/")[2].lower()
+    return suffix_of(name) in TEXT_SUFFIXES or name in TEXT_NAMES
+
+
+def suffix_of(name: str) -> str:
+    """Return the last suffix with its dot, lower case; empty where there is none."""
+    _, dot, last = name.lower().rpartition(".")
+    return dot + last if dot else ""
+
+
+def problem_of(path: str) -> str:
+    """Return why a version holds no file of this name, or an empty text."""
+    name = path.rpartition("/")[2].lower()
+    suffixes = {"." + part for part in name.split(".")[1:]}
+    if suffixes & PICKLE_SUFFIXES:
+        return f"{path} may carry pickled objects: weights come as safetensors"
+    if suffixes & CODE_SUFFIXES:
+        return f"{path} is program code: a version holds data only"
+    if name != OPAQUE_NAME and suffix_of(name) != TENSOR_SUFFIX and not is_text(path):
+        allowed = ", ".join(sorted("*" + suffix for suffix in (*TEXT_SUFFIXES, TENSOR_SUFFIX)))
+        return f"{path} is no kind of file that a version holds ({allowed})"
+    return ""

@@ -1,0 +1,93 @@
+"""The header of a safetensors file, compared with the file's size: nothing is loaded to find that it lies.
+
+Layout: eight bytes with the header's length, little endian; the header, JSON that maps a tensor's name to its dtype,
+shape and place; the tensors. The places cover what follows the header once: no gap, no overlap, no rest in which
+something else could travel.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 32 * 1024 * 1024
+_MAX_RANK: Final = 16
+_METADATA: Final = "__metadata__"
+# fmt: off
+BITS: Final = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32,
+    "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I8": 8, "U8": 8, "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}
+# fmt: on
+
+
+class BadHeader(ValueError):
+    """The file is no safetensors file; the text says what is wrong, without the file's name."""
+
+
+def header_bytes(first: bytes, file_bytes: int) -> int:
+    """Return the length of the header that the first eight bytes announce. Raises BadHeader."""
+    if file_bytes < LENGTH_BYTES or len(first) < LENGTH_BYTES:
+        raise BadHeader(f"it has {file_bytes} bytes, too few for a safetensors header")
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise BadHeader(f"its header claims {length} bytes; at most {MAX_HEADER_BYTES} are read")
+    if length < 2 or LENGTH_BYTES + length > file_bytes:
+        raise BadHeader(f"its header claims {length} bytes, the file has {file_bytes}")
+    return length
+
+
+def check_header(header: bytes, file_bytes: int) -> None:
+    """Return if the tensors that the header lists are exactly what follows it. Raises BadHeader."""
+    if not header.startswith(b"{"):
+        raise BadHeader("its header does not begin with {")
+    try:
+        entries = json.loads(header.decode(), object_pairs_hook=_unique)
+    except (UnicodeDecodeError, RecursionError, json.JSONDecodeError) as exc:
+        raise BadHeader("its header is no JSON") from exc
+    metadata = entries.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadHeader("its metadata are not texts")
+    data_bytes, reached = file_bytes - LENGTH_BYTES - len(header), 0
+    places = sorted((*_place(name, entry), name) for name, entry in entries.items())
+    for begin, end, name in places:
+        if begin != reached:
+            what = "overlaps the one before" if begin < reached else "leaves a gap before it"
+            raise BadHeader(f"tensor {name[:80]!r} {what}")
+        reached = end
+    if reached > data_bytes:
+        raise BadHeader(f"it is truncated: its tensors take {reached} bytes, {data_bytes} are there")
+    if reached < data_bytes:
+        raise BadHeader(f"{data_bytes - reached} bytes follow its last tensor")
+
+
+def _place(name: str, entry: Any) -> tuple[int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise BadHeader(f"tensor {name[:80]!r} has not dtype, shape and data_offsets")
+    bits = BITS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if bits is None:
+        raise BadHeader(f"tensor {name[:80]!r} has an unknown dtype")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _counts(shape) or len(shape) > _MAX_RANK or not _counts(offsets) or len(offsets) != 2:
+        raise BadHeader(f"tensor {name[:80]!r} has a malformed shape or place")
+    values = 1
+    for extent in shape:
+        values *= extent
+    begin, end = offsets
+    if end < begin or values * bits != (end - begin) * 8:
+        raise BadHeader(f"tensor {name[:80]!r} has a place of {end - begin} bytes, not what its shape takes")
+    return begin, end
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise BadHeader("its header has a name twice")
+    return found

@@ -1,0 +1,129 @@
+"""Device memory as the planner sees it: what workers report, and what assignments will take. Pure.
+
+An engine serves every deployment of a version on its worker, so memory is counted by version digest, at the
+highest priority of its deployments. A worker that states no memory has no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.errors import DoesNotFit
+from services.core.records import AssignedVersion, LoadedVersion, VersionState, Worker
+
+UNBOUNDED: Final = 1 << 62
+
+
+def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
+    """Return the least bytes that a version runs with, by digest, as far as a worker has found out."""
+    found: dict[str, int] = {}
+    for worker in workers:
+        for loaded in worker.versions:
+            if loaded.needed_bytes:
+                found[loaded.version_digest] = max(loaded.needed_bytes, found.get(loaded.version_digest, 0))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryView:
+    """One worker, with ``held`` assigned to it."""
+
+    worker: Worker
+    held: Sequence[AssignedVersion]
+
+    def granted_bytes(self, digest: str) -> int:
+        loaded = self._loaded(digest)
+        return 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
+
+    def starved(self, digest: str) -> bool:
+        """Whether the worker has no memory for a version that is assigned to it."""
+        loaded = self._loaded(digest)
+        return (
+            loaded is not None
+            and loaded.state is VersionState.FAILED
+            and loaded.reason == DoesNotFit.reason
+            and not self.granted_bytes(digest)
+        )
+
+    def free_bytes(self, *, but: str = "", from_rank: int = 0) -> int:
+        """Return what is left once every assigned version of a priority has its memory.
+
+        ``but`` is left out, so are versions below ``from_rank``. One that will not fit takes nothing.
+        """
+        if not self.worker.memory_bytes:
+            return UNBOUNDED
+        ranks = self._ranks()
+        digests = sorted(
+            (digest for digest in ranks if digest != but and ranks[digest] >= from_rank),
+            key=lambda digest: (not self.granted_bytes(digest), -ranks[digest], digest),
+        )
+        left = self.worker.memory_bytes
+        for digest in digests:
+            loaded = self._loaded(digest)
+            taken = self.granted_bytes(digest) or (0 if loaded is None else loaded.needed_bytes)
+            left -= taken if taken <= left else 0
+        return left
+
+    def yielding(self, version: AssignedVersion, needed_bytes: int) -> tuple[tuple[str, int], ...]:
+        """Return (digest, bytes) of the versions that have to go so that ``version`` can be loaded.
+
+        Only lower priorities go, the lowest first, and none when all of them would not be enough.
+        """
+        digest = version.version_digest
+        if self.granted_bytes(digest) or not needed_bytes:
+            return ()
+        short = needed_bytes - self.free_bytes(but=digest)
+        ranks = self._ranks()
+        lower = sorted(
+            (
+                (ranks[other], -self.granted_bytes(other), other)
+                for other in ranks
+                if other != digest and ranks[other] < ranks[digest] and self.granted_bytes(other)
+            ),
+        )
+        going: list[tuple[str, int]] = []
+        for _, minus_bytes, other in lower:
+            if short <= 0:
+                break
+            going.append((other, -minus_bytes))
+            short += minus_bytes
+        if short > 0:
+            return ()
+        for one in reversed(list(going)):  # the highest priority first: what is more than enough stays
+            if short + one[1] <= 0:
+                going.remove(one)
+                short += one[1]
+        return tuple(going)
+
+    def _ranks(self) -> dict[str, int]:
+        ranks: dict[str, int] = {}
+        for version in self.held:
+            if version.executor != "null":
+                rank = version.priority.rank
+                ranks[version.version_digest] = max(rank, ranks.get(version.version_digest, 0))
+        return ranks
+
+    def _loaded(self, digest: str) -> LoadedVersion | None:
+        return next((one for one in self.worker.versions if one.version_digest == digest), None)
+
+
+def no_memory(memory: MemoryView, version: AssignedVersion, needed_bytes: int) -> str:
+    """Return why the worker has no room for the version even if lower priorities yield, empty if it has."""
+    free = memory.free_bytes(but=version.version_digest, from_rank=version.priority.rank)
+    if not needed_bytes or needed_bytes <= free:
+        return ""
+    holders: dict[str, int] = {}
+    for other in memory.held:
+        size_bytes = memory.granted_bytes(other.version_digest)
+        if size_bytes and other.priority.rank >= version.priority.rank:
+            holders[other.deployment] = size_bytes
+    held = "".join(f", {name} holds {_mib(size_bytes)} MiB" for name, size_bytes in sorted(holders.items()))
+    total = memory.worker.memory_bytes
+    return f"no_memory: needs {_mib(needed_bytes)} MiB, {_mib(free)} of {_mib(total)} MiB are free{held}"
+
+
+def _mib(size_bytes: int) -> int:
+    return math.ceil(size_bytes / 2**20)

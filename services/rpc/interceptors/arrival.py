@@ -1,0 +1,60 @@
+"""When an RPC arrived, and the trace that its caller continues. Outermost, so that the clock starts first."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from services.ports.clock import Clock
+from services.rpc.interceptors.base import AroundInterceptor
+
+_MAX_TRACEPARENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """``at_s``: monotonic, before the request message was read; None where an RPC carries many requests."""
+
+    at_s: float | None = None
+    traceparent: str = ""
+
+
+NOWHERE: Final = Arrival()
+_arrival: ContextVar[Arrival] = ContextVar("arrival", default=NOWHERE)
+
+
+def arrival() -> Arrival:
+    """Return when the RPC of this task arrived."""
+    return _arrival.get()
+
+
+def many_requests() -> None:
+    """The RPC of this task is a stream of requests: each of them arrives when it is read."""
+    _arrival.set(Arrival(None, _arrival.get().traceparent))
+
+
+class NoteArrival(AroundInterceptor):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        # grpc.aio runs this and the handler in one task, so the variable is the RPC's own.
+        _arrival.set(
+            Arrival(self._clock.monotonic_s(), _traceparent(handler_call_details.invocation_metadata))
+        )
+        return await continuation(handler_call_details)
+
+
+def _traceparent(metadata: Any) -> str:
+    for key, value in metadata or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= _MAX_TRACEPARENT:
+            return value
+    return ""

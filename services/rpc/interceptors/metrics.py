@@ -1,0 +1,82 @@
+"""Counts RPCs by method and status. Around the error mapping, so that it sees what the caller gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+
+from services.ports.clock import Clock
+from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.runtime.metrics import Metrics
+
+_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class RpcMetrics:
+    """The instruments, shared by the servers of a process."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.started = metrics.counter("fairway_rpc_started_total", "RPCs whose handler began", ("method",))
+        self.handled = metrics.counter(
+            "fairway_rpc_handled_total",
+            "RPCs that ended, by the status that the caller gets",
+            ("method", "code"),
+        )
+        self.handling = metrics.histogram(
+            "fairway_rpc_handling_seconds",
+            "From when an RPC's handler begins until it returns; RPCs with one request and one response",
+            ("method",),
+        )
+        self.running: dict[str, int] = {}
+        metrics.gauge(
+            "fairway_rpc_running",
+            "RPCs that run now; of a stream: that are open",
+            lambda: [((method,), float(count)) for method, count in self.running.items()],
+            ("method",),
+        )
+
+
+class CountRpcs(AroundInterceptor):
+    """``services``: whose methods with one response are timed; streams last as long as their clients wish."""
+
+    def __init__(self, services: Iterable[ServiceDescriptor], instruments: RpcMetrics, clock: Clock) -> None:
+        self._instruments = instruments
+        self._clock = clock
+        self._timed = frozenset(
+            f"/{service.full_name}/{method.name}"
+            for service in services
+            for method in service.methods
+            if not (method.client_streaming or method.server_streaming)
+        )
+
+    async def around(self, method: str, call: Call, context: Context) -> Any:
+        instruments, name = self._instruments, method[1:]
+        instruments.started.add(name)
+        instruments.running[name] = instruments.running.get(name, 0) + 1
+        began_s = self._clock.monotonic_s()
+        code = "OK"
+        try:
+            return await call()
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        except BaseException:
+            code = _code(context.code)
+            raise
+        finally:
+            instruments.running[name] -= 1
+            instruments.handled.add(name, code)
+            if method in self._timed:
+                instruments.handling.observe(self._clock.monotonic_s() - began_s, name)
+
+
+def _code(read: Callable[[], Any]) -> str:
+    """Return the name of the status that was set; an error that set none reaches the caller as UNKNOWN."""
+    found = read()
+    if isinstance(found, grpc.StatusCode):
+        return found.name
+    return _NAMES.get(found, "UNKNOWN") if found else "UNKNOWN"

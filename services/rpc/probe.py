@@ -1,0 +1,40 @@
+"""Ask a role whether it serves: ``python -m services.rpc.probe HOST:PORT``, for health checks of containers.
+
+Exits 0 for SERVING, 1 with the reason on stderr for everything else.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+TIMEOUT_S: Final = 3.0
+
+
+def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
+    """Return "" when the health service at host:port answers SERVING, else what it said or why it did not."""
+    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as exc:
+            return f"no answer on {address} ({exc.code().name})"
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return "" if status == "SERVING" else f"{address} answers {status}"
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m services.rpc.probe HOST:PORT")
+    sys.exit(ask(sys.argv[1]) or 0)
+
+
+if __name__ == "__main__":
+    main()
