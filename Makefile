@@ -8,9 +8,12 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 BIN := .venv/bin
 ARGS ?=
 OPENAI := 3.52.0
+MOTO := 5.2.5
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check e2e e2e-env chaos bench-overhead clean
+	lint types imports stubs stubs-check e2e e2e-env s3-env chaos bench-overhead clean \
+	compose-secrets compose-up compose-down compose-test
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +39,7 @@ setup-dev:
 		echo "next:  install one, or name it: make test PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@$(PYTHON) scripts/setup_env.py --dev
 
-test: setup-dev e2e-env ## Run all tests but the chaos drills
+test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills
 	$(BIN)/python -m pytest $(ARGS)
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
@@ -75,16 +78,39 @@ e2e-env: .venv-openai/openai-$(OPENAI)
 	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI)
 	@touch $@
 
+# So does the S3 server that the blob store is tested with.
+s3-env: .venv-s3/moto-$(MOTO)
+
+.venv-s3/moto-$(MOTO):
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check "moto[s3]==$(MOTO)" flask flask-cors
+	@touch $@
+
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-chaos: setup-dev ## Run the tests that kill and freeze parts of an installation
-	$(BIN)/python -m pytest tests/chaos $(ARGS)
+chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (20 minutes)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)
 
+compose-secrets: ## Make the secrets of docker-compose.yml, and the .env that names their owner
+	@$(PYTHON) scripts/compose_secrets.py
+
+compose-up: compose-secrets ## Build the image, start all containers, deploy the bundled model
+	$(COMPOSE) build registry
+	$(COMPOSE) up --detach
+	$(COMPOSE) logs --follow setup
+	@echo "The API key is in .fairway/compose/secrets/api_key; HTTP is on 127.0.0.1:8080, gRPC on 127.0.0.1:50051."
+
+compose-down: ## Drain and stop the containers; their volumes stay
+	$(COMPOSE) down
+
+compose-test: setup-dev e2e-env ## Try the containers for real; exits 3 where no Docker engine answers
+	$(BIN)/python -m pytest tests/compose $(ARGS)
+
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf .venv .venv-openai .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-openai .venv-s3 .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

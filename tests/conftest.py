@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fairway.cli import embedded
+from tests.support.object_store import ObjectStore
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
@@ -130,6 +131,28 @@ def own_redis(tmp_path: Path) -> Iterator[Server]:
     """A Redis for one test to kill, freeze and restart."""
     with _embedded("redis", tmp_path / "own-redis") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """An S3 server that the whole session shares: every test uses a prefix of its own."""
+    yield from _object_store(tmp_path_factory.mktemp("s3"))
+
+
+@pytest.fixture
+def own_object_store(tmp_path: Path) -> Iterator[ObjectStore]:
+    """An S3 server for one test to kill and freeze."""
+    (tmp_path / "own-s3").mkdir()
+    yield from _object_store(tmp_path / "own-s3")
+
+
+def _object_store(folder: Path) -> Iterator[ObjectStore]:
+    server = ObjectStore(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
@@ -11,6 +13,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from fairway.cli.errors import CliError, ExitCode
+from fairway.client import errors as client_errors
+from fairway.client.errors import FairwayError
 
 T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 15.0
@@ -31,9 +35,29 @@ async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
     """
     loopback = address.startswith(("127.", "localhost:", "[::1]"))
     options = (*_OPTIONS, *((("grpc.enable_http_proxy", 0),) if loopback else ()))
-    target = f"ipv4:{address}" if "," in address else address
+    target = await _resolved(address) if "," in address else address
     async with grpc.aio.insecure_channel(target, options=options) as channel:
         yield channel
+
+
+async def _resolved(addresses: str) -> str:
+    """Return gRPC's form of several addresses, for which it resolves no names itself. Raises CliError."""
+    found: list[str] = []
+    for address in addresses.split(","):
+        host, _, port = address.strip().rpartition(":")
+        try:
+            known = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET)
+        except OSError:
+            continue  # another of them may answer
+        found += [f"{entry[4][0]!s}:{port}" for entry in known[:1]]
+    if not found:
+        raise CliError(
+            "NO_ADDRESS",
+            f"none of {addresses} can be resolved",
+            next_step="name servers as HOST:PORT, with commas between them",
+            exit_code=ExitCode.UNAVAILABLE,
+        )
+    return "ipv4:" + ",".join(found)
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
@@ -62,6 +86,15 @@ def to_cli_error(error: grpc.aio.AioRpcError, *, what: str) -> CliError:
         next_step=next_step,
         exit_code=exit_code,
     )
+
+
+def client_error(error: FairwayError, *, what: str) -> CliError:
+    """Return an error of the client library as the command line's."""
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
+    exit_code, next_step = _advice(code, error.reason)
+    if error.retry_after_s is not None:
+        next_step = f"try again in {error.retry_after_s:.1f} s"
+    return CliError(error.reason, f"{what}: {error.message}", next_step=next_step, exit_code=exit_code)
 
 
 def _details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
@@ -96,7 +129,7 @@ def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return (
                 ExitCode.UNAVAILABLE,
-                "try again, perhaps with a longer --timeout; `fairway status` tells whether every part answers",
+                "try again, or with a longer --timeout; `fairway status` tells whether every part answers",
             )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ExitCode.UNAVAILABLE, "wait a little and try again"
@@ -108,10 +141,26 @@ def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:
             return ExitCode.REFUSED, step or "change the request and try again"
 
 
+# Most specific first.
+_CODES: Final[dict[type[FairwayError], grpc.StatusCode]] = {
+    client_errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    client_errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    client_errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    client_errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    client_errors.Conflict: grpc.StatusCode.ABORTED,
+    client_errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    client_errors.OverQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    client_errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    client_errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    client_errors.Cancelled: grpc.StatusCode.CANCELLED,
+    client_errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    client_errors.ServerBug: grpc.StatusCode.INTERNAL,
+}
+
 # What helps, by the server's reason.
 _STEPS: Final = {
     "NOT_FOUND": "`list` of the same command shows what is there",
-    "MODEL_NOT_FOUND": "`fairway models list` shows what is registered, `fairway deployments list` what is served",
+    "MODEL_NOT_FOUND": "`fairway deployments list` and `fairway models list` show what is there",
     "ALREADY_EXISTS": "choose another name, or change the one that is there with `update`",
     "ETAG_MISMATCH": "look at it with `show`, and repeat the change with the etag that it has now",
     "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` tell what is missing",

@@ -38,7 +38,7 @@ TimeoutOption = Annotated[
         "--timeout",
         parser=span_s,
         metavar="SPAN",
-        help="How long a call may take, such as 30s; with --wait, how long to wait. Else 15 s, and 10 minutes.",
+        help="Of a call, such as 30s, else 15 s; with --wait of the wait, else 10 minutes.",
         show_default=False,
     ),
 ]
@@ -133,9 +133,7 @@ def help_text(text: str, examples: Sequence[str]) -> str:
 
 
 def _option(name: str, annotation: object, default: object) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 async def _connected(

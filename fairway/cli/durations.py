@@ -50,7 +50,8 @@ def show_span(seconds: float) -> str:
     """Return a span in its two largest units: `3d4h`, `5m10s`, `12s`; below ten seconds with one decimal."""
     if seconds < 10:
         return f"{max(0.0, seconds):.1f}s"
-    left, shown = int(seconds), []
+    left = int(seconds)
+    shown: list[str] = []
     for unit, size_s in _SHOWN:
         if (count := left // size_s) or (shown and unit):
             shown.append(f"{count}{unit}")

@@ -15,6 +15,7 @@ class Endpoints:
     """``http`` is a URL without a path; every other address is host:port. ``model`` is "" without one.
 
     Where a role has several processes, the singular names the first one and the plural all of them.
+    ``metrics`` is where each process serves /metrics, /healthz and /readyz.
     """
 
     http: str
@@ -29,6 +30,7 @@ class Endpoints:
     gateways: tuple[str, ...] = ()
     schedulers: tuple[str, ...] = ()
     controlplanes: tuple[str, ...] = ()
+    metrics: dict[str, str] = field(default_factory=dict)
     supervisor_pid: int = 0
     pids: dict[str, int] = field(default_factory=dict)
 

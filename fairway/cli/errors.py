@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     UNAUTHENTICATED = 5
     UNAVAILABLE = 6
     INTERRUPTED = 130
+    OUTPUT_CLOSED = 141
 
 
 class CliError(Exception):

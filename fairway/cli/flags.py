@@ -27,7 +27,7 @@ class PriorityName(StrEnum):
     INTERACTIVE = "interactive"
 
     @property
-    def proto(self) -> common_pb2.Priority:
+    def proto(self) -> common_pb2.Priority.ValueType:
         return common_pb2.Priority.Value(f"PRIORITY_{self.name}")
 
 

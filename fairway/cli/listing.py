@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import typer
 from google.protobuf.message import Message
 
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.flags import Format, NameArgument, OutputOption, WatchOption
 from fairway.cli.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
 
 T = TypeVar("T", bound=Message)
-PAGE: int = 1000
+PAGE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def add_show(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
 
     async def shown(
         connection: Connection,
-        name: Annotated[str, typer.Argument(help=f"Name of the {resource.singular}.")],
+        name: NameArgument,
         output: OutputOption = Format.YAML,
     ) -> None:
         assert resource.get is not None

@@ -2,42 +2,99 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Final
 
 import typer
 
-from fairway.cli.commands import generate, lifecycle, resources
+from fairway.cli.commands import bootstrap as bootstrap_command
+from fairway.cli.commands import (
+    deployments,
+    events,
+    keys,
+    lifecycle,
+    models,
+    nodes,
+    queue,
+    tenants,
+)
+from fairway.cli.commands.chat import chat
+from fairway.cli.commands.complete import complete
+from fairway.cli.commands.status import status
+from fairway.cli.commands.version import show_version
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.output import err, plain, show_error
+from fairway.cli.output import OutputClosed, err, out, plain, show_error
+
+DEBUG: Final = "FAIRWAY_CLI_DEBUG"
+# What typer raises for a wrong use: the base of BadParameter, of a missing argument and an unknown option.
+_WrongUse: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     help="Serve language models to many tenants. `fairway up` starts everything on this machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
-app.command()(lifecycle.status)
-app.add_typer(resources.models, name="models")
-app.add_typer(resources.deployments, name="deployments")
-app.add_typer(resources.keys, name="keys")
-app.add_typer(resources.tenants, name="tenants")
-app.add_typer(resources.nodes, name="nodes")
-app.command()(generate.complete)
-app.command()(generate.chat)
+app.command()(status)
+app.command()(complete)
+app.command()(chat)
+app.add_typer(models.app, name="models")
+app.add_typer(deployments.app, name="deployments")
+app.add_typer(tenants.app, name="tenants")
+app.add_typer(keys.app, name="keys")
+app.add_typer(nodes.app, name="nodes")
+queue.add(app)
+events.add(app)
+app.command()(bootstrap_command.bootstrap)
+app.command("version")(show_version)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit: 0, or a code of ``ExitCode``, with the reason and the next step on stderr."""
+    sys.exit(int(_run(argv)))
+
+
+def _run(argv: list[str] | None) -> int:
     try:
-        app(args=argv)
-    except CliError as exc:
-        show_error(exc)
-        sys.exit(int(exc.exit_code))
+        code = app(args=argv, prog_name="fairway", standalone_mode=False)
+    except CliError as error:
+        show_error(error)
+        return int(error.exit_code)
+    except OutputClosed:
+        return int(ExitCode.OUTPUT_CLOSED)
     except KeyboardInterrupt:
+        code = int(ExitCode.INTERRUPTED)
+    except typer.Abort:
+        show_error(CliError("ABORTED", "nothing was changed", next_step="add --yes to go ahead unasked"))
+        return int(ExitCode.FAILED)
+    except _WrongUse as exc:
+        return _wrong_use(exc)
+    except Exception as exc:  # the top of the program: whatever it is, a person reads it
+        if os.environ.get(DEBUG):
+            raise
+        what = f"{type(exc).__name__}: {exc}"
+        step = f"this is a bug of the command line; {DEBUG}=1 shows where, and a report helps"
+        show_error(CliError("UNEXPECTED", what, next_step=step))
+        return int(ExitCode.FAILED)
+    if code == ExitCode.INTERRUPTED:
         plain(err(), "interrupted")
-        sys.exit(int(ExitCode.INTERRUPTED))
+    return code if isinstance(code, int) else 0
+
+
+def _wrong_use(exc: Exception) -> int:
+    """Say what was wrong with the command and how to see what is right."""
+    context = getattr(exc, "ctx", None)
+    path = context.command_path if context is not None else "fairway"
+    message = exc.format_message()  # type: ignore[attr-defined]
+    if type(exc).__name__ == "NoArgsIsHelpError":
+        plain(out(), message)
+    else:
+        show_error(CliError("USAGE", message, next_step=f"`{path} --help` shows how, with examples"))
+    return int(ExitCode.USAGE)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def visible(columns: Sequence[Column[T]], *, wide: bool) -> tuple[Column[T], ...
 
 
 def show_rows(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool = False) -> None:
-    """Write a table to stdout: aligned under headers on a terminal, tab-separated lines without them otherwise."""
+    """Write a table to stdout: aligned under headers on a terminal, else tab-separated lines alone."""
     shown = visible(columns, wide=wide)
     if out().is_terminal:
         write_rich(table_of(shown, items))

@@ -35,9 +35,7 @@ RegistryOption = Annotated[
 ]
 ApiKeyOption = Annotated[
     str,
-    typer.Option(
-        "--api-key", envvar="FAIRWAY_API_KEY", help="Key of the data plane.", show_default=False
-    ),
+    typer.Option("--api-key", envvar="FAIRWAY_API_KEY", help="Key of the data plane.", show_default=False),
 ]
 AdminKeyOption = Annotated[
     str, typer.Option("--admin-key", envvar="FAIRWAY_ADMIN_KEY", help="Operator's key.", show_default=False)
@@ -57,7 +55,9 @@ def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     """Return the gateway to call. Raises CliError when neither flags, environment nor file name it."""
     found = _endpoints(state_dir)
     return _target(
-        "gateway", address or (_several(found.gateways, found.grpc) if found else ""), api_key or (found.api_key if found else "")
+        "gateway",
+        address or (_several(found.gateways, found.grpc) if found else ""),
+        api_key or (found.api_key if found else ""),
     )
 
 

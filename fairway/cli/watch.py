@@ -38,12 +38,20 @@ class Change(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class Batch(Generic[T]):
+    """Changes that are told together. ``complete``: what is not among them is not there."""
+
+    changes: tuple[Change[T], ...]
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Watch(Generic[T]):
     """How to follow one kind of thing. ``field`` is its name in a document."""
 
     field: str
     what: str
-    changes: Callable[[Connection], AsyncGenerator[list[Change[T]], None]]
+    changes: Callable[[Connection], AsyncGenerator[Batch[T], None]]
 
 
 async def follow(
@@ -63,7 +71,7 @@ async def follow(
                 async with aclosing(watch.changes(connection)) as batches:
                     async for batch in batches:
                         began, pause_s = True, _FIRST_PAUSE_S
-                        screen.show([change for change in batch if _is_news(change, seen)], seen)
+                        screen.show(_news(batch, seen), seen)
             except grpc.aio.AioRpcError as exc:
                 error = to_cli_error(exc, what=f"cannot watch {watch.what}")
                 if not began or error.exit_code is not ExitCode.UNAVAILABLE:
@@ -77,14 +85,19 @@ async def follow(
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
 
-def _is_news(change: Change[T], seen: dict[str, T]) -> bool:
-    """Bring ``seen`` up to date and return whether that changed it."""
-    if change.deleted:
-        return seen.pop(change.name, None) is not None
-    if seen.get(change.name) == change.item:
-        return False
-    seen[change.name] = change.item
-    return True
+def _news(batch: Batch[T], seen: dict[str, T]) -> list[Change[T]]:
+    """Bring ``seen`` up to date and return what of the batch changed it."""
+    news: list[Change[T]] = []
+    if batch.complete:
+        there = {change.name for change in batch.changes}
+        news += [Change(name, item, True) for name, item in seen.items() if name not in there]
+    news += [change for change in batch.changes if change.deleted or seen.get(change.name) != change.item]
+    for change in news:
+        if change.deleted:
+            seen.pop(change.name, None)
+        else:
+            seen[change.name] = change.item
+    return news
 
 
 class _Screen(Generic[T]):
@@ -121,22 +134,28 @@ class _Screen(Generic[T]):
 
 
 def resources(
-    field: str, what: str, kind: cp.ResourceKind, name_of: Callable[[T], str]
+    field: str, what: str, kind: cp.ResourceKind.ValueType, name_of: Callable[[T], str]
 ) -> Watch[T]:
     """Return a watch of one kind of resource of the control plane."""
 
-    async def changes(connection: Connection) -> AsyncGenerator[list[Change[T]], None]:
+    async def changes(connection: Connection) -> AsyncGenerator[Batch[T], None]:
         request = cp.WatchResourcesRequest(kinds=[kind])
-        gone: set[str] | None = set()
         call = connection.control.WatchResources(request, metadata=connection.metadata)
+        first: list[Change[T]] | None = []
         try:
             async for answer in call:
-                batch: list[Change[T]] = []
-                for change in answer.changes:
-                    if change.WhichOneof("resource") == field:
-                        item = getattr(change, field)
-                        batch.append(Change(name_of(item), item, change.deleted))
-                yield batch
+                found = [
+                    Change(name_of(item), item, change.deleted)
+                    for change in answer.changes
+                    if change.WhichOneof("resource") == field and (item := getattr(change, field))
+                ]
+                if first is None:
+                    yield Batch(tuple(found))
+                else:
+                    first += found
+                    if answer.snapshot_end:
+                        yield Batch(tuple(first), complete=True)
+                        first = None
         finally:
             call.cancel()
 
@@ -151,13 +170,10 @@ def polled(
 ) -> Watch[T]:
     """Return a watch of what the server only lists: asked once a second."""
 
-    async def changes(connection: Connection) -> AsyncGenerator[list[Change[T]], None]:
-        before: dict[str, T] = {}
+    async def changes(connection: Connection) -> AsyncGenerator[Batch[T], None]:
         while True:
-            now = {name_of(item): item for item in await listed(connection)}
-            gone = [Change(name, item, True) for name, item in before.items() if name not in now]
-            yield [*(Change(name, item) for name, item in now.items()), *gone]
-            before = now
+            items = await listed(connection)
+            yield Batch(tuple(Change(name_of(item), item) for item in items), complete=True)
             await asyncio.sleep(_POLL_S)
 
     return Watch(field, what, changes)

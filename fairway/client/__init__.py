@@ -1,0 +1,101 @@
+"""The asyncio client of Fairway.
+
+    import fairway.client
+
+    async with fairway.client.Client("127.0.0.1:50051", api_key=key) as client:
+        async for text in client.generate("tiny", "Once upon a time").text():
+            ...
+
+Deadlines, retries with a budget, idempotency keys, several gateways, and one multiplexed session are its own
+business; docs/client.md says how to use it, and what it promises.
+"""
+
+from fairway.client.client import Client
+from fairway.client.errors import (
+    Cancelled,
+    Closed,
+    Conflict,
+    ConnectionLost,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FairwayError,
+    InvalidRequest,
+    KeysUnsupported,
+    NoGateway,
+    NotFound,
+    OverQuota,
+    PermissionDenied,
+    ResultExpired,
+    ServerBug,
+    StreamDiverged,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from fairway.client.generation import GenerationStream
+from fairway.client.policy import RetryPolicy
+from fairway.client.session import Session
+from fairway.client.values import (
+    Accepted,
+    ChoiceResult,
+    ClientOptions,
+    CompletedChoice,
+    Completion,
+    Event,
+    Finished,
+    FinishReason,
+    Message,
+    Options,
+    Priority,
+    ServedModel,
+    SessionOptions,
+    StageClock,
+    TokenCount,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
+
+__all__ = [
+    "Accepted",
+    "Cancelled",
+    "ChoiceResult",
+    "Client",
+    "ClientOptions",
+    "Closed",
+    "CompletedChoice",
+    "Completion",
+    "Conflict",
+    "ConnectionLost",
+    "DeadlineExceeded",
+    "Event",
+    "FailedPrecondition",
+    "FairwayError",
+    "FinishReason",
+    "Finished",
+    "GenerationStream",
+    "InvalidRequest",
+    "KeysUnsupported",
+    "Message",
+    "NoGateway",
+    "NotFound",
+    "Options",
+    "OverQuota",
+    "PermissionDenied",
+    "Priority",
+    "ResultExpired",
+    "RetryPolicy",
+    "ServedModel",
+    "ServerBug",
+    "Session",
+    "SessionOptions",
+    "StageClock",
+    "StreamDiverged",
+    "TokenCount",
+    "TokenLogprobs",
+    "Tokens",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "Usage",
+]

@@ -26,6 +26,12 @@ class Core:
     rng: Random
     new_key: Callable[[], str]
 
+    def key(self, asked: str | None) -> str:
+        """Return the caller's idempotency key, else a new one where the client makes them; empty: none."""
+        if asked is not None:
+            return asked
+        return self.new_key() if self.options.idempotency else ""
+
 
 class Attempts:
     """Counts the attempts of one call. Made when the call begins; its deadline holds for all of them."""
@@ -62,9 +68,9 @@ class Attempts:
     async def failed(
         self, error: FairwayError, endpoint: Endpoint, *, repeatable: bool = True, attaches: bool = False
     ) -> None:
-        """Return after the wait when the call may be sent again; else raise ``error`` with the reason why not.
+        """Return after the wait when the call may be sent again; else raise ``error``, which says why not.
 
-        ``repeatable``: nothing would reach the caller twice. ``attaches``: the server has the request already.
+        ``repeatable``: nothing would reach the caller twice. ``attaches``: the server took the request.
         """
         core = self._core
         core.pool.failed(endpoint, error)

@@ -77,8 +77,8 @@ class EndpointPool:
     async def take(self, timeout_s: float, *, not_this: str = "") -> Endpoint:
         """Return a connected gateway; the caller gives it to ``give_back`` once.
 
-        Waits up to ``timeout_s`` for a connection. Raises NoGateway; nothing was sent then, so that trying the
-        next gateway costs no retry.
+        Waits up to ``timeout_s`` for a connection. Raises NoGateway; nothing was sent then, so that
+        trying the next gateway costs no retry.
         """
         deadline_s = self._now() + timeout_s
         while True:
@@ -93,6 +93,9 @@ class EndpointPool:
 
     def give_back(self, endpoint: Endpoint) -> None:
         endpoint.in_flight -= 1
+
+    def is_avoided(self, endpoint: Endpoint) -> bool:
+        return endpoint.standing.avoided(self._now())
 
     def has_other(self, endpoint: Endpoint) -> bool:
         """Whether a call that this gateway failed could go to another at once."""
@@ -123,9 +126,7 @@ class EndpointPool:
             policy.Candidate(one.address, one.standing, one.in_flight, one.down)
             for one in self._endpoints.values()
         )
-        chosen = policy.choose(
-            candidates, now_s=self._now(), jitter=self._rng.random(), not_this=not_this
-        )
+        chosen = policy.choose(candidates, now_s=self._now(), jitter=self._rng.random(), not_this=not_this)
         return self._endpoints[chosen]
 
     def _unreachable(self, timeout_s: float) -> NoGateway:

@@ -37,9 +37,9 @@ KEY_FIELD: Final = "idempotency_key"
 class FairwayError(Exception):
     """Base of everything that the client raises for what the world does.
 
-    ``reason``: upper-case, stable. ``metadata``: every value that the message mentions. ``retry_after_s``: from when
-    on a retry helps, where the server says so. ``attempts``: how often the call was sent, and ``gave_up`` why
-    it was not sent again. ``delivered_tokens``: how many tokens a stream had delivered before it failed.
+    ``reason``: upper-case, stable. ``metadata``: every value that the message mentions. ``retry_after_s``:
+    from when on a retry helps, where the server says so. ``attempts``: how often the call was sent, and
+    ``gave_up`` why it was not sent again. ``delivered_tokens``: of a stream, before it failed.
     """
 
     def __init__(

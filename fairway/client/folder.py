@@ -18,6 +18,7 @@ from typing import BinaryIO, Final, Literal
 from fairway.formats.contents import ContentRefused, checker_for
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
+from fairway.formats.safetensors import LENGTH_BYTES
 from fairway.v1 import registry_pb2 as pb
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
@@ -109,9 +110,10 @@ def _check_tensors(name: str, path: Path) -> None:
     with _open(path) as stream, _content_errors():
         size_bytes = os.fstat(stream.fileno()).st_size
         checker = checker_for(name, size_bytes)
-        head = stream.read(8)
-        checker.feed(head)
-        checker.feed(stream.read(int.from_bytes(head, "little")))
+        head = stream.read(LENGTH_BYTES)
+        checker.feed(head)  # raises for a length that the file does not have
+        if len(head) == LENGTH_BYTES:
+            checker.feed(stream.read(int.from_bytes(head, "little")))
         checker.finish()
 
 

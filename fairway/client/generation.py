@@ -114,9 +114,11 @@ class GenerationStream:
         else:
             await self._events.aclose()
 
-    def interrupt(self, why: str) -> None:
-        """Make a reader that waits, and every later one, raise Closed: its client is closed."""
+    async def interrupt(self, why: str) -> None:
+        """Close it, and make a reader that waits, and every later one, raise Closed: its client is closed."""
         self._guard.close(why)
+        await self._guard.idle()
+        await self._events.aclose()
 
     async def text(self, choice: int = 0) -> AsyncIterator[str]:
         """Yield the text of one choice as it comes; closes the stream when it is left."""
@@ -137,7 +139,8 @@ class GenerationStream:
                     ids[event.choice].extend(event.ids)
                     logprobs[event.choice].extend(event.logprobs)
         accepted, end = self.accepted, self._finished
-        assert accepted is not None and end is not None
+        assert accepted is not None
+        assert end is not None
         reasons = {one.choice: one.finish_reason for one in end.choices}
         return Completion(
             accepted,
@@ -201,4 +204,3 @@ class GenerationStream:
     def _described(self, error: FairwayError) -> FairwayError:
         error.delivered_tokens = self._ledger.delivered_tokens
         return error
-

@@ -32,7 +32,8 @@ class Guard:
     async def run(self, awaitable: Awaitable[T]) -> T:
         """Return what the awaitable returns. Raises Closed, but a cancellation by the caller stays one."""
         task = asyncio.current_task()
-        assert task is not None and task not in self._waiting
+        assert task is not None
+        assert task not in self._waiting
         self._waiting[task] = None
         try:
             return await awaitable

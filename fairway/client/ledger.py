@@ -15,7 +15,7 @@ _IDS: Final = "L" if array("I").itemsize < 4 else "I"
 
 @dataclass(slots=True)
 class _Choice:
-    """``tokens``, ``chars``, ``check``: delivered so far, and the checksum of its ids. The rest: this attempt."""
+    """``tokens``, ``chars``, ``check`` of its ids: what was delivered. ``seen_``: what this attempt sent."""
 
     tokens: int = 0
     chars: int = 0
@@ -43,6 +43,11 @@ class Ledger:
     def begun(self) -> bool:
         """Something of the output was delivered."""
         return any(choice.tokens or choice.chars for choice in self._choices.values())
+
+    @property
+    def furthest(self) -> int:
+        """Tokens delivered of the choice that is furthest."""
+        return max((choice.tokens for choice in self._choices.values()), default=0)
 
     def delivered(self, choice: int) -> int:
         found = self._choices.get(choice)
@@ -87,6 +92,7 @@ class Ledger:
         return self.accepted.request_id if self.accepted is not None else ""
 
     def _deliver(self, at: _Choice, event: Tokens, old: int, old_chars: int) -> Tokens | None:
+        before = at.tokens
         if at.seen_tokens >= at.tokens:
             at.tokens, at.check = at.seen_tokens, at.seen_check
         at.chars = max(at.chars, at.seen_chars)
@@ -95,7 +101,7 @@ class Ledger:
         ids, text = event.ids[old:], event.text[old_chars:]
         if not ids and not text:
             return None
-        return Tokens(event.choice, event.offset + old, ids, text, event.logprobs[old:])
+        return Tokens(event.choice, before, ids, text, event.logprobs[old:])
 
 
 def _diverged(what: str, request_id: str) -> StreamDiverged:

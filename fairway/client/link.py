@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -12,21 +11,24 @@ import grpc
 from fairway.client import convert
 from fairway.client.attempts import Core
 from fairway.client.endpoints import Endpoint
-from fairway.client.errors import FairwayError, connection_lost, from_message, from_rpc
-from fairway.client.values import Event, Tokens
+from fairway.client.errors import FairwayError, ServerBug, connection_lost, from_message, from_rpc
+from fairway.client.values import Event
 from fairway.v1 import inference_pb2 as pb
 
 CHOICE_BITS: Final = 4
 MAX_STREAM_ID: Final = 2**28 - 1
 _MAX_CREDIT: Final = 1_048_576
 _BATCH: Final = 4096
+_UNHEARD: Final = "Internal error from Core"
+_STATUS_POLL_S: Final = 0.005
+_STATUS_POLLS: Final = 50
 
 
 class Entry:
     """One generation on a link: the events that its reader has not taken yet.
 
     Bounded by the window: the server sends ``window`` tokens of a choice beyond what was taken of it. With
-    several choices the one that was read furthest counts, since one that ended early must not hold the others.
+    several choices the one that was read furthest counts: one that ended early must not hold the others.
     """
 
     def __init__(self, link: Link, stream_id: int, taken: int, window: int, deadline_s: float) -> None:
@@ -42,11 +44,6 @@ class Entry:
         self._events: deque[Event] = deque()
         self._error: FairwayError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._open = True
-
-    @property
-    def buffered(self) -> int:
-        return len(self._events)
 
     async def receive(self) -> Event:
         while not self._events:
@@ -64,10 +61,9 @@ class Entry:
             self._allowed += missing
             self._link.give_credit(self.stream_id, missing)
 
-    async def aclose(self) -> None:
-        if self._open:
-            self._open = False
-            self._link.leave(self)
+    def leave(self) -> None:
+        """The reader wants no more."""
+        self._link.leave(self)
 
     def push(self, event: Event) -> None:
         self._events.append(event)
@@ -86,15 +82,14 @@ class Entry:
 class Link:
     """A Session RPC. ``run`` is the body of its task; it ends every entry that is left with an error.
 
-    What the writer has to say is kept as state, not as a queue: credit adds up per stream, so that it is bounded
-    by the number of streams.
+    What the writer has to say is kept as state, not as a queue: credit adds up per stream, so that it is
+    bounded by the number of streams.
     """
 
-    def __init__(self, core: Core, endpoint: Endpoint, *, on_idle: Callable[[Link], None]) -> None:
+    def __init__(self, core: Core, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.now = core.now
         self._core = core
-        self._on_idle = on_idle
         self._entries: dict[int, Entry] = {}
         self._starts: deque[pb.SessionStart] = deque()
         self._credit: dict[int, int] = {}
@@ -108,10 +103,6 @@ class Link:
     def usable(self) -> bool:
         """New generations may start on it."""
         return self._ended is None and not self.retired and self._next_id < MAX_STREAM_ID
-
-    @property
-    def idle(self) -> bool:
-        return not self._entries
 
     def start(self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float) -> Entry:
         """Send a generation; the entry hears its events."""
@@ -139,8 +130,6 @@ class Link:
             self._credit.pop(entry.stream_id, None)
             self._cancels[entry.stream_id] = None
             self._wanted.set()
-            if not self._entries:
-                self._on_idle(self)
 
     def retire(self) -> None:
         """Start nothing more on it; what runs goes on, and the stream ends with the last of it."""
@@ -180,7 +169,9 @@ class Link:
         except TimeoutError:
             return connection_lost(f"the gateway was silent for {silence_s:g} s")
         except grpc.aio.AioRpcError as error:
-            return from_rpc(error)
+            return from_rpc(await _heard(call, error))
+        except ValueError:
+            return ServerBug("the gateway sent a message that makes no sense", reason="BAD_ANSWER")
 
     def _hear(self, message: pb.SessionResponse) -> None:
         for accepted in message.accepted:
@@ -195,10 +186,10 @@ class Link:
                 entry.fail(from_message(end.error))
             elif entry is not None:
                 entry.push(convert.finished(end.finished))
-        if message.finished and not self._entries:
-            self._on_idle(self)
+        if message.finished and self.retired:
+            self._wanted.set()
 
-    def _push(self, stream_id: int, event: Event | Tokens) -> None:
+    def _push(self, stream_id: int, event: Event) -> None:
         entry = self._entries.get(stream_id)
         if entry is not None:  # else its reader left, and the cancellation is on its way
             entry.push(event)
@@ -230,6 +221,22 @@ class Link:
                 del self._cancels[key]
             return pb.SessionRequest(cancel=pb.SessionCancel(stream_ids=cancelled))
         return None
+
+
+async def _heard(call: Any, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+    """Return the server's status also where a write failed first.
+
+    A failed write makes grpc.aio report "Internal error from Core" until the status, which is on its way, arrives
+    and replaces it. Without the wait, a refusal would look like a broken connection, and be sent again.
+    """
+    for _ in range(_STATUS_POLLS):
+        if error.code() is not grpc.StatusCode.INTERNAL or _UNHEARD not in (error.details() or ""):
+            break
+        await asyncio.sleep(_STATUS_POLL_S)
+        error = grpc.aio.AioRpcError(
+            await call.code(), grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
+        )
+    return error
 
 
 def _copy(error: FairwayError) -> FairwayError:

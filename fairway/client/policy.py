@@ -50,8 +50,10 @@ _BLAME: Final = {
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """``max_attempts`` counts the first one. The budget: ``budget_ratio`` of the requests, plus
-    ``budget_floor`` at the start and ``budget_floor_per_s`` from then on, never more than ``budget_max`` saved up.
+    """``max_attempts`` counts the first one.
+
+    The budget: ``budget_ratio`` of the requests, plus ``budget_floor`` at the start and
+    ``budget_floor_per_s`` from then on, never more than ``budget_max`` saved up.
     """
 
     max_attempts: int = 5
@@ -112,8 +114,8 @@ class RetryBudget:
 class Failure:
     """What went wrong with an attempt.
 
-    ``repeatable``: the same call again cannot give the caller anything twice. ``free``: the server had taken the
-    request under its key, so that sending it again attaches to it and is no new work: no budget is taken.
+    ``repeatable``: the same call again cannot give the caller anything twice. ``free``: the server had taken
+    the request under its key, so that sending it again attaches to it: no new work, and no budget is taken.
     """
 
     reason: str
@@ -146,8 +148,8 @@ def blame(reason: str) -> Blame:
 
 
 def backoff_s(policy: RetryPolicy, attempt: int, jitter: float) -> float:
-    """Return the wait after the failure of attempt number ``attempt`` (from 1); ``jitter`` is uniform in 0..1."""
-    return jitter * min(policy.max_delay_s, policy.first_delay_s * 2 ** min(attempt - 1, _MAX_DOUBLINGS))
+    """Return the wait after the failure of attempt ``attempt`` (from 1); ``jitter`` is uniform in 0..1."""
+    return jitter * min(policy.max_delay_s, policy.first_delay_s * 2.0 ** min(attempt - 1, _MAX_DOUBLINGS))
 
 
 def after_failure(
@@ -160,7 +162,7 @@ def after_failure(
     deadline_s: float,
     jitter: float,
 ) -> Retry | GiveUp:
-    """Decide after the failure of attempt number ``attempt`` (from 1). Takes from the budget only for a Retry."""
+    """Decide after the failure of attempt ``attempt`` (from 1). Takes from the budget only for a Retry."""
     if not is_retryable(failure):
         return GiveUp("a retry cannot cure it")
     if not failure.repeatable:
@@ -220,8 +222,8 @@ class Candidate:
 def choose(candidates: tuple[Candidate, ...], *, now_s: float, jitter: float, not_this: str = "") -> str:
     """Return the address to send to: least calls in flight of the best class, ties broken by ``jitter``.
 
-    Classes, best first: usable; avoided; down. ``not_this`` comes last within its class and, where a usable one
-    remains, is not taken. When all are avoided, the one whose time is up first: refusing would help nobody.
+    Classes, best first: usable; avoided; down. ``not_this`` comes last within its class. When all are
+    avoided, the one whose time is up first: refusing would help nobody.
     """
     assert candidates, "a client has at least one endpoint"
 

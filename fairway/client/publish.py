@@ -4,8 +4,9 @@
     key = (("authorization", f"Bearer {admin_key}"),)
     done = await publish(channel, Path("models/tiny"), "tiny", "latest", metadata=key)
 
-Publishing the same folder again uploads nothing and returns the same digest; what the registry's store lost or
-damaged since is found and sent again. An upload that was interrupted goes on where it was: chunks that arrived stay.
+Publishing the same folder again uploads nothing and returns the same digest; what the registry's store lost
+or damaged since is found and sent again. An upload that was interrupted goes on where it was: chunks that
+arrived stay.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fairway.v1 import registry_pb2_grpc
 __all__ = ["CHUNK_BYTES", "Kind", "Metadata", "PublishProgress", "PublishRefused", "Published", "publish"]
 
 VERIFY_TIMEOUT_S: Final = 3600.0
-# Between the answer that nothing is missing and the version, garbage collection may take a chunk that no version used.
+# Between the answer that nothing is missing and the version, a chunk that no version used may be collected.
 _ROUNDS: Final = 3
 
 Phase = Literal["hash", "upload", "create", "done"]
@@ -34,10 +35,11 @@ Phase = Literal["hash", "upload", "create", "done"]
 
 @dataclass(frozen=True, slots=True)
 class PublishProgress:
-    """How far a publication is. Bytes and chunks count different chunks once, ``hashed_bytes`` all that was read.
+    """How far a publication is. ``total_bytes`` and ``hashed_bytes`` count files, the rest different chunks.
 
-    ``to_send_bytes`` and ``skipped_chunks`` are known from the phase "upload" on; ``sent_bytes`` goes back when a
-    connection breaks and a chunk is sent again. In the phase "create" the registry reads and verifies everything.
+    ``to_send_bytes`` and ``skipped_chunks`` are known from the phase "upload" on; ``sent_bytes`` goes back
+    when a connection breaks and a chunk is sent again. In "create" the registry reads and verifies
+    everything.
     """
 
     phase: Phase
@@ -86,11 +88,11 @@ async def publish(
     max_context_tokens: int = 0,
     patience_s: float = PATIENCE_S,
 ) -> Published:
-    """Return once the version is registered, every byte of it verified, and ``tag``, unless empty, points at it.
+    """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    Files and folders whose name begins with a dot are left out. A registry that is away for less than ``patience_s``
-    is waited for. Raises PublishRefused for a folder that cannot be a version, OSError for one that cannot be
-    read, grpc.aio.AioRpcError for what the registry refuses.
+    Files and folders whose name begins with a dot are left out. A registry that is away for less than
+    ``patience_s`` is waited for. Raises PublishRefused for a folder that cannot be a version, OSError for one
+    that cannot be read, grpc.aio.AioRpcError for what the registry refuses.
     """
     files = await asyncio.to_thread(find_files, folder)
     teller = _Teller(progress, sum(path.stat().st_size for path in files.values()))
@@ -137,7 +139,7 @@ class _Publication:
     async def create_if_stored(
         self, request: pb.CreateVersionRequest, *, is_last: bool = False
     ) -> pb.CreateVersionResponse | None:
-        """Return the version, or None while the registry lacks chunks of it. Raises what it refuses for good."""
+        """Return the version, or None while the registry lacks chunks of it."""
         try:
             return await self.transfer.again(
                 lambda: self.stub.CreateVersion(request, metadata=self.metadata, timeout=VERIFY_TIMEOUT_S)

@@ -4,13 +4,12 @@
         async with session.generate("tiny", "Once upon a time") as stream: ...
 
 A reader that stays away holds up its own generation alone. When the gateway breaks or drains, the session
-connects to another one, and each generation goes on there by its idempotency key, as a stream of its own would.
+connects to another one, and each generation goes on there by its idempotency key, like a stream of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -22,7 +21,7 @@ from fairway.client.errors import Closed
 from fairway.client.generation import GenerationStream
 from fairway.client.ledger import Ledger
 from fairway.client.link import Entry, Link
-from fairway.client.values import Event, Input, Options, SessionOptions
+from fairway.client.values import Input, Options, SessionOptions
 from fairway.v1 import inference_pb2 as pb
 
 
@@ -34,7 +33,6 @@ class Session:
         self._options = options
         self._slots = asyncio.Semaphore(options.max_concurrency)
         self._link: Link | None = None
-        self._connecting = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], Link] = {}
         self._streams: WeakSet[GenerationStream] = WeakSet()
         self._closed = False
@@ -67,11 +65,11 @@ class Session:
         self._streams.add(stream)
         return stream
 
-    async def aclose(self) -> None:
-        """Cancel what runs and return once its tasks are gone. Idempotent."""
+    async def aclose(self, why: str = "the session was closed") -> None:
+        """Cancel what runs and return once its tasks are gone; readers raise Closed. Idempotent."""
         self._closed = True
         for stream in list(self._streams):
-            stream.interrupt("the session was closed")
+            await stream.interrupt(why)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -95,20 +93,53 @@ class Session:
         except BaseException:
             self._slots.release()
             raise
-        return SessionAttempt(entry, link, self._slots)
+        return SessionAttempt(entry, self._slots)
 
     async def _usable_link(self, attempts: Attempts) -> Link:
-        """Return a link to a gateway that is not avoided; one caller connects, the others wait for it."""
-        async with self._connecting:
-            link = self._link
-            if link is not None and link.usable and not self._core.pool.is_avoided(link.endpoint):
-                attempts.count_one()
-                return link
-            endpoint = await attempts.begin()
-            if link is not None:
-                self._retire(link)
-            self._link = link = Link(self._core, endpoint, on_idle=self._gone)
-            task = asyncio.create_task(link.run(), name=f"session {endpoint.address}")
-            self._tasks[task] = link
-            task.add_done_callback(self._ended)
+        """Return a link to a gateway that is not avoided. Of several callers, the first connects for all."""
+        if (link := self._current()) is not None:
+            attempts.count += 1
             return link
+        endpoint = await attempts.begin()
+        if (link := self._current(endpoint)) is not None:
+            self._core.pool.give_back(endpoint)
+            return link
+        if self._closed:
+            self._core.pool.give_back(endpoint)
+            raise Closed("the session is closed", reason="CLOSED")
+        if self._link is not None:
+            self._link.retire()
+        self._link = link = Link(self._core, endpoint)
+        task = asyncio.create_task(link.run(), name=f"session {endpoint.address}")
+        self._tasks[task] = link
+        task.add_done_callback(self._ended)
+        return link
+
+    def _current(self, chosen: Endpoint | None = None) -> Link | None:
+        """The link, where new generations may start on it: not avoided, or ``chosen`` all the same."""
+        link = self._link
+        if link is None or not link.usable:
+            return None
+        avoided = self._core.pool.is_avoided(link.endpoint)
+        return link if not avoided or link.endpoint is chosen else None
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._core.pool.give_back(self._tasks.pop(task).endpoint)
+
+
+class SessionAttempt:
+    """An entry of a link, and the slot that it takes until ``aclose``."""
+
+    def __init__(self, entry: Entry, slots: asyncio.Semaphore) -> None:
+        self.endpoint = entry.endpoint
+        self.receive = entry.receive
+        self.took = entry.took
+        self._entry = entry
+        self._slots = slots
+        self._open = True
+
+    async def aclose(self) -> None:
+        if self._open:
+            self._open = False
+            self._entry.leave()
+            self._slots.release()

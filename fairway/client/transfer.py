@@ -15,7 +15,7 @@ from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 
 MESSAGE_BYTES: Final = 512 * 1024
-FIND_BATCH: Final = 8192
+FIND_BATCH: Final = 2048
 PARALLEL_UPLOADS: Final = 4
 CALL_TIMEOUT_S: Final = 30.0
 UPLOAD_TIMEOUT_S: Final = 300.0
@@ -27,7 +27,6 @@ _UNHEARD: Final = "Internal error from Core"
 _RETRIED: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Metadata = Sequence[tuple[str, str]]
-Stub = registry_pb2_grpc.RegistryServiceAsyncStub
 T = TypeVar("T")
 
 
@@ -36,7 +35,7 @@ class Transfer:
 
     def __init__(
         self,
-        stub: Stub,
+        stub: registry_pb2_grpc.RegistryServiceAsyncStub,
         metadata: Metadata,
         *,
         sent: Callable[[int], object],

@@ -201,8 +201,8 @@ class ClientOptions:
 
     ``timeout_s``: lists and counts. ``generation_timeout_s``: generations, retries included.
     ``connect_timeout_s``: how long a call waits until any gateway can be reached.
-    ``silence_timeout_s``: a stream on which not even a heartbeat comes for so long is broken (the server sends
-    one every 5 s). ``idempotency``: generate a key for every generation that names none.
+    ``silence_timeout_s``: a stream on which not even a heartbeat comes for so long is broken (the server
+    sends one every 5 s). ``idempotency``: generate a key for every generation that names none.
     """
 
     timeout_s: float = 10.0
@@ -210,7 +210,7 @@ class ClientOptions:
     connect_timeout_s: float = 5.0
     silence_timeout_s: float = 20.0
     idempotency: bool = False
-    retry: RetryPolicy = RetryPolicy()
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_message_bytes: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Whether the bytes of a file are what its name says, while they stream by.
 
-A name proves nothing: pickled objects come as ``notes.txt``, inside a zip, or behind a tensor file's header. Text has
-to be text, JSON has to be JSON, and a tensor file has to be accounted for to the last byte.
+A name proves nothing: pickled objects come as ``notes.txt``, inside a zip, or behind a tensor file's header.
+Text has to be text, JSON has to be JSON, and a tensor file has to be accounted for to the last byte.
 """
 
 from __future__ import annotations
@@ -33,7 +33,19 @@ _ARCHIVES: Final = {
 }
 _ZIP_END: Final = b"PK\x05\x06"
 _CALLS: Final = frozenset(
-    ["GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"]
+    [
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "INST",
+        "OBJ",
+        "NEWOBJ",
+        "NEWOBJ_EX",
+        "BUILD",
+        "EXT1",
+        "EXT2",
+        "EXT4",
+    ]
 )
 
 
@@ -55,7 +67,7 @@ class Checker(Protocol):
 
 
 def checker_for(path: str, size_bytes: int) -> Checker:
-    """Return what checks a file of this name and size; it holds a bounded part of it. Raises ContentRefused."""
+    """Return what checks a file of this name and size, holding a bounded part. Raises ContentRefused."""
     if problem := names.problem_of(path):
         raise ContentRefused(path, problem.removeprefix(path).strip())
     if names.suffix_of(path) == names.TENSOR_SUFFIX:

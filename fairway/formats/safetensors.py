@@ -1,8 +1,8 @@
 """The header of a safetensors file, compared with the file's size: nothing is loaded to find that it lies.
 
-Layout: eight bytes with the header's length, little endian; the header, JSON that maps a tensor's name to its dtype,
-shape and place; the tensors. The places cover what follows the header once: no gap, no overlap, no rest in which
-something else could travel.
+Layout: eight bytes with the header's length, little endian; the header, JSON that maps a tensor's name to its
+dtype, shape and place; the tensors. The places cover what follows the header once: no gap, no overlap, no
+rest in which something else could travel.
 """
 
 from __future__ import annotations

@@ -407,6 +407,7 @@ class ReplicaStatus(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     RETRY_TIME_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _worker_pb2.VersionState.ValueType
     message: _builtins.str
@@ -417,6 +418,8 @@ class ReplicaStatus(_message.Message):
     """Attempts that failed in a row, and when the next is made. Absent: time alone brings none; what does
     not fit is tried again once enough memory is free.
     """
+    version_digest: _builtins.str
+    """What is assigned to the worker: after an update, the version before until its replacement is."""
     @_builtins.property
     def retry_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -429,10 +432,11 @@ class ReplicaStatus(_message.Message):
         reason: _builtins.str = ...,
         failed_attempts: _builtins.int = ...,
         retry_time: _timestamp_pb2.Timestamp | None = ...,
+        version_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempts", b"failed_attempts", "message", b"message", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempts", b"failed_attempts", "message", b"message", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "state", b"state", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,7 +120,7 @@ class Generation(_message.Message):
     """Absent: none. 0: the sampled token's own."""
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
-    """Same key and body: attach or replay. Same key, other body: conflict."""
+    """Same key and body: attach or replay. Same key, other body: IDEMPOTENCY_CONFLICT. See docs/idempotency.md."""
     session_key: _builtins.str
     """What makes a version split sticky."""
     ignore_eos: _builtins.bool
@@ -216,12 +216,15 @@ class Accepted(_message.Message):
     ROUTE_REVISION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
     route_revision: _builtins.int
     seed: _builtins.int
     prompt_tokens: _builtins.int
+    replayed: _builtins.bool
+    """An earlier request with the same idempotency key was accepted, and this is its answer."""
     def __init__(
         self,
         *,
@@ -231,10 +234,11 @@ class Accepted(_message.Message):
         route_revision: _builtins.int = ...,
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

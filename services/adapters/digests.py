@@ -19,11 +19,26 @@ def hex_of(digest: str) -> str:
     return digest.removeprefix("sha256:")
 
 
+def is_blob(data: bytes, digest: str) -> bool:
+    """Return whether the bytes have that digest."""
+    return hashlib.sha256(data).hexdigest() == hex_of(digest)
+
+
+def damaged(digest: str) -> IntegrityError:
+    """What a store says of a blob that it has just set aside."""
+    return IntegrityError(
+        f"the stored bytes of {digest} are damaged and were set aside: publish a version with them again",
+        digest=digest,
+    )
+
+
 class Verifier:
     """Size and sha256 of the bytes fed to it, against what was promised."""
 
-    def __init__(self, digest: str, size_bytes: int) -> None:
+    def __init__(self, digest: str, size_bytes: int, *, most_bytes: int) -> None:
         self._hex = hex_of(digest)
+        if not 0 <= size_bytes <= most_bytes:
+            raise InvalidInput(f"a blob has at most {most_bytes} bytes", field="size_bytes")
         self._digest = digest
         self._size_bytes = size_bytes
         self._received_bytes = 0

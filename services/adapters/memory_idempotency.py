@@ -28,7 +28,7 @@ from services.ports.limiter import Limiter, Reservation
 
 @dataclass(slots=True)
 class _Record:
-    """Times are monotonic seconds. ``state`` is RUNNING, FREE, ENDED or, once its log was dropped, EXPIRED."""
+    """Times are monotonic seconds. ``state`` is RUNNING, FREE, ENDED or, without its log, EXPIRED."""
 
     fingerprint: str
     owner: str
@@ -89,7 +89,9 @@ class MemoryIdempotency:
     async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
         return tuple(self._append(addition) for addition in additions)
 
-    async def finish(self, hold: Hold, chunk: bytes, reservation: Reservation, usage: Usage) -> Written:
+    async def finish(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
         return await self._end(hold, chunk, RecordState.ENDED, reservation, usage)
 
     async def release(

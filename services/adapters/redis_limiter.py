@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis.asyncio
-import redis.exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.adapters.breaker import CircuitBreaker
 from services.adapters.quota import MAX_REQUESTS_PER_MINUTE, SETTLED_KEEP_S, rejection
+from services.adapters.redis_errors import AWAY
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.ports.clock import Clock
@@ -117,6 +117,11 @@ class RedisLimiter:
             totals[name.decode().partition(":")[2]] += int(count)
         return Usage(totals["prompt_tokens"], totals["output_tokens"], totals["cached_tokens"])
 
+    @property
+    def breaker_open(self) -> bool:
+        """Redis counts as away: it is asked once a second only."""
+        return self._breaker.open
+
     async def close(self) -> None:
         await self._redis.aclose(close_connection_pool=True)
 
@@ -136,7 +141,7 @@ class RedisLimiter:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await call
-        except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+        except AWAY as error:
             self._breaker.failed(self._clock.monotonic_s())
             kind = type(error).__name__
             raise StoreUnavailable(f"Redis did not answer: {kind}", retry_after_s=1.0) from error

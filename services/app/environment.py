@@ -104,7 +104,7 @@ class Environment:
         self.health = Health(self.metrics)
         self._loop_watch = LoopWatch(self.metrics, self.clock)
         self.health.add([Check("event_loop", self._loop_watch.problem)])
-        self.request_lines = LineBudget(self.clock, settings.request_log_per_s)
+        self.request_lines = LineBudget(self.clock.monotonic_s, settings.request_log_per_s)
         self.metrics.counted(
             "fairway_runtime_log_lines_suppressed_total",
             "Lines about single requests that FAIRWAY_REQUEST_LOG_PER_S kept out of the log",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,7 +30,7 @@ class Role:
     """One role, built and not started.
 
     ``start`` runs before the server listens, ``open`` after; ``checks`` say what keeps the role from serving;
-    ``drain`` finishes what runs within a time.
+    ``named``, which of its parts do, under names of their own. ``drain`` finishes what runs within a time.
     """
 
     server: RpcServer
@@ -38,6 +38,7 @@ class Role:
     open: Callable[[], Awaitable[None]] | None = None
     drain: Callable[[float], Awaitable[object]] = _nothing
     checks: tuple[Check, ...] = ()
+    named: Callable[[], Mapping[str, bool]] = dict
 
 
 async def run(environment: Environment, role: Role) -> int:
@@ -82,6 +83,7 @@ async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> N
             if problems or told:
                 log.warning("role.serving_changed", serving=not problems, problems=problems)
         told = problems
+        await role.server.set_parts(role.named())
         try:
             async with asyncio.timeout(_HEALTH_PERIOD_S):
                 await stop.wait()

@@ -1,14 +1,19 @@
-"""What the planner and the status of deployments look at: one consistent state of the fleet."""
+"""What the planner, the status of resources and the events look at: one consistent state of the fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import structlog
+
+from services.core.errors import IntegrityError
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     NODES,
+    ROOT,
     WORKERS,
     AssignedVersion,
     Assignment,
@@ -18,7 +23,9 @@ from services.core.records import (
     Worker,
     load,
 )
-from services.ports.store import Entry
+from services.ports.store import Entry, Store
+
+log = structlog.get_logger()
 
 FleetRecord = Deployment | Worker | Node | Assignment
 
@@ -40,6 +47,36 @@ class Replica:
     worker_id: str
     assigned: AssignedVersion
     loaded: LoadedVersion | None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is stored, as of one revision: entries by key, and the fleet that they make."""
+
+    revision: int
+    entries: Mapping[str, Entry]
+    fleet: Fleet
+
+    def under(self, prefix: str) -> tuple[Entry, ...]:
+        """Return the entries under a prefix, by key."""
+        return tuple(entry for key, entry in self.entries.items() if key.startswith(prefix))
+
+
+async def read_snapshot(store: Store) -> Snapshot:
+    """Return the state of now, in one read."""
+    listing = await store.list(ROOT)
+    return snapshot_of(listing.revision, {entry.key: entry for entry in listing.entries})
+
+
+def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> Snapshot:
+    """Return the snapshot of these entries. A record that cannot be read is no part of the fleet."""
+    records: list[FleetRecord | None] = []
+    for _, entry in sorted(entries.items()):
+        try:
+            records.append(decode(entry))
+        except IntegrityError as error:
+            log.error("fleet.record_skipped", key=entry.key, error=error.message)
+    return Snapshot(revision, MappingProxyType(dict(entries)), fleet_of(records))
 
 
 def decode(entry: Entry) -> FleetRecord | None:

@@ -7,11 +7,13 @@ from typing import Final, Protocol
 import structlog
 
 from services.controlplane.fleet import FleetRecord, fleet_of
+from services.controlplane.placement_news import Chronicle, PlacementNews
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
+from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
 from services.core.records import ASSIGNMENTS, dump
 from services.ports.clock import Clock
-from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
+from services.ports.store import Committed, CreateRevisionIs, Delete, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.informer import Informer
 
 log = structlog.get_logger()
@@ -45,33 +47,41 @@ class Reconciler:
         leadership: Leadership,
         leader_key: str,
         clock: Clock,
+        telemetry: ReconcilerTelemetry | None = None,
+        *,
+        chronicle: Chronicle,
     ) -> None:
+        self._telemetry = telemetry or ReconcilerTelemetry(clock)
         self._store = store
         self._informer = informer
         self._leadership = leadership
         self._leader_key = leader_key
         self._clock = clock
-        self._told: tuple[Unplaced, ...] = ()
+        self._news = PlacementNews(chronicle)
 
     async def run(self) -> None:
         """Reconcile on each change and every ``PERIOD_S``, until cancelled; outlives the store's absence."""
         while True:
             epoch = await self._leadership.wait_leading()
             revision = self._informer.revision
+            self._telemetry.round_began()
             try:
                 done = self._informer.synced and await self.reconcile(epoch)
-            except StoreUnavailable as error:
-                log.warning("reconcile.store_lost", error=error.message)
+                self._telemetry.round_ended(WRITTEN if done else INCOMPLETE)
+            except (StoreUnavailable, LeaseLost) as error:
+                log.warning("reconcile.store_lost", error=repr(error))
+                self._telemetry.round_ended(STORE_LOST)
                 done = False
             await self._informer.wait_changed(revision, PERIOD_S if done else _RETRY_S)
             await self._clock.sleep(_SETTLE_S)  # changes come in bursts: one plan for all
 
     async def reconcile(self, epoch: int) -> bool:
         """Make one pass over the view. Returns whether all was written."""
-        view = self._informer.view
+        view, revision = self._informer.view, self._informer.revision
         fleet = fleet_of(held.record for held in view.values())
         actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
-        self._tell(tuple(action for action in actions if isinstance(action, Unplaced)))
+        unplaced = [action for action in actions if isinstance(action, Unplaced)]
+        self._telemetry.unplaced(len(unplaced))
         written = True
         for action in actions:
             if isinstance(action, Unplaced):
@@ -83,6 +93,7 @@ class Reconciler:
             )
             held = view.get(ASSIGNMENTS + worker_id)
             written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
+        await self._news.tell(unplaced, epoch, revision)
         return written
 
     async def _write(self, action: Action, epoch: int, mod_revision: int) -> bool:
@@ -97,16 +108,9 @@ class Reconciler:
             [operation],
             [CreateRevisionIs(self._leader_key, epoch), ModRevisionIs(operation.key, mod_revision)],
         )
+        self._telemetry.acted(type(action).__name__, "written" if isinstance(done, Committed) else "refused")
         if isinstance(done, Committed):
             log.info("assignment.written", worker=worker_id, reasons=why, epoch=epoch)
             return True
         log.info("assignment.refused", worker=worker_id, epoch=epoch)  # deposed, or our view is old
         return False
-
-    def _tell(self, unplaced: tuple[Unplaced, ...]) -> None:
-        if unplaced != self._told:
-            self._told = unplaced
-            for one in unplaced:
-                log.warning(
-                    "deployment.not_placed", deployment=one.deployment, missing=one.missing, why=one.rejected
-                )

@@ -2,56 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
+from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.resources import Stored
-from services.controlplane.service import ControlPlaneService, DeploymentView, NodeView
+from services.controlplane.service import ControlPlaneService
+from services.controlplane.status import DeploymentView, NodeView
 from services.controlplane.unimplemented import NotYetServed
-from services.controlplane.watcher import Change, watch_resources
+from services.controlplane.watcher import Change, Changes, Kind, watch_resources
 from services.core.errors import InvalidInput
-from services.core.records import DEPLOYMENTS, KEYS, NODES, TENANTS, ApiKey, Deployment, Meta, Node, Tenant
+from services.core.records import ApiKey, Tag, Tenant, VersionRecord
+from services.ports.queues import QueueSource
 from services.ports.store import Store
 from services.rpc import convert_controlplane as convert
+from services.rpc.bounded_writes import BoundedWrites
+from services.rpc.convert_queues import pool_to_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_UNREAD_S: Final = 30.0  # a watch that is not read for so long ends
+_PER_MESSAGE: Final = 500
 _WATCHED: Final = {
-    pb.RESOURCE_KIND_TENANT: TENANTS,
-    pb.RESOURCE_KIND_KEY: KEYS,
-    pb.RESOURCE_KIND_DEPLOYMENT: DEPLOYMENTS,
-    pb.RESOURCE_KIND_NODE: NODES,
+    pb.RESOURCE_KIND_TENANT: (Kind.TENANT,),
+    pb.RESOURCE_KIND_KEY: (Kind.KEY,),
+    pb.RESOURCE_KIND_DEPLOYMENT: (Kind.DEPLOYMENT,),
+    pb.RESOURCE_KIND_NODE: (Kind.NODE,),
+    pb.RESOURCE_KIND_MODEL: (Kind.MODEL_VERSION, Kind.MODEL_TAG),
 }
 
 
 class ControlPlaneServicer(NotYetServed):
-    def __init__(self, service: ControlPlaneService, store: Store) -> None:
-        """``store`` is the one of the service: WatchResources follows it."""
+    def __init__(self, service: ControlPlaneService, store: Store, queues: QueueSource) -> None:
+        """``store`` is the one of the service: watches and events follow it."""
         self._service = service
         self._store = store
+        self._queues = queues
 
     async def CreateTenant(
         self, request: pb.CreateTenantRequest, context: Context
     ) -> pb.CreateTenantResponse:
         tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self._service.create_tenant(tenant, request_id=request.request_id)
+        stored = await self._service.accounts.create_tenant(tenant, request_id=request.request_id)
         return pb.CreateTenantResponse(tenant=_tenant(stored))
 
     async def GetTenant(self, request: pb.GetTenantRequest, context: Context) -> pb.GetTenantResponse:
-        return pb.GetTenantResponse(tenant=_tenant(await self._service.get_tenant(request.name)))
+        return pb.GetTenantResponse(tenant=_tenant(await self._service.accounts.get_tenant(request.name)))
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Context) -> pb.ListTenantsResponse:
-        page, token = await self._service.list_tenants(size=request.page_size, token=request.page_token)
+        page, token = await self._service.accounts.list_tenants(
+            size=request.page_size, token=request.page_token
+        )
         return pb.ListTenantsResponse(tenants=[_tenant(stored) for stored in page], next_page_token=token)
 
     async def UpdateTenant(
         self, request: pb.UpdateTenantRequest, context: Context
     ) -> pb.UpdateTenantResponse:
         tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self._service.update_tenant(
+        stored = await self._service.accounts.update_tenant(
             tenant, etag=request.tenant.metadata.etag, request_id=request.request_id
         )
         return pb.UpdateTenantResponse(tenant=_tenant(stored))
@@ -59,23 +71,25 @@ class ControlPlaneServicer(NotYetServed):
     async def DeleteTenant(
         self, request: pb.DeleteTenantRequest, context: Context
     ) -> pb.DeleteTenantResponse:
-        await self._service.delete_tenant(request.name, etag=request.etag)
+        await self._service.accounts.delete_tenant(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
         return pb.DeleteTenantResponse()
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         key = convert.key_from_proto(request.key)
-        stored, text = await self._service.create_key(key, request_id=request.request_id)
+        stored, text = await self._service.accounts.create_key(key, request_id=request.request_id)
         return pb.CreateKeyResponse(key=_key(stored), secret=text)
 
     async def GetKey(self, request: pb.GetKeyRequest, context: Context) -> pb.GetKeyResponse:
-        return pb.GetKeyResponse(key=_key(await self._service.get_key(request.name)))
+        return pb.GetKeyResponse(key=_key(await self._service.accounts.get_key(request.name)))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
-        page, token = await self._service.list_keys(size=request.page_size, token=request.page_token)
+        page, token = await self._service.accounts.list_keys(size=request.page_size, token=request.page_token)
         return pb.ListKeysResponse(keys=[_key(stored) for stored in page], next_page_token=token)
 
     async def UpdateKey(self, request: pb.UpdateKeyRequest, context: Context) -> pb.UpdateKeyResponse:
-        stored = await self._service.update_key(
+        stored = await self._service.accounts.update_key(
             convert.key_from_proto(request.key),
             etag=request.key.metadata.etag,
             request_id=request.request_id,
@@ -83,31 +97,35 @@ class ControlPlaneServicer(NotYetServed):
         return pb.UpdateKeyResponse(key=_key(stored))
 
     async def DeleteKey(self, request: pb.DeleteKeyRequest, context: Context) -> pb.DeleteKeyResponse:
-        await self._service.delete_key(request.name, etag=request.etag)
+        await self._service.accounts.delete_key(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
         return pb.DeleteKeyResponse()
 
     async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
         grace_s = request.grace.seconds + request.grace.nanos / 1e9
-        stored, text = await self._service.rotate_key(request.name, grace_s=grace_s)
+        stored, text = await self._service.accounts.rotate_key(
+            request.name, grace_s=grace_s, etag=request.etag, request_id=request.request_id
+        )
         return pb.RotateKeyResponse(key=_key(stored), secret=text)
 
     async def CreateDeployment(
         self, request: pb.CreateDeploymentRequest, context: Context
     ) -> pb.CreateDeploymentResponse:
         deployment = convert.deployment_from_proto(request.deployment)
-        view = await self._service.create_deployment(deployment, request_id=request.request_id)
+        view = await self._service.deployments.create(deployment, request_id=request.request_id)
         return pb.CreateDeploymentResponse(deployment=_deployment(view))
 
     async def GetDeployment(
         self, request: pb.GetDeploymentRequest, context: Context
     ) -> pb.GetDeploymentResponse:
-        view = await self._service.get_deployment(request.name)
+        view = await self._service.deployments.get(request.name)
         return pb.GetDeploymentResponse(deployment=_deployment(view))
 
     async def ListDeployments(
         self, request: pb.ListDeploymentsRequest, context: Context
     ) -> pb.ListDeploymentsResponse:
-        page, token = await self._service.list_deployments(size=request.page_size, token=request.page_token)
+        page, token = await self._service.deployments.page(size=request.page_size, token=request.page_token)
         return pb.ListDeploymentsResponse(
             deployments=[_deployment(view) for view in page], next_page_token=token
         )
@@ -116,7 +134,7 @@ class ControlPlaneServicer(NotYetServed):
         self, request: pb.UpdateDeploymentRequest, context: Context
     ) -> pb.UpdateDeploymentResponse:
         deployment = convert.deployment_from_proto(request.deployment)
-        view = await self._service.update_deployment(
+        view = await self._service.deployments.update(
             deployment, etag=request.deployment.metadata.etag, request_id=request.request_id
         )
         return pb.UpdateDeploymentResponse(deployment=_deployment(view))
@@ -124,44 +142,104 @@ class ControlPlaneServicer(NotYetServed):
     async def DeleteDeployment(
         self, request: pb.DeleteDeploymentRequest, context: Context
     ) -> pb.DeleteDeploymentResponse:
-        await self._service.delete_deployment(request.name, etag=request.etag)
+        await self._service.deployments.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteDeploymentResponse()
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
-        return pb.GetNodeResponse(node=_node(await self._service.get_node(request.name)))
+        return pb.GetNodeResponse(node=_node(await self._service.nodes.get(request.name)))
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
-        page, token = await self._service.list_nodes(size=request.page_size, token=request.page_token)
+        page, token = await self._service.nodes.page(size=request.page_size, token=request.page_token)
         return pb.ListNodesResponse(nodes=[_node(view) for view in page], next_page_token=token)
 
     async def CordonNode(self, request: pb.CordonNodeRequest, context: Context) -> pb.CordonNodeResponse:
-        return pb.CordonNodeResponse(node=_node(await self._service.cordon(request.name)))
+        view = await self._service.nodes.cordon(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
+        return pb.CordonNodeResponse(node=_node(view))
 
     async def UncordonNode(
         self, request: pb.UncordonNodeRequest, context: Context
     ) -> pb.UncordonNodeResponse:
-        return pb.UncordonNodeResponse(node=_node(await self._service.uncordon(request.name)))
+        view = await self._service.nodes.uncordon(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
+        return pb.UncordonNodeResponse(node=_node(view))
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
-        return pb.DrainNodeResponse(node=_node(await self._service.drain(request.name)))
+        view = await self._service.nodes.drain(request.name, etag=request.etag, request_id=request.request_id)
+        return pb.DrainNodeResponse(node=_node(view))
+
+    async def DeleteNode(self, request: pb.DeleteNodeRequest, context: Context) -> pb.DeleteNodeResponse:
+        await self._service.nodes.delete(request.name, etag=request.etag, request_id=request.request_id)
+        return pb.DeleteNodeResponse()
+
+    async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
+        page, names = await asyncio.gather(
+            self._queues.page(size=request.page_size, token=request.page_token, tenant=request.tenant),
+            self._service.deployments.names_by_version(),
+        )
+        return pb.ListQueuesResponse(
+            queues=[
+                pb.Queue(pool=pool_to_proto(pool), deployments=names.get(pool.version_digest, ()))
+                for pool in page.pools
+            ],
+            next_page_token=page.next_page_token,
+            leader_id=page.leader_id,
+            leader_epoch=page.leader_epoch,
+        )
+
+    async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
+        wanted = Filter(convert.event_kinds(request.kinds), request.resource)
+        page, token = await page_of_events(
+            self._store, wanted, size=request.page_size, token=request.page_token
+        )
+        return pb.ListEventsResponse(
+            events=[convert.event_to_proto(event.name, event.record) for event in page], next_page_token=token
+        )
+
+    async def WatchEvents(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
+        self, request: pb.WatchEventsRequest, context: Context
+    ) -> None:
+        wanted = Filter(convert.event_kinds(request.kinds), request.resource)
+        batches = watch_events(
+            self._store, wanted, newest=request.newest, after_revision=request.after_revision
+        )
+        with BoundedWrites(context, _UNREAD_S) as stream:
+            async with aclosing(batches):
+                async for revision, events in batches:
+                    told = [convert.event_to_proto(event.name, event.record) for event in events]
+                    await stream.write(pb.WatchEventsResponse(revision=revision, events=told))
 
     async def WatchResources(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
         self, request: pb.WatchResourcesRequest, context: Context
     ) -> None:
-        """No kinds: all that can be watched. Nodes and deployments come without what workers report."""
+        """No kinds: all that can be watched."""
         for kind in request.kinds:
             if kind not in _WATCHED:
                 raise InvalidInput(f"{pb.ResourceKind.Name(kind)} cannot be watched", field="kinds")
-        prefixes = [_WATCHED[kind] for kind in request.kinds] or list(_WATCHED.values())
-        async with aclosing(watch_resources(self._store, prefixes, request.after_revision)) as batches:
-            async for batch in batches:
-                await context.write(
-                    pb.WatchResourcesResponse(
-                        revision=batch.revision,
-                        changes=[_change(change) for change in batch.changes],
-                        snapshot_end=batch.snapshot_end,
-                    )
-                )
+        kinds = {one for kind in request.kinds or _WATCHED for one in _WATCHED[kind]}
+        batches = watch_resources(self._store, kinds, request.after_revision)
+        with BoundedWrites(context, _UNREAD_S) as stream:
+            async with aclosing(batches):
+                async for batch in batches:
+                    await _write(stream, batch)
+
+
+async def _write(stream: BoundedWrites, batch: Changes) -> None:
+    """Write a batch in messages of a bounded size; only the last one says how far it goes."""
+    chunks = [batch.changes[at : at + _PER_MESSAGE] for at in range(0, len(batch.changes), _PER_MESSAGE)] or [
+        ()
+    ]
+    for number, chunk in enumerate(chunks, 1):
+        last = number == len(chunks)
+        await stream.write(
+            pb.WatchResourcesResponse(
+                revision=batch.revision if last else 0,
+                changes=[_change(change) for change in chunk],
+                snapshot_end=batch.snapshot_end and last,
+            )
+        )
 
 
 def _tenant(stored: Stored[Tenant]) -> pb.Tenant:
@@ -177,31 +255,61 @@ def _deployment(view: DeploymentView) -> pb.Deployment:
         assigned_replicas=len(view.replicas),
         ready_replicas=view.ready,
         message=view.message,
-        replicas=[convert.replica_to_proto(replica.worker_id, replica.loaded) for replica in view.replicas],
+        replicas=[
+            convert.replica_to_proto(
+                replica.worker_id, replica.loaded, version_digest=replica.assigned.version_digest
+            )
+            for replica in view.replicas
+        ],
+        tag_digest=view.tag_digest,
     )
     return convert.deployment_to_proto(view.stored.record, view.stored.etag, status)
 
 
 def _node(view: NodeView) -> pb.Node:
-    return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation)
+    drain = None
+    if view.drain is not None:
+        drain = pb.DrainProgress(
+            done=view.drain.done,
+            assigned_versions=view.drain.assigned,
+            ending_versions=view.drain.ending,
+            waiting_for=view.drain.waiting_for,
+        )
+    return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation, drain)
 
 
 def _change(change: Change) -> pb.ResourceChange:
-    record, etag = change.record, str(change.mod_revision)
-    found = pb.ResourceChange(deleted=record is None)
-    if change.prefix == TENANTS:
-        tenant = record if isinstance(record, Tenant) else Tenant(Meta(change.name))
-        found.tenant.CopyFrom(convert.tenant_to_proto(tenant, etag))
-    elif isinstance(record, ApiKey):
-        found.key.CopyFrom(convert.key_to_proto(record, etag))
-    elif isinstance(record, Deployment):
-        found.deployment.CopyFrom(convert.deployment_to_proto(record, etag))
-    elif isinstance(record, Node):
-        found.node.CopyFrom(convert.node_to_proto(record, etag, None, 0))
-    elif change.prefix == KEYS:
-        found.key.metadata.name = change.name
-    elif change.prefix == DEPLOYMENTS:
-        found.deployment.metadata.name = change.name
-    else:
-        found.node.metadata.name = change.name
+    found, view = pb.ResourceChange(deleted=change.view is None), change.view
+    match view:
+        case None:
+            _name_deleted(found, change)
+        case DeploymentView():
+            found.deployment.CopyFrom(_deployment(view))
+        case NodeView():
+            found.node.CopyFrom(_node(view))
+        case VersionRecord():
+            found.model_version.CopyFrom(convert.model_version_to_proto(view))
+        case Tag():
+            found.model_tag.CopyFrom(convert.model_tag_to_proto(view))
+        case Stored(record=Tenant() as tenant):
+            found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
+        case Stored(record=ApiKey() as key):
+            found.key.CopyFrom(convert.key_to_proto(key, view.etag))
     return found
+
+
+def _name_deleted(found: pb.ResourceChange, change: Change) -> None:
+    model, _, rest = change.name.partition("/")
+    match change.kind:
+        case Kind.TENANT:
+            found.tenant.metadata.name = change.name
+        case Kind.KEY:
+            found.key.metadata.name = change.name
+        case Kind.DEPLOYMENT:
+            found.deployment.metadata.name = change.name
+        case Kind.NODE:
+            found.node.metadata.name = change.name
+        case Kind.MODEL_VERSION:
+            found.model_version.model, found.model_version.version_digest = model, rest
+        case Kind.MODEL_TAG:
+            found.model_tag.model, found.model_tag.tag = model, rest

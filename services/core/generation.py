@@ -112,6 +112,7 @@ class PlaceSpec:
     queue_ttl_s: float
     ticket: bytes
     excluded_workers: tuple[str, ...] = ()
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

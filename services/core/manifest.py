@@ -5,8 +5,8 @@ file is cut into chunks of exactly ``CHUNK_BYTES``, the last one shorter: the sa
 the same manifest. Only data travels in a version: names that carry pickled objects or program code
 are refused, and so is whatever the allow-list does not know.
 
-Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat template,
-sampling defaults, safety policy, engine limits. A file that decides one of them cannot be there unpinned.
+Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat
+template, sampling defaults, safety policy, engine limits. A file that decides one cannot be there unpinned.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version. A digest of behaviour is that of the file that decides it, or empty; see ``weights_digest_of``."""
+    """A version. A digest of behaviour is that of the file that decides it, or empty."""
 
     files: tuple[ManifestFile, ...]
     kind: str = "causal-lm"

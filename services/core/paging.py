@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def page_of(
-    items: Sequence[T], name: Callable[[T], str], *, size: int, token: str
+    items: Sequence[T], name: Callable[[T], str], *, size: int, token: str, descending: bool = False
 ) -> tuple[tuple[T, ...], str]:
     """Return one page and the token of the next, empty at the end. ``items`` are sorted by ``name``.
 
@@ -24,7 +24,7 @@ def page_of(
     Raises InvalidInput for a token that no page gave.
     """
     after = _decode(token)
-    rest = [item for item in items if name(item) > after] if token else list(items)
+    rest = [item for item in items if not token or (name(item) < after if descending else name(item) > after)]
     page = tuple(rest[: min(size or DEFAULT_PAGE, MAX_PAGE)])
     return page, _encode(name(page[-1])) if len(page) < len(rest) else ""
 

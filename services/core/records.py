@@ -35,6 +35,11 @@ def tag_key(model: str, tag: str) -> str:
     return f"{MODELS}{model}/tags/{tag}"
 
 
+def model_users_key(model: str) -> str:
+    """Written with every commit that makes a tag or a deployment use a version: who deletes one looks."""
+    return f"{ROOT}guards/model-users/{model}"
+
+
 def leader_key(role: str, shard: str = "0") -> str:
     return f"{LEADERS}{role}/{shard}"
 

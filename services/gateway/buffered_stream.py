@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from services.core.errors import FairwayError
 from services.core.generation import TokenLogprobs
-from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
-from services.gateway.request import Request
+from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat, Tokens
 
 
 class BufferedStream:
@@ -27,7 +26,7 @@ class BufferedStream:
         self._waiter: asyncio.Future[None] | None = None
         self._silent = True
 
-    async def events(self, start: Callable[[], Request]) -> AsyncGenerator[Event, None]:
+    async def events(self, start: Callable[[], Handle]) -> AsyncGenerator[Event, None]:
         """Start the request and yield its events. Raises the error that ended it; closing cancels it."""
         request = start()
         loop = asyncio.get_running_loop()

@@ -10,14 +10,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
 
-from services.core.errors import FairwayError, Unavailable
-from services.core.records import DEPLOYMENTS, Deployment, VersionState, Worker
+from services.core.errors import FairwayError, Unavailable, VersionGone
+from services.core.records import DEPLOYMENTS, Deployment, Meta, VersionState, Worker
 from services.gateway.text_model import TextModel, is_text_file, load_text_model
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
@@ -41,6 +41,14 @@ class Route:
     version_digest: str
     route_revision: int
     ready_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedVersion:
+    """What a request was resolved to before, and keeps."""
+
+    version_digest: str
+    route_revision: int
 
 
 class ModelFilesPort(Protocol):
@@ -83,6 +91,35 @@ class ModelCatalog:
             raise model_not_found(model)
         self._remember(held.record)
         return self._route(held.record, held.mod_revision)
+
+    def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
+        """Return the route that a request was given before, whatever the name leads to now.
+
+        Raises VersionGone when the name leads elsewhere and no worker has the version any more.
+        """
+        held = self._deployments.view.get(DEPLOYMENTS + model)
+        if held is not None and held.record.version_digest == pinned.version_digest:
+            self._remember(held.record)
+            return replace(self._route(held.record, held.mod_revision), route_revision=pinned.route_revision)
+        on_workers = (version for worker in self._workers.view.values() for version in worker.record.versions)
+        found = next(
+            (
+                version
+                for version in on_workers
+                if version.version_digest == pinned.version_digest and version.state not in _LEAVING
+            ),
+            None,
+        )
+        if found is None:
+            raise VersionGone(
+                "the version that began this output is served no more; send the request with a new "
+                "idempotency key",
+                model=model,
+                version_digest=pinned.version_digest,
+            )
+        deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, 0)
+        self._remember(deployment)
+        return self._route(deployment, pinned.route_revision)
 
     def routes(self) -> list[Route]:
         """Return every route, by name."""
@@ -186,6 +223,9 @@ class ModelCatalog:
             self._index = _index(workers)
             self._indexed = workers
         return self._index.get(version_digest, _NOWHERE)
+
+
+_LEAVING: Final = (VersionState.DRAINING, VersionState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)

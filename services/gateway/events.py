@@ -16,16 +16,27 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """When and as what a request reached its face. ``request_id`` is ours, never the client's."""
+    """When and as what a request reached its face. ``request_id`` is ours, never the client's.
+
+    ``traceparent`` is the client's: a W3C trace context that the request continues, or anything else.
+    A face that makes several generations of one request numbers them, and names the whole by a hash.
+    """
 
     monotonic_s: float
     unix_us: int
     request_id: str
+    face: str = "grpc"
+    traceparent: str = ""
+    part: int = 0
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """First event: what was resolved and drawn for the request."""
+    """First event: what was resolved and drawn for the request.
+
+    ``replayed``: an earlier request with the same idempotency key was, and this is its answer.
+    """
 
     request_id: str
     model: str
@@ -33,6 +44,8 @@ class Accepted:
     route_revision: int
     seed: int
     prompt_tokens: int
+    received_unix_us: int = 0
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,22 @@ class Heartbeat:
 
 
 Event = Accepted | Tokens | Heartbeat | Finished
+
+
+class Handle(Protocol):
+    """How a face answers the request that it started."""
+
+    def credit(self, choice: int, tokens: int) -> None:
+        """The transport took tokens of a choice."""
+
+    def allow(self, tokens: int) -> None:
+        """The client takes that many tokens more of every choice."""
+
+    def cancel(self, error: FairwayError | None = None) -> None:
+        """The client left; its sink hears ``error``, by default that it was cancelled."""
+
+    def withdraw(self) -> None:
+        """The client asked for the request to end."""
 
 
 class RequestSink(Protocol):

@@ -21,7 +21,7 @@ WRITE_TIMEOUT_S: Final = 30.0
 MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
-_SESSION: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_VISIBLE: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
 
@@ -64,11 +64,34 @@ class Headers:
         value = self.one(b"x-session-key")
         if value is None:
             return None
-        if not _SESSION.fullmatch(value):
+        if not _VISIBLE.fullmatch(value):
             raise InvalidInput(
                 "x-session-key must be 1 to 128 visible ASCII characters", field="x-session-key"
             )
         return value.decode()
+
+    def idempotency_key(self) -> str:
+        """Return ``idempotency-key``, or an empty text without one. Raises InvalidInput."""
+        value = self.one(b"idempotency-key")
+        if value is None:
+            return ""
+        if not _VISIBLE.fullmatch(value):
+            raise InvalidInput(
+                "idempotency-key must be 1 to 128 visible ASCII characters", field="idempotency-key"
+            )
+        return value.decode()
+
+    def traceparent(self) -> str:
+        """Return the trace context that the client sends, or anything else; empty without one."""
+        found = [value for key, value in self._pairs if key == b"traceparent" and len(value) <= 64]
+        return found[0].decode("latin-1") if len(found) == 1 else ""
+
+    def wants_stage_clock(self) -> bool:
+        """Whether the answer is to say where the time went. Raises InvalidInput unless it is 0 or 1."""
+        value = self.one(b"x-stage-clock")
+        if value not in (None, b"0", b"1"):
+            raise InvalidInput("x-stage-clock must be 0 or 1", field="x-stage-clock")
+        return value == b"1"
 
     def timeout_s(self) -> float | None:
         """Return ``x-request-timeout-s``. Raises InvalidInput unless it is a number of seconds above 0."""
@@ -134,12 +157,17 @@ class Reply:
     ) -> None:
         self.started = False
         self.complete = False
+        self.status = 0  # until the answer begins
         self._send = send
         self._headers = headers
         self._write_timeout_s = write_timeout_s
         # Offered by HttpServer; elsewhere the server closes the connection when the application ends.
         offered: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.abort", {})
         self._abort: Callable[[], None] | None = offered.get("cut")
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Send a header with the answer, which has not begun."""
+        self._headers = [*self._headers, (name, value)]
 
     async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
         """Send a whole answer."""
@@ -201,7 +229,7 @@ class Reply:
             raise SlowReader(f"the client read nothing for {self._write_timeout_s:g} s") from None
 
     async def _start(self, status: int, headers: list[Header]) -> None:
-        self.started = True
+        self.started, self.status = True, status
         await self._put(
             {"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]}
         )

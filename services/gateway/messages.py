@@ -16,6 +16,7 @@ def accepted_message(event: Accepted) -> inference_pb2.Accepted:
         route_revision=event.route_revision,
         seed=event.seed,
         prompt_tokens=event.prompt_tokens,
+        replayed=event.replayed,
     )
 
 

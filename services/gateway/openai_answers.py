@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from services.core.generation import FinishReason, TokenLogprobs, Usage
+from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Finished, Tokens
 from services.gateway.face import Completed
 from services.gateway.openai_requests import Dialect, Wanted
@@ -109,6 +109,7 @@ class _Whole(Struct, frozen=True):
     system_fingerprint: str
     choices: list[_ChatChoice] | list[_TextChoice]
     usage: UsageBody
+    stage_clock: list[StageClock] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ def whole_answer(
         system_fingerprint=head.system_fingerprint,
         choices=chat if wanted.dialect == "chat" else text,
         usage=usage,
+        stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
     )
     return _encode(answer)
 
@@ -255,6 +257,12 @@ class Frames:
         if not self._wanted.include_usage:
             return b""
         return self._before + b'],"usage":' + _encode(usage_body(usages)) + b"}\n\n"
+
+    def stage_clock(self, clocks: Sequence[StageClock]) -> bytes:
+        """The frame that says where the time went, per generation; empty unless it was asked for."""
+        if not self._wanted.stage_clock:
+            return b""
+        return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"
 
     def _frame(self, choice: _ChatChunkChoice | _TextChoice) -> bytes:
         return self._before + _encode(choice) + self._after

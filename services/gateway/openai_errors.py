@@ -10,6 +10,7 @@ import msgspec
 
 from services.core.errors import (
     FairwayError,
+    IdempotencyConflict,
     InternalError,
     ModelNotFound,
     OverQuota,
@@ -89,6 +90,9 @@ def error_headers(error: FairwayError) -> list[Header]:
         headers.append((b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, IdempotencyConflict):
+        # OpenAI's clients send again after a 409 unless they are told not to.
+        headers.append((b"x-should-retry", b"false"))
     if isinstance(error, HttpProblem) and error.close:
         headers.append((b"connection", b"close"))
     return headers

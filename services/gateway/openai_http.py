@@ -7,8 +7,9 @@ the client spells.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -41,7 +42,7 @@ from services.gateway.http_io import (
 from services.gateway.openai_answers import whole_answer
 from services.gateway.openai_errors import Header, HttpProblem, error_body
 from services.gateway.openai_requests import Wanted, chat_request, completion_request
-from services.gateway.sse import EventStream
+from services.gateway.sse import REPLAYED, EventStream, original
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -72,6 +73,8 @@ class Exchange:
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
+# Route, status of the answer (0 when there was none) and seconds.
+ObserveExchange = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +96,17 @@ def build_app(
     max_body_bytes: int,
     limits: HttpLimits | None = None,
     not_ready: Callable[[], str] = lambda: "",
+    observe: ObserveExchange = lambda _route, _status, _elapsed_s: None,
 ) -> Starlette:
     """Return the ASGI application.
 
-    ``not_ready`` returns why no traffic should come now, or an empty text. The endpoints with their rules
-    are in ``app.state.endpoints``.
+    ``not_ready`` returns why no traffic should come now, or an empty text. ``observe`` hears of each exchange
+    when it is over. The endpoints with their rules are in ``app.state.endpoints``.
     """
     face = OpenAiFace(service, clock, limits or HttpLimits(max_body_bytes), not_ready)
     endpoints = face.endpoints()
     problems = _Problems(ids)
-    guards = [_Guard(endpoint, identity, clock, ids, face.limits) for endpoint in endpoints]
+    guards = [_Guard(endpoint, identity, clock, ids, face.limits, observe) for endpoint in endpoints]
     app = Starlette(
         routes=[
             Route(endpoint.path, guard, methods=[endpoint.method])
@@ -166,9 +170,11 @@ class OpenAiFace:
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
         body = await read_body(exchange.headers, exchange.receive, self.limits)
-        wanted = parse(body)
-        if session_key is not None:
-            for generation in wanted.generations:
+        wanted = replace(parse(body), stage_clock=exchange.headers.wants_stage_clock())
+        key = exchange.headers.idempotency_key()
+        for generation in wanted.generations:
+            generation.idempotency_key = key
+            if session_key is not None:
                 generation.session_key = session_key
         if wanted.stream:
             work = self._stream(exchange, wanted, timeout_s)
@@ -177,8 +183,12 @@ class OpenAiFace:
         completions = await unless_gone(
             exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
         )
-        answer = whole_answer(wanted, completions, int(self._clock.unix_s()), exchange.received.request_id)
-        await exchange.reply.json(200, answer)
+        request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
+        first = completions[0].accepted
+        if first.replayed:
+            request_id, created_unix_s = original(first, 0)
+            exchange.reply.add_header(*REPLAYED)
+        await exchange.reply.json(200, whole_answer(wanted, completions, created_unix_s, request_id))
 
     async def _stream(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> None:
         stream = EventStream(
@@ -217,8 +227,12 @@ def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
     received = exchange.received
     if len(wanted.generations) == 1:
         return [received]
+    # Under a key each has a record of its own; that they belong together is part of what they are.
+    whole = hashlib.sha256()
+    for generation in wanted.generations:
+        whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
     return [
-        Received(received.monotonic_s, received.unix_us, f"{received.request_id}-{number}")
+        replace(received, request_id=f"{received.request_id}-{number}", part=number, whole=whole.hexdigest())
         for number in range(len(wanted.generations))
     ]
 
@@ -237,8 +251,15 @@ class _Guard:
     """The ASGI application of one endpoint: identifies, authorises, and turns errors into answers."""
 
     def __init__(
-        self, endpoint: Endpoint, identity: Identity, clock: Clock, ids: IdSource, limits: HttpLimits
+        self,
+        endpoint: Endpoint,
+        identity: Identity,
+        clock: Clock,
+        ids: IdSource,
+        limits: HttpLimits,
+        observe: ObserveExchange,
     ) -> None:
+        self._observe = observe
         self._endpoint = endpoint
         self._identity = identity
         self._clock = clock
@@ -246,10 +267,14 @@ class _Guard:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = Received(
-            self._clock.monotonic_s(), int(self._clock.unix_s() * 1e6), self._ids.request_id()
-        )
         headers = Headers(scope)
+        received = Received(
+            self._clock.monotonic_s(),
+            int(self._clock.unix_s() * 1e6),
+            self._ids.request_id(),
+            face="http",
+            traceparent=headers.traceparent(),
+        )
         client_id = headers.client_request_id()
         own: list[Header] = [(b"x-request-id", received.request_id.encode())]
         if client_id is not None:
@@ -260,7 +285,11 @@ class _Guard:
             request_id=received.request_id,
             client_request_id=client_id.decode() if client_id is not None else "",
         ):
-            await self._answer(Exchange(scope, receive, reply, headers, received, None))
+            try:
+                await self._answer(Exchange(scope, receive, reply, headers, received, None))
+            finally:
+                elapsed_s = self._clock.monotonic_s() - received.monotonic_s
+                self._observe(self._endpoint.path, reply.status, elapsed_s)
 
     async def _answer(self, exchange: Exchange) -> None:
         try:

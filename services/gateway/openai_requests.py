@@ -44,6 +44,7 @@ class Wanted:
     stream: bool
     include_usage: bool
     logprobs: bool
+    stage_clock: bool = False
 
 
 def chat_request(data: bytes) -> Wanted:

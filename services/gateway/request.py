@@ -11,8 +11,9 @@ import structlog
 from services.core.errors import DeadlineExceeded, FairwayError, InternalError, RequestCancelled, first_of
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
-from services.gateway.sequence_run import RunContext, SequenceRun
+from services.gateway.sequence_run import Produced, RunContext, SequenceRun
 from services.gateway.stage_timer import StageTimer
+from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Reservation
 from services.runtime.supervisor import Supervisor
@@ -22,11 +23,19 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that passed the validator and the quotas, with what its run needs."""
+    """A request that passed the validator and the quotas, with what its run needs.
+
+    ``produced`` is the output of an earlier run, by choice.
+    """
 
     spec: GenerationSpec
     reservation: Reservation
     context: RunContext
+    produced: tuple[Produced, ...] = ()
+
+    def produced_by(self, choice: int) -> Produced:
+        """Return what an earlier run produced for a choice."""
+        return self.produced[choice] if choice < len(self.produced) else Produced()
 
 
 Admit = Callable[[StageTimer], Awaitable[Admitted]]
@@ -47,20 +56,28 @@ class Request:
         clock: Clock,
         supervisor: Supervisor,
         new_incident: Callable[[], str],
+        telemetry: GatewayTelemetry | None = None,
     ) -> None:
         self.request_id = received.request_id
+        self.telemetry = (telemetry or GatewayTelemetry(clock=clock)).begin(received)
         self.reservation: Reservation | None = None
         self._sink = sink
         self._limiter = limiter
         self._clock = clock
         self._supervisor = supervisor
         self._new_incident = new_incident
-        self._timer = StageTimer(received.unix_us, received.monotonic_s)
+        self._timer = self.telemetry.timer()
         self._runs: tuple[SequenceRun, ...] = ()
         self._task: asyncio.Task[None] | None = None
         self._cancel_error: FairwayError | None = None
         self._started = False
         self._allowed_early = 0
+        self._prompt_tokens = 0
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Output tokens that came and that the transport has not taken."""
+        return sum(run.buffered_tokens for run in self._runs)
 
     def bind(self, task: asyncio.Task[None]) -> None:
         """Name the task that runs ``run``."""
@@ -85,9 +102,14 @@ class Request:
             if self._started:  # else ``run`` finds the error: a task that never began could not tell its sink
                 self._task.cancel()
 
+    def withdraw(self) -> None:
+        """The client asked for the request to end."""
+        self.cancel()
+
     async def run(self, admit: Admit, timeout_s: float | None) -> None:
         """Return after the terminal event; every resource of the request is free by then."""
         self._started = True
+        structlog.contextvars.bind_contextvars(request_id=self.request_id)
         if self._cancel_error is not None:
             self._fail(self._cancel_error)
             return
@@ -105,20 +127,33 @@ class Request:
         except Exception as error:
             self._fail(self._incident(error))
         else:
+            self._end_stages()
+            self.telemetry.finished(finished)
             self._sink.on_finished(finished)
 
     async def _run_admitted(self, admit: Admit) -> Finished:
         admitted = await admit(self._timer)
         self.reservation = admitted.reservation
+        self._prompt_tokens = len(admitted.spec.prompt_ids)
+        self.telemetry.accepted(admitted.context.tenant_id, admitted.spec.model)
         try:
-            return await self._run_choices(admitted)
+            results = await self._run_choices(admitted)
         finally:
             await self._settle(admitted)
+        # After the settling, so that the clock holds all that the client waits for.
+        return Finished(
+            choices=results,
+            usage=self._usage(admitted.spec),
+            clock=self._last_timer().finish(self._clock.monotonic_s()),
+            resumes=sum(run.losses for run in self._runs),
+        )
 
-    async def _run_choices(self, admitted: Admitted) -> Finished:
+    async def _run_choices(self, admitted: Admitted) -> tuple[ChoiceResult, ...]:
         spec = admitted.spec
         self._runs = tuple(
-            SequenceRun(spec, choice, admitted.context, self._sink, self._timer.fork())
+            SequenceRun(
+                spec, choice, admitted.context, self._sink, self._timer.fork(), admitted.produced_by(choice)
+            )
             for choice in range(spec.choices)
         )
         if self._allowed_early:
@@ -133,14 +168,7 @@ class Request:
                 prompt_tokens=len(spec.prompt_ids),
             )
         )
-        results = await self._all_choices()
-        last = max(self._runs, key=lambda run: run.timer.entered_s)
-        return Finished(
-            choices=results,
-            usage=self._usage(spec),
-            clock=last.timer.finish(self._clock.monotonic_s()),
-            resumes=sum(run.losses for run in self._runs),
-        )
+        return await self._all_choices()
 
     async def _all_choices(self) -> tuple[ChoiceResult, ...]:
         """Run the choices side by side; the first failure ends the others and is raised itself."""
@@ -186,6 +214,20 @@ class Request:
         log.error("request.crashed", request_id=self.request_id, incident=incident, exc_info=error)
         return InternalError("internal error; quote the incident id to the operator", incident=incident)
 
+    def _last_timer(self) -> StageTimer:
+        """The stage clock of the choice that took longest, the request's own before there are any."""
+        return max((run.timer for run in self._runs), key=lambda timer: timer.entered_s, default=self._timer)
+
+    def _end_stages(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for timer in (self._timer, *(run.timer for run in self._runs)):
+            timer.leave(now_s)
+
     def _fail(self, error: FairwayError) -> None:
         error.metadata.setdefault("request_id", self.request_id)
+        clock = self._last_timer().finish(self._clock.monotonic_s())
+        self._end_stages()
+        output_tokens = sum(run.output_tokens for run in self._runs)
+        cached_tokens = max((run.cached_tokens for run in self._runs), default=0)
+        self.telemetry.failed(error, clock, (self._prompt_tokens, cached_tokens, output_tokens))
         self._sink.on_failed(error)

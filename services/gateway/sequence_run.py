@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Final
 
 import structlog
 
@@ -31,6 +32,7 @@ from services.core.generation import (
 from services.gateway.events import ChoiceResult, RequestSink
 from services.gateway.policy.retry import EXCLUDED_S, GiveUp, PlaceAgain, after_loss, after_refusal
 from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.telemetry import RequestTelemetry
 from services.ports.clock import Clock
 from services.ports.placement import PlacementClient
 from services.ports.worker import RunningSequence, WorkerClient
@@ -68,7 +70,19 @@ class RunContext:
     # Tokens that may be on their way to the client, untaken; and how many it takes before it gives credit
     # itself, None for any number.
     window_tokens: int
+    telemetry: RequestTelemetry
     client_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Output of an earlier run of a choice: its tokens, and how many characters of text they gave."""
+
+    ids: tuple[int, ...] = ()
+    chars: int = 0
+
+
+_NOTHING: Final = Produced()
 
 
 class SequenceRun:
@@ -78,8 +92,15 @@ class SequenceRun:
     """
 
     def __init__(
-        self, spec: GenerationSpec, choice: int, context: RunContext, sink: RequestSink, timer: StageTimer
+        self,
+        spec: GenerationSpec,
+        choice: int,
+        context: RunContext,
+        sink: RequestSink,
+        timer: StageTimer,
+        produced: Produced = _NOTHING,
     ) -> None:
+        """``produced``: the sequence goes on behind it, and its sink hears what follows."""
         self.spec = spec
         self.choice = choice
         self.timer = timer
@@ -87,19 +108,25 @@ class SequenceRun:
         self.cached_tokens = 0
         self._context = context
         self._sink = sink
+        self._pace = context.telemetry.pace()
         self._refusals = 0
-        self._produced: list[int] = []
-        self._chars = 0
+        self._produced = list(produced.ids)
+        self._chars = produced.chars
         self._running: RunningSequence | None = None
         self._outcome: asyncio.Future[Outcome] | None = None
         # Output offsets: what the transport took, what the client allows, what the worker may send up to.
-        self._taken = 0
+        self._taken = len(produced.ids)
         self._allowed = context.client_window
         self._limit = 0
 
     @property
     def output_tokens(self) -> int:
         return len(self._produced)
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Tokens that came and that the transport has not taken."""
+        return len(self._produced) - self._taken
 
     async def run(self) -> ChoiceResult:
         """Return once the choice ended for good. Raises the error that ended it otherwise."""
@@ -179,6 +206,7 @@ class SequenceRun:
             arrival_unix_us=context.arrival_unix_us,
             queue_ttl_s=self._patience_s(),
             ticket=context.ticket,
+            traceparent=self.timer.traceparent,
         )
 
     def _patience_s(self) -> float:
@@ -206,6 +234,7 @@ class SequenceRun:
             produced_ids=tuple(self._produced),
             delivered_chars=self._chars,
             time_left_s=time_left_s,
+            traceparent=self.timer.traceparent,
         )
         self._outcome = asyncio.get_running_loop().create_future()
         self._running = context.workers.start(start, self)
@@ -245,6 +274,8 @@ class SequenceRun:
         return decision
 
     def _log_placed_again(self, grant: Grant, outcome: Outcome) -> None:
+        cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
+        self._context.telemetry.placed_again(cause)
         log.info(
             "sequence.placed_again",
             request_id=self.spec.request_id,
@@ -265,7 +296,9 @@ class SequenceRun:
 
     def _result(self, end: SequenceEnd) -> ChoiceResult:
         self.cached_tokens = end.cached_tokens
-        self.timer.enter(Stage.SEND, self._context.clock.monotonic_s())
+        now_s = self._context.clock.monotonic_s()
+        self._pace.finished(len(self._produced), now_s)
+        self.timer.enter(Stage.SEND, now_s)
         self.timer.split_wait(end.engine_wait_us / 1e6)
         return ChoiceResult(self.choice, end.reason, end.stop, end.output_tokens)
 
@@ -281,8 +314,11 @@ class SequenceRun:
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
+        now_s = self._context.clock.monotonic_s()
         if self.timer.current is not Stage.DECODE:
-            self.timer.enter(Stage.DECODE, self._context.clock.monotonic_s())
+            self.timer.enter(Stage.DECODE, now_s)
+        if ids:
+            self._pace.tokens(len(ids), now_s)
         if offset != len(self._produced):
             self._resolve(Lost(f"token {offset} came where {len(self._produced)} was due"))
             return

@@ -17,6 +17,7 @@ from services.gateway.service import GatewayService
 from services.gateway.session import MuxedSession
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
+from services.rpc.interceptors.arrival import many_requests
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -68,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Session(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context
     ) -> None:
+        many_requests()
         session = MuxedSession(self._service, principal(), self._received)
         try:
             with BoundedWrites(context, self._write_timeout_s) as writes:

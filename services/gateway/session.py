@@ -10,9 +10,8 @@ from typing import Final
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import FairwayError, InvalidInput, QueueFull
 from services.core.generation import Principal, TokenLogprobs
-from services.gateway.events import Accepted, Finished, Received
+from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.messages import accepted_message, finished_message
-from services.gateway.request import Request
 from services.gateway.service import GatewayService
 from services.rpc import bounds
 from services.rpc.convert_inference import token_logprobs
@@ -37,7 +36,7 @@ class SessionStream:
         self._stream_id = stream_id
         self._base = stream_id << CHOICE_BITS
         self.manual = manual
-        self.request: Request | None = None
+        self.request: Handle | None = None
 
     def on_accepted(self, accepted: Accepted) -> None:
         self._session.accepted.append(
@@ -110,7 +109,7 @@ class MuxedSession:
             for stream_id in message.cancel.stream_ids:
                 stream = self.streams.get(stream_id)
                 if stream is not None and stream.request is not None:
-                    stream.request.cancel()
+                    stream.request.withdraw()
         else:
             raise InvalidInput("the message is none of start, credit and cancel", field="kind")
 

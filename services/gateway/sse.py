@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from services.core.generation import Usage
+from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.http_io import Reply, foremost
 from services.gateway.openai_answers import Frames, Identity, finish_reasons
@@ -23,6 +23,8 @@ from services.gateway.openai_requests import Wanted
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
+# The answer is that of an earlier request with the same idempotency key.
+REPLAYED: Final = (b"idempotent-replayed", b"true")
 
 
 class EventStream:
@@ -38,6 +40,7 @@ class EventStream:
         self._opening: list[bytes] = []
         self._accepted = 0
         self._usages: list[Usage] = []
+        self._clocks: list[StageClock] = []
 
     async def run(self, sources: Sequence[AsyncGenerator[Event, None]]) -> None:
         """Return once the answer is complete. Raises the first error of a generation, the others ended."""
@@ -75,7 +78,11 @@ class EventStream:
 
     async def _on_accepted(self, number: int, event: Accepted) -> None:
         if self._frames is None:
-            identity = Identity(self._request_id, self._created_unix_s, event.model, event.version_digest)
+            request_id, created_unix_s = self._request_id, self._created_unix_s
+            if event.replayed:
+                request_id, created_unix_s = original(event, number)
+                self._reply.add_header(*REPLAYED)
+            identity = Identity(request_id, created_unix_s, event.model, event.version_digest)
             self._frames = Frames(self._wanted, identity)
         if self._wanted.dialect == "chat":
             first = number * self._wanted.choices
@@ -95,9 +102,15 @@ class EventStream:
 
     async def _on_finished(self, number: int, event: Finished, frames: Frames) -> None:
         self._usages.append(event.usage)
+        self._clocks.append(event.clock)
         first = number * self._wanted.choices
         parts = [frames.finish(first + choice, reason) for choice, reason in finish_reasons(event).items()]
         last = len(self._usages) == len(self._wanted.generations)
         if last:
-            parts += [frames.usage(self._usages), DONE]
+            parts += [frames.stage_clock(self._clocks), frames.usage(self._usages), DONE]
         await self._reply.write(b"".join(parts), last=last)
+
+
+def original(accepted: Accepted, number: int) -> tuple[str, int]:
+    """Return id and time of the request that was accepted, of which this was generation ``number``."""
+    return accepted.request_id.removesuffix(f"-{number}"), accepted.received_unix_us // 1_000_000

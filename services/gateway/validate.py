@@ -13,10 +13,10 @@ from random import Random
 from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
+from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
 from services.core.generation import GenerationSpec, Principal, SamplingParams
 from services.core.records import Priority
-from services.gateway.catalog import ModelCatalog, Route
+from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.chat_template import Message
 from services.gateway.text_model import SamplingDefaults, TextModel
 from services.gateway.tokenise import Tokeniser
@@ -56,17 +56,22 @@ class Validator:
         self._max_fanout_tokens = max_fanout_tokens
 
     async def resolve(
-        self, principal: Principal, generation: inference_pb2.Generation, request_id: str
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        *,
+        pinned: PinnedVersion | None = None,
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
-        Raises InvalidInput, PromptTooLong, UnsupportedFeature, ModelNotFound, PermissionDenied, or what
+        ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more.
+
+        Raises InvalidInput, PromptTooLong, ModelNotFound, PermissionDenied, or what
         fetching the model's tokenizer raises.
         """
         bounds.check(generation)
-        if generation.idempotency_key:
-            raise UnsupportedFeature("idempotency keys are not offered yet", field="idempotency_key")
-        route = self._route(principal, generation.model)
+        route = self._route(principal, generation.model, pinned)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
@@ -108,9 +113,9 @@ class Validator:
         model = await self._catalog.text_model(route.version_digest)
         return route, len(await self._prompt_ids(principal, generation, model))
 
-    def _route(self, principal: Principal, model: str) -> Route:
+    def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
         self._identity.authorise_model(principal, model)
-        return self._catalog.resolve(model)
+        return self._catalog.resolve(model) if pinned is None else self._catalog.resolve_pinned(model, pinned)
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
         """The class that was asked for; else the standard one, or the tenant's highest if that is lower."""

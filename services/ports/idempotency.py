@@ -131,8 +131,10 @@ class IdempotencyStore(Protocol):
         A record that outgrows its bound, or its tenant's, loses its log and answers TOO_LARGE from then on.
         """
 
-    async def finish(self, hold: Hold, chunk: bytes, reservation: Reservation, usage: Usage) -> Written:
-        """End the record for good with a last chunk, give the slot back and charge the tokens: all or nothing.
+    async def finish(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        """End the record for good with a last chunk, give the slot back and charge: all or nothing.
 
         What was charged by a release before is not charged again.
         """

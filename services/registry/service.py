@@ -7,7 +7,6 @@ a client sends can replace one. Implements ``ports.registry.VersionSource`` for 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -29,7 +28,6 @@ from services.core.manifest import (
     CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
     Manifest,
-    ManifestFile,
     canonical_json,
     check_manifest,
     digest_of,
@@ -37,16 +35,31 @@ from services.core.manifest import (
     parse,
 )
 from services.core.paging import page_of
-from services.core.records import MODELS, Tag, VersionRecord, dump, load, tag_key, version_key
+from services.core.records import (
+    DEPLOYMENTS,
+    MODELS,
+    Deployment,
+    Tag,
+    VersionRecord,
+    dump,
+    load,
+    model_users_key,
+    tag_key,
+    version_key,
+)
 from services.ports.blob_store import BlobStore
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
+from services.registry.garbage import Collected, Collector
+from services.registry.sweep_fence import SweepFence
+from services.registry.verification import verify
 
 log = structlog.get_logger()
 
 _TAG: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 _MISSING_BATCH: Final = 4096
-_TAG_TRIES: Final = 5
+_TRIES: Final = 5  # of a commit that others get in the way of
+_PARALLEL_VERIFICATIONS: Final = 2
 UPLOAD_IDLE_S: Final = 30.0
 
 
@@ -64,6 +77,9 @@ class RegistryService:
         self._store = store
         self._blobs = blobs
         self._clock = clock
+        self._fence = SweepFence(store, clock)
+        self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
+        self._verifying = asyncio.Semaphore(_PARALLEL_VERIFICATIONS)
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored, each once, in the order given."""
@@ -77,8 +93,6 @@ class RegistryService:
         """
         if not 1 <= size_bytes <= CHUNK_BYTES:
             raise InvalidInput(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="header.size_bytes")
-        if not await self._blobs.missing([digest]):
-            return
         await self._blobs.put(digest, _timely(digest, data), size_bytes)
 
     def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
@@ -88,31 +102,69 @@ class RegistryService:
     async def create_version(self, model: str, manifest: Manifest) -> tuple[VersionRecord, bool]:
         """Return the version and whether this call made it. Every byte of it was read and verified.
 
-        Raises InvalidInput for a manifest that no version may have, FailedPrecondition for chunks that
-        are not stored, IntegrityError where the joined chunks are not the file they claim to be.
+        So is one that was there: what the store lost or damaged since counts as missing. Raises InvalidInput
+        for a manifest or a file that no version may have, FailedPrecondition for chunks that are not stored,
+        IntegrityError where the joined chunks are not the file they claim to be.
         """
         check_manifest(manifest)
         body = canonical_json(manifest)
         if len(body) > MAX_MANIFEST_BYTES:
             raise InvalidInput(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes", field="manifest")
-        digest = digest_of(manifest)
-        key = version_key(model, digest)
-        if (entry := await self._store.get(key)) is not None:
-            return load(entry.value, VersionRecord), False
+        record = VersionRecord(model, digest_of(manifest), manifest.size_bytes, self._clock.unix_s())
         await self._require_chunks(manifest)
-        for file in manifest.files:
-            await self._verify_file(file)
-        await self._blobs.put(digest, _pieces(body), len(body))
-        record = VersionRecord(model, digest, manifest.size_bytes, self._clock.unix_s())
-        if isinstance(await self._store.commit([Put(key, dump(record))], [ModRevisionIs(key, 0)]), Committed):
-            log.info("version.created", model=model, digest=digest, size_bytes=record.size_bytes)
-            return record, True
-        return await self._record(model, digest), False
+        async with self._verifying:
+            await verify(self._blobs, manifest)
+        for _ in range(_TRIES):
+            await self._keep_manifest(record.digest, body)
+            conditions = await self._fence.conditions()
+            await self._require_chunks(manifest)
+            if await self._blobs.missing([record.digest]):
+                continue
+            key = version_key(model, record.digest)
+            if (entry := await self._store.get(key)) is not None:
+                return load(entry.value, VersionRecord), False
+            done = await self._store.commit([Put(key, dump(record))], [ModRevisionIs(key, 0), *conditions])
+            if isinstance(done, Committed):
+                log.info("version.created", model=model, digest=record.digest, size_bytes=record.size_bytes)
+                return record, True
+        raise Conflict("garbage is being collected again and again: try again", model=model)
+
+    async def delete_version(self, model: str, digest: str) -> None:
+        """Forget a version; what only it needed goes with the next garbage collection.
+
+        Raises NotFound, FailedPrecondition while a tag or a deployment uses it, naming the first.
+        """
+        for _ in range(_TRIES):
+            version = await self._version_entry(model, digest)
+            users = await self._store.get(model_users_key(model))
+            await self._require_unused(model, digest)
+            done = await self._store.commit(
+                [Delete(version.key)],
+                [
+                    ModRevisionIs(version.key, version.mod_revision),
+                    ModRevisionIs(model_users_key(model), users.mod_revision if users is not None else 0),
+                ],
+            )
+            if isinstance(done, Committed):
+                log.info("version.deleted", model=model, digest=digest)
+                return
+        raise Conflict(f"tags and deployments of {model} are being changed: try again", model=model)
+
+    async def collect_garbage(self, *, min_age_s: float = 0.0, dry_run: bool = False) -> Collected:
+        """Delete what no version needs and is old enough; see ``garbage.py``."""
+        return await self._garbage.collect(min_age_s=min_age_s, dry_run=dry_run)
 
     async def get_version(self, model: str, version: str) -> tuple[VersionRecord, Manifest]:
         """Return a version by digest or tag. Raises NotFound, IntegrityError for a damaged manifest."""
         record = await self._record(model, await self.resolve(model, version))
-        return record, parse(await self._manifest_bytes(record.digest), record.digest)
+        try:
+            return record, await self._manifest(record.digest)
+        except (NotFound, IntegrityError) as error:
+            raise IntegrityError(
+                f"the manifest of {model} {record.digest} was lost or damaged: publish the version again",
+                model=model,
+                digest=record.digest,
+            ) from error
 
     async def resolve(self, model: str, version: str) -> str:
         """Return the digest that a digest or a tag names. Raises NotFound for a tag that is not set."""
@@ -157,7 +209,7 @@ class RegistryService:
         key = version_key(model, digest)
         version = await self._version_entry(model, digest)
         done = await self._store.commit(
-            [Put(tag_key(model, tag), dump(Tag(model, tag, digest)))],
+            [Put(tag_key(model, tag), dump(Tag(model, tag, digest))), Put(model_users_key(model), b"")],
             [ModRevisionIs(key, version.mod_revision)],
         )
         if not isinstance(done, Committed):
@@ -168,7 +220,7 @@ class RegistryService:
     async def delete_tag(self, model: str, tag: str) -> None:
         """Remove a tag; versions stay. Raises NotFound when it is not set."""
         key = tag_key(model, tag)
-        for _ in range(_TAG_TRIES):
+        for _ in range(_TRIES):
             entry = await self._store.get(key)
             if entry is None:
                 raise NotFound(f"{model} has no tag {tag}", model=model, tag=tag)
@@ -187,14 +239,37 @@ class RegistryService:
             raise ModelNotFound(f"{model} has no version {digest}", model=model, digest=digest)
         return entry
 
-    async def _manifest_bytes(self, digest: str) -> bytes:
+    async def _require_unused(self, model: str, digest: str) -> None:
+        tags = [tag for tag, named in (await self.tags(model)).items() if named == digest]
+        if tags:
+            raise FailedPrecondition(
+                f"the tag {tags[0]} of {model} points at {digest}: move or delete it first",
+                model=model,
+                tag=tags[0],
+            )
+        for entry in (await self._store.list(DEPLOYMENTS)).entries:
+            deployment = load(entry.value, Deployment)
+            if (deployment.model, deployment.version_digest) == (model, digest):
+                name = deployment.meta.name
+                raise FailedPrecondition(
+                    f"the deployment {name} runs {digest}: update or delete it first", deployment=name
+                )
+
+    async def _keep_manifest(self, digest: str, body: bytes) -> None:
+        """The manifest is stored and whole."""
+        try:
+            await self._manifest(digest)
+        except (NotFound, IntegrityError):
+            await self._blobs.put(digest, _pieces(body), len(body))
+
+    async def _manifest(self, digest: str) -> Manifest:
         body = bytearray()
         async with aclosing(self._blobs.get(digest)) as pieces:
             async for piece in pieces:
                 body += piece
                 if len(body) > MAX_MANIFEST_BYTES:
                     raise IntegrityError(f"the manifest {digest} is too large", digest=digest)
-        return bytes(body)
+        return parse(bytes(body), digest)
 
     async def _missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         found: list[str] = []
@@ -212,27 +287,6 @@ class RegistryService:
                 chunks=len(wanted),
                 first=missing[0],
             )
-
-    async def _verify_file(self, file: ManifestFile) -> None:
-        """Read the chunks in order: each has the size that its place demands, the whole the file's digest."""
-        whole = hashlib.sha256()
-        for index, chunk in enumerate(file.chunks):
-            size, expected = 0, file.chunk_bytes(index)
-            async with aclosing(self._blobs.get(chunk)) as pieces:
-                async for piece in pieces:
-                    size += len(piece)
-                    whole.update(piece)
-                    await self._clock.sleep(0)  # hashing gigabytes must not starve the other calls
-            if size != expected:
-                raise IntegrityError(
-                    f"chunk {index} of {file.path} has {size} bytes, not {expected}",
-                    path=file.path,
-                    chunk=chunk,
-                    size_bytes=size,
-                    expected_bytes=expected,
-                )
-        if "sha256:" + whole.hexdigest() != file.digest:
-            raise IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -88,6 +89,20 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def DeleteTag(self, request: pb.DeleteTagRequest, context: Context) -> pb.DeleteTagResponse:
         await self._service.delete_tag(request.model, request.tag)
         return pb.DeleteTagResponse()
+
+    async def DeleteVersion(
+        self, request: pb.DeleteVersionRequest, context: Context
+    ) -> pb.DeleteVersionResponse:
+        await self._service.delete_version(request.model, request.digest)
+        return pb.DeleteVersionResponse()
+
+    async def CollectGarbage(
+        self, request: pb.CollectGarbageRequest, context: Context
+    ) -> pb.CollectGarbageResponse:
+        collected = await self._service.collect_garbage(
+            min_age_s=request.min_age.ToTimedelta().total_seconds(), dry_run=request.dry_run
+        )
+        return pb.CollectGarbageResponse(**asdict(collected))
 
 
 async def _data(parts: AsyncIterator[pb.UploadChunkRequest]) -> AsyncIterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -12,11 +13,15 @@ from services.core.errors import InvalidInput
 from services.core.records import (
     ApiKey,
     Deployment,
+    EventKind,
+    EventRecord,
     KeyRole,
     LoadedVersion,
     Meta,
     Node,
+    Tag,
     Tenant,
+    VersionRecord,
     VersionState,
     Worker,
 )
@@ -32,6 +37,10 @@ _STATES_OUT: Final = {
     VersionState.RESTARTING: worker_pb2.VERSION_STATE_RESTARTING,
     VersionState.FAILED: worker_pb2.VERSION_STATE_FAILED,
 }
+
+
+KINDS: Final = {kind: pb.ResourceKind.Value(f"RESOURCE_KIND_{kind.name}") for kind in EventKind}
+_KINDS_BACK: Final = {number: kind for kind, number in KINDS.items()}
 
 
 def tenant_from_proto(message: pb.Tenant) -> Tenant:
@@ -115,25 +124,35 @@ def deployment_to_proto(
     )
 
 
-def replica_to_proto(worker_id: str, loaded: LoadedVersion | None) -> pb.ReplicaStatus:
+def replica_to_proto(
+    worker_id: str, loaded: LoadedVersion | None, *, version_digest: str
+) -> pb.ReplicaStatus:
     """Return one replica; a worker that has not spoken of it yet leaves its state unspecified."""
     if loaded is None:
-        return pb.ReplicaStatus(worker_id=worker_id, message="assigned")
+        return pb.ReplicaStatus(worker_id=worker_id, message="assigned", version_digest=version_digest)
     return pb.ReplicaStatus(
         worker_id=worker_id,
+        version_digest=version_digest,
         state=_STATES_OUT[loaded.state],
         message=loaded.message,
         progress_ratio=loaded.progress_ratio,
+        reason=loaded.reason,
+        failed_attempts=loaded.failed_attempts,
+        retry_time=_timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
     )
 
 
-def node_to_proto(node: Node, etag: str, worker: Worker | None, incarnation: int) -> pb.Node:
+def node_to_proto(
+    node: Node, etag: str, worker: Worker | None, incarnation: int, drain: pb.DrainProgress | None = None
+) -> pb.Node:
     """Return a node; one whose worker is not alive has no address and no versions."""
     found = pb.Node(
         metadata=pb.Metadata(name=node.worker_id, etag=etag),
         incarnation=incarnation,
         cordoned=node.cordoned,
         draining=node.draining,
+        state=pb.NODE_STATE_LOST if worker is None else pb.NODE_STATE_LIVE,
+        drain=drain,
     )
     if worker is not None:
         found.metadata.labels.update(worker.labels)
@@ -141,6 +160,7 @@ def node_to_proto(node: Node, etag: str, worker: Worker | None, incarnation: int
         found.draining = node.draining or worker.draining
         found.device = worker.device
         found.memory_bytes = worker.memory_bytes
+        found.memory_free_bytes = worker.memory_free_bytes
         found.zone = worker.zone
         found.versions.extend(_loaded_to(loaded) for loaded in worker.versions)
     return found
@@ -156,7 +176,48 @@ def _loaded_to(loaded: LoadedVersion) -> worker_pb2.LoadedVersion:
         progress_ratio=loaded.progress_ratio,
         kv_blocks_total=loaded.kv_blocks_total,
         engine_restarts=loaded.engine_restarts,
+        reason=loaded.reason,
+        failed_attempts=loaded.failed_attempts,
+        retry_time=_timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=loaded.kv_bytes,
+        needed_bytes=loaded.needed_bytes,
     )
+
+
+def event_to_proto(name: str, record: EventRecord) -> pb.Event:
+    return pb.Event(
+        name=name,
+        time=_timestamp(record.time_unix_s),
+        kind=KINDS[record.kind],
+        resource=record.resource,
+        reason=record.reason,
+        severity=pb.EVENT_SEVERITY_WARNING if record.warning else pb.EVENT_SEVERITY_INFO,
+        message=record.message,
+    )
+
+
+def event_kinds(kinds: Iterable[pb.ResourceKind.ValueType]) -> frozenset[EventKind]:
+    """Return the kinds of events. Raises InvalidInput for one that no event has."""
+    found: set[EventKind] = set()
+    for kind in kinds:
+        if kind not in _KINDS_BACK:
+            raise InvalidInput(f"there are no events of {pb.ResourceKind.Name(kind)}", field="kinds")
+        found.add(_KINDS_BACK[kind])
+    return frozenset(found)
+
+
+def model_version_to_proto(version: VersionRecord) -> pb.ModelVersion:
+    return pb.ModelVersion(
+        model=version.model,
+        version_digest=version.digest,
+        size_bytes=version.size_bytes,
+        create_time=_timestamp(version.create_unix_s),
+    )
+
+
+def model_tag_to_proto(tag: Tag) -> pb.ModelTag:
+    return pb.ModelTag(model=tag.model, tag=tag.tag, version_digest=tag.digest)
 
 
 def _meta_from(message: pb.Metadata) -> Meta:

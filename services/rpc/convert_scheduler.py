@@ -42,6 +42,7 @@ def place_to_proto(placement_id: int, spec: PlaceSpec, queue_ttl_s: float) -> sc
         queue_ttl_ms=_ms(queue_ttl_s),
         excluded_workers=spec.excluded_workers,
         ticket=spec.ticket,
+        traceparent=spec.traceparent,
     )
 
 
@@ -60,6 +61,7 @@ def place_from_proto(message: scheduler_pb2.PlaceRequest) -> tuple[int, PlaceSpe
         queue_ttl_s=message.queue_ttl_ms / 1000,
         ticket=message.ticket,
         excluded_workers=tuple(message.excluded_workers),
+        traceparent=message.traceparent,
     )
 
 

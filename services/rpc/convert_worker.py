@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
@@ -240,7 +241,19 @@ def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
         progress_ratio=version.progress_ratio,
         kv_blocks_total=version.kv_blocks_total,
         engine_restarts=version.engine_restarts,
+        reason=version.reason,
+        failed_attempts=version.failed_attempts,
+        retry_time=_timestamp(version.retry_unix_s) if version.retry_unix_s else None,
+        weight_bytes=version.weight_bytes,
+        kv_bytes=version.kv_bytes,
+        needed_bytes=version.needed_bytes,
     )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    found = Timestamp()
+    found.FromMilliseconds(round(unix_s * 1000))
+    return found
 
 
 def _seconds(duration: Duration) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,6 +74,7 @@ class RpcServer:
         self._services = services
         self._listen = listen
         self._health = HealthServicer()
+        self._parts: dict[str, bool] = {}
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
         outermost = (
@@ -123,6 +124,17 @@ class RpcServer:
         )
         for name in ("", *(service.descriptor.full_name for service in self._services)):
             await self._health.set(name, status)
+
+    async def set_parts(self, serving: Mapping[str, bool]) -> None:
+        """Answer health checks of these names so; a name that is no longer there is unknown."""
+        statuses = health_pb2.HealthCheckResponse
+        for name in [name for name in self._parts if name not in serving]:
+            del self._parts[name]
+            await self._health.set(name, statuses.SERVICE_UNKNOWN)
+        for name, serves in serving.items():
+            if self._parts.get(name) is not serves:
+                self._parts[name] = serves
+                await self._health.set(name, statuses.SERVING if serves else statuses.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new RPCs, give running ones ``grace_s``, then cancel them."""

@@ -37,6 +37,14 @@ class Settings(BaseModel):
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
     admin_key_file: Path | None = None
     registry: Address = "127.0.0.1:9091"
+    blob_store: str = Field(
+        default="folder", pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$"
+    )
+    s3_endpoint: str = Field(default="", pattern=r"^(https?://[^\s/@]+/?)?$")
+    s3_region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,64}$")
+    s3_path_style: bool = True
+    s3_credentials_file: Path | None = None
+    s3_ca_file: Path | None = None
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
     zone: str = Field(default="", max_length=64)
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
@@ -64,6 +72,12 @@ class Settings(BaseModel):
     predicted_output_tokens: int = Field(default=256, ge=1, le=1_048_576)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
     heartbeat_s: float = Field(default=5.0, gt=0, le=300)
+    detach_grace_s: float = Field(default=30.0, ge=0, le=3600)
+    idempotency_lease_s: float = Field(default=5.0, ge=1, le=60)
+    idempotency_body_s: float = Field(default=3600.0, ge=10, le=86_400)
+    idempotency_tombstone_s: float = Field(default=86_400.0, ge=10, le=2_592_000)
+    idempotency_tenant_keys: int = Field(default=250_000, ge=1, le=10_000_000)
+    idempotency_tenant_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
 
     @field_validator("etcd_endpoints", mode="before")
     @classmethod

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Callable
 from typing import Final, Literal
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
-
-from services.ports.clock import Clock
 
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -26,16 +25,16 @@ class LineBudget:
     What it does not let through is counted, so that a log says by how much it is incomplete.
     """
 
-    def __init__(self, clock: Clock, per_s: float) -> None:
-        self._clock = clock
+    def __init__(self, monotonic_s: Callable[[], float], per_s: float) -> None:
+        self._monotonic_s = monotonic_s
         self._per_s = per_s
         self._left = per_s
-        self._at_s = clock.monotonic_s()
+        self._at_s = monotonic_s()
         self.suppressed = 0
 
     def take(self) -> bool:
         """Whether to write a line now."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._monotonic_s()
         self._left = min(self._per_s, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1.0:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _UNLIMITED: Final = 1e9
 
@@ -46,3 +48,13 @@ def default_engine_threads() -> int:
     hundreds of barriers of a step, for whichever of its threads was scheduled away.
     """
     return max(1, available_cpus() // 2)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return how much memory of a process is resident; 0 when there is no such process."""
+    if not pid:
+        return 0
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -84,6 +84,19 @@ class _Worker:
     sums: dict[str, _Sums] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolLevels:
+    """The workers of one version together. ``kv_tokens_free``: on those that serve, granted to nobody."""
+
+    granted: int = 0
+    running: int = 0
+    waiting: int = 0
+    workers: int = 0
+    serving_workers: int = 0
+    kv_tokens_total: int = 0
+    kv_tokens_free: int = 0
+
+
 class FleetView:
     """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
 
@@ -103,9 +116,40 @@ class FleetView:
     def outstanding(self) -> int:
         return sum(len(worker.outstanding) for worker in self._workers.values())
 
+    @property
+    def workers_by_state(self) -> dict[str, int]:
+        """How many workers are placed on, silent, draining, or away."""
+        found = {"placed_on": 0, "silent": 0, "draining": 0, "away": 0}
+        for worker in self._workers.values():
+            found[_state(worker)] += 1
+        return found
+
+    def view_age_s(self, now_s: float) -> float:
+        """Return since when the connected worker that was longest not heard was last heard; 0 without any."""
+        heard = [worker.report_s for worker in self._workers.values() if worker.connected]
+        return now_s - min(heard, default=now_s)
+
     def candidates(self, digest: str) -> Mapping[str, Candidate]:
         """Return the pools of a version by worker. A snapshot of values in a mapping that is read only."""
         return self._candidates.get(digest, _EMPTY)
+
+    def levels_by_version(self) -> dict[str, PoolLevels]:
+        """Return what the workers of each version report, with what is granted and not reported yet."""
+        return {digest: self._levels(digest, found) for digest, found in self._candidates.items()}
+
+    def _levels(self, digest: str, candidates: Mapping[str, Candidate]) -> PoolLevels:
+        workers = [self._workers[worker_id] for worker_id in candidates]
+        pools = [worker.pools[digest] for worker in workers]
+        serving = [candidate for candidate in candidates.values() if candidate.serving]
+        return PoolLevels(
+            granted=sum(worker.sums[digest].grants for worker in workers if digest in worker.sums),
+            running=sum(pool.running for pool in pools),
+            waiting=sum(pool.waiting for pool in pools),
+            workers=len(pools),
+            serving_workers=len(serving),
+            kv_tokens_total=sum(pool.kv_blocks_total * pool.block_size for pool in pools),
+            kv_tokens_free=sum(max(0, candidate.kv_tokens_room) for candidate in serving),
+        )
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -280,6 +324,14 @@ class FleetView:
         worker.pools = {}
         self._refresh(worker, digests)
         del self._workers[worker.worker_id]
+
+
+def _state(worker: _Worker) -> str:
+    if not (worker.connected and worker.honours):
+        return "away"
+    if worker.silent:
+        return "silent"
+    return "draining" if worker.draining else "placed_on"
 
 
 def _candidate(worker: _Worker, digest: str) -> Candidate:

@@ -36,6 +36,7 @@ from services.scheduler.policy.placement import (
 from services.scheduler.policy.queue_order import ArrivalOrder, OrderPolicy, QueueOrder, order_key
 from services.scheduler.policy.room import NO_ROOM, RoomSummary, room_of
 from services.scheduler.refusals import queue_full, timed_out, too_long
+from services.scheduler.telemetry import GRANTED, WITHDRAWN, QueueObserver, Unobserved
 
 _ENTRY_BYTES: Final = 1024  # what a waiting placement takes besides its strings
 
@@ -64,6 +65,7 @@ class Waiting:
     number: int
     deadline_s: float
     size_bytes: int
+    queued_s: float = 0.0
     bypassed: int = 0
 
     @property
@@ -97,6 +99,7 @@ class FlowQueue:
         rng: Random,
         *,
         new_order: Callable[[], QueueOrder[Waiting]] = ArrivalOrder,
+        observer: QueueObserver | None = None,
     ) -> None:
         self._fleet = fleet
         self._limits = limits
@@ -104,6 +107,7 @@ class FlowQueue:
         self._profile = profile
         self._rng = rng
         self._new_order = new_order
+        self._observer = observer or Unobserved()
         self._pools: dict[str, _Pool] = {}
         self._waiting: dict[tuple[int, int], Waiting] = {}
         self._granted: dict[tuple[int, int], Grant] = {}
@@ -126,11 +130,13 @@ class FlowQueue:
         if (session, placement_id) in self._waiting or (session, placement_id) in self._granted:
             error = InvalidInput("the placement id is in use on this stream", field="placement_id")
             self._refuse(session, placement_id, error)
+            self._observer.ended(spec, error.reason, now_s, now_s, "")
             return
         size_bytes = _ENTRY_BYTES + len(spec.ticket) + sum(map(len, spec.excluded_workers))
         refusal = self._full(spec, size_bytes, now_s)
         if refusal is not None:
             self._refuse(session, placement_id, refusal)
+            self._observer.ended(spec, refusal.reason, now_s, now_s, "")
             return
         self._numbers += 1
         predicted = self._limits.predicted_output_tokens
@@ -143,6 +149,7 @@ class FlowQueue:
             number=self._numbers,
             deadline_s=now_s + spec.queue_ttl_s,
             size_bytes=size_bytes,
+            queued_s=now_s,
         )
         self._waiting[session, placement_id] = item
         self._pool(spec.version_digest).order.add(item)
@@ -151,23 +158,26 @@ class FlowQueue:
         share.size_bytes += size_bytes
         heapq.heappush(self._deadlines, (item.deadline_s, item.number, item))
         self._dirty[spec.version_digest] = None
+        self._observer.entered(spec)
 
-    def cancel(self, session: int, placement_id: int) -> None:
+    def cancel(self, session: int, placement_id: int, now_s: float) -> None:
         """Withdraw a placement: queued, it is dropped; granted and not started, its room is given back."""
         item = self._waiting.get((session, placement_id))
         if item is not None:
             self._drop(item)
+            self._observer.ended(item.spec, WITHDRAWN, item.queued_s, now_s, "")
             self._dirty[item.spec.version_digest] = None  # it may have held the others up
             return
         grant = self._granted.pop((session, placement_id), None)
         if grant is not None and self._fleet.give_back(grant):
             self._dirty[grant.version_digest] = None
 
-    def withdraw_all(self, session: int) -> None:
+    def withdraw_all(self, session: int, now_s: float) -> None:
         """A gateway went away: drop what it has queued. Grants it may have used lapse by themselves."""
         for key, item in list(self._waiting.items()):
             if key[0] == session:
                 self._drop(item)
+                self._observer.ended(item.spec, WITHDRAWN, item.queued_s, now_s, "")
                 self._dirty[item.spec.version_digest] = None
         for key in [key for key in self._granted if key[0] == session]:
             del self._granted[key]
@@ -198,8 +208,18 @@ class FlowQueue:
             if self._waiting.get((item.session, item.placement_id)) is item:
                 error = self._timed_out(item, now_s)
                 self._drop(item)
+                self._observer.ended(item.spec, error.reason, item.queued_s, now_s, "")
                 self._refuse(item.session, item.placement_id, error)
                 self._dirty[item.spec.version_digest] = None
+
+    def waiting_by_version(self) -> dict[str, list[Waiting]]:
+        """Return what waits, by version, in the order in which it is tried."""
+        return {digest: list(pool.order.in_order()) for digest, pool in self._pools.items()}
+
+    def drain_s(self, digest: str, now_s: float) -> float | None:
+        """Return how long what a version has queued takes to leave, None while no grants tell how fast."""
+        pool = self._pools.get(digest)
+        return None if pool is None else pool.rate.drain_s(len(pool.order), now_s)
 
     def next_deadline_s(self) -> float:
         """Return when ``expire`` may next have something to do; infinite when never."""
@@ -254,6 +274,7 @@ class FlowQueue:
             elif found.never_fits:
                 error = too_long(item.spec, self._fleet.candidates(digest).values())
                 self._drop(item)
+                self._observer.ended(item.spec, error.reason, item.queued_s, now_s, "")
                 self._refuse(item.session, item.placement_id, error)
             else:
                 looked_past += 1
@@ -278,6 +299,7 @@ class FlowQueue:
             worker_id, spec.version_digest, item.demand, route_revision=spec.route_revision, now_s=now_s
         )
         self._drop(item)
+        self._observer.ended(spec, GRANTED, item.queued_s, now_s, worker_id)
         key = item.session, item.placement_id
         self._granted[key] = grant
         hold_s = self._fleet.limits.grant_ttl_s + self._fleet.limits.transit_margin_s
@@ -297,6 +319,7 @@ class FlowQueue:
         """Take the placement out of the queue. Its pool goes with the next pass over it."""
         del self._waiting[item.session, item.placement_id]
         self._pools[item.spec.version_digest].order.discard(item)
+        self._observer.left(item.spec)
         share = self._tenants[item.spec.tenant_id]
         share.count -= 1
         share.size_bytes -= item.size_bytes

@@ -15,13 +15,18 @@ import structlog
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
 from services.core.fleet import PlacementFrame, Refused, ReportSnapshot
 from services.core.generation import PlaceSpec
+from services.core.paging import page_of
+from services.core.queues import PoolQueue
 from services.ports.clock import Clock
 from services.runtime.race import first_of
 from services.runtime.secrets import check_ticket
+from services.scheduler.queue_report import Now, pools_of
+from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Cancel, Report, Reporter, Session, Submit, Term, TermSettings
 
 log = structlog.get_logger()
 
+_STALLED_S: Final = 2.0
 _MAX_AGE_US: Final = 3600 * 1_000_000  # no arrival counts as older than this
 
 
@@ -39,7 +44,16 @@ class Leading(Protocol):
 class SchedulerService:
     """Implements ``ports.placement_stream.PlacementStreams`` for gateways; ``open_report`` is for workers."""
 
-    def __init__(self, ticket_key: bytes, settings: TermSettings, clock: Clock, rng: Random) -> None:
+    def __init__(
+        self,
+        ticket_key: bytes,
+        settings: TermSettings,
+        clock: Clock,
+        rng: Random,
+        *,
+        telemetry: SchedulerTelemetry | None = None,
+    ) -> None:
+        self._telemetry = telemetry
         self._ticket_key = ticket_key
         self._settings = settings
         self._clock = clock
@@ -51,16 +65,25 @@ class SchedulerService:
         """The current term, None while not leading."""
         return self._term
 
+    def problem(self) -> str:
+        """Return what keeps it from serving: empty while what is asked of it is decided in time."""
+        stalled_s = 0.0 if self._term is None else self._term.stalled_s()
+        return f"no decision for {stalled_s:.1f} s" if stalled_s > _STALLED_S else ""
+
     async def run(self, election: Leading) -> None:
         """Lead whenever the election is won, until cancelled."""
         while True:
             epoch = await election.wait_leading()
-            term = self._term = Term(epoch, self._settings, self._clock, self._rng)
+            term = self._term = Term(epoch, self._settings, self._clock, self._rng, telemetry=self._telemetry)
+            if self._telemetry is not None:
+                self._telemetry.term_started(term)
             log.info("scheduler.term_started", epoch=epoch)
             try:
                 await first_of(term.run(_still(election, epoch)), election.wait_lost(epoch))
             finally:
                 self._term = None
+                if self._telemetry is not None:
+                    self._telemetry.term_ended()
                 term.end(NoLeader("this scheduler leads no longer", retry_after_s=1.0))
                 log.info("scheduler.term_ended", epoch=epoch)
 
@@ -73,6 +96,14 @@ class SchedulerService:
         """Return a worker's stream. Raises NoLeader while not leading."""
         term = self._leading()
         return ReportStream(term, term.open_reporter(wake))
+
+    def pools(self, *, size: int, token: str, tenant: str) -> tuple[int, tuple[PoolQueue, ...], str]:
+        """Return the epoch and a page of the pools, as of now. Raises NoLeader while not leading."""
+        term = self._leading()
+        now = Now(self._clock.monotonic_s(), self._clock.unix_s())
+        found = pools_of(term.queue, term.fleet, now, tenant=tenant)
+        page, following = page_of(found, lambda pool: pool.version_digest, size=size, token=token)
+        return term.epoch, page, following
 
     def admitted(self, spec: PlaceSpec) -> None:
         """Return if the ticket of the placement is genuine and its own. Raises PermissionDenied."""

@@ -14,6 +14,7 @@ from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import FairwayError, InvalidInput, first_of
 from services.ports.clock import Clock
 from services.rpc import bounds
+from services.rpc.convert_queues import pool_to_proto
 from services.rpc.convert_scheduler import frame_to_proto, leadership, place_from_proto, report_from_proto
 from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
 
@@ -66,6 +67,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise first_of(failures) from None
         finally:
             stream.close()
+
+    async def ListPools(
+        self, request: scheduler_pb2.ListPoolsRequest, context: Context
+    ) -> scheduler_pb2.ListPoolsResponse:
+        epoch, pools, following = self._service.pools(
+            size=request.page_size, token=request.page_token, tenant=request.tenant
+        )
+        return scheduler_pb2.ListPoolsResponse(
+            pools=[pool_to_proto(pool) for pool in pools],
+            next_page_token=following,
+            leadership=leadership(epoch, self._leader_id),
+        )
 
     async def _write_outcomes(
         self, stream: GatewayStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context

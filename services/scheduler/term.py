@@ -26,6 +26,7 @@ from services.scheduler.fleet_view import FleetLimits, FleetView
 from services.scheduler.flow_queue import FlowQueue, QueueLimits
 from services.scheduler.policy.placement import PlacementProfile
 from services.scheduler.policy.queue_order import OrderPolicy
+from services.scheduler.telemetry import SchedulerTelemetry
 
 log = structlog.get_logger()
 
@@ -119,17 +120,57 @@ Command = Submit | Cancel | Leave | Report | Silence
 class Term:
     """Everything one leader decides with. A new epoch starts with a new one."""
 
-    def __init__(self, epoch: int, settings: TermSettings, clock: Clock, rng: Random) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        settings: TermSettings,
+        clock: Clock,
+        rng: Random,
+        *,
+        telemetry: SchedulerTelemetry | None = None,
+    ) -> None:
         self.epoch = epoch
         self.settings = settings
         self.fleet = FleetView(epoch, settings.fleet)
-        self.queue = FlowQueue(self.fleet, settings.queue, settings.order, settings.profile, rng)
+        self._decision = None if telemetry is None else telemetry.decision
+        self.queue = FlowQueue(
+            self.fleet, settings.queue, settings.order, settings.profile, rng, observer=telemetry
+        )
         self._clock = clock
         self._inbox: deque[Command] = deque()
         self._arrived = asyncio.Event()
         self._sessions: dict[int, Session] = {}
         self._reporters: dict[int, Reporter] = {}
         self._numbers = 0
+        self._stepped_s = self._arrived_s = clock.monotonic_s()
+
+    # --- how it stands ----------------------------------------------------------------------------
+
+    @property
+    def workers_by_state(self) -> dict[str, int]:
+        return self.fleet.workers_by_state
+
+    @property
+    def grants_outstanding(self) -> int:
+        return self.fleet.outstanding
+
+    @property
+    def gateways(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def inbox(self) -> int:
+        return len(self._inbox)
+
+    def view_age_s(self) -> float:
+        """Return since when the connected worker that was longest not heard was last heard."""
+        return self.fleet.view_age_s(self._clock.monotonic_s())
+
+    def stalled_s(self) -> float:
+        """Return for how long commands have waited without a turn of the owner; 0 while none wait."""
+        if not self._inbox:
+            return 0.0
+        return self._clock.monotonic_s() - max(self._stepped_s, self._arrived_s)
 
     # --- for the streams --------------------------------------------------------------------------
 
@@ -189,7 +230,11 @@ class Term:
             await self._wait()
             if not leads():
                 return
+            began_s = self._clock.monotonic_s()
             self.step()
+            self._stepped_s = now_s = self._clock.monotonic_s()
+            if self._decision is not None:
+                self._decision.observe(now_s - began_s)
 
     def step(self) -> None:
         """Take commands, expire, grant, deliver: one turn of the owner."""
@@ -200,7 +245,7 @@ class Term:
         self.queue.run_pass(now_s)
         self.queue.expire(now_s)
         self.queue.run_pass(now_s)  # what timed out may have held others up
-        self._deliver()
+        self._deliver(now_s)
 
     def check_integrity(self) -> None:
         self.fleet.check_integrity()
@@ -223,6 +268,8 @@ class Term:
                 await self._arrived.wait()
 
     def _put(self, command: Command) -> None:
+        if not self._inbox:
+            self._arrived_s = self._clock.monotonic_s()
         self._inbox.append(command)
         self._arrived.set()
 
@@ -241,11 +288,11 @@ class Term:
                         self.queue.submit(session.number, placement_id, spec, arrival_unix_us, now_s)
             case Cancel(session, placement_ids):
                 for placement_id in placement_ids:
-                    self.queue.cancel(session.number, placement_id)
+                    self.queue.cancel(session.number, placement_id, now_s)
             case Leave(session, unsent):
                 for placement_id in unsent:
-                    self.queue.cancel(session.number, placement_id)
-                self.queue.withdraw_all(session.number)
+                    self.queue.cancel(session.number, placement_id, now_s)
+                self.queue.withdraw_all(session.number, now_s)
             case Report(reporter, number, snapshot):
                 self._report(reporter, number, snapshot, now_s)
             case Silence(reporter):
@@ -274,12 +321,12 @@ class Term:
         reporter.applied = number
         reporter.wake()
 
-    def _deliver(self) -> None:
+    def _deliver(self, now_s: float) -> None:
         for number, outcome in self.queue.take_outcomes():
             session = self._sessions.get(number)
             if session is None:
                 if isinstance(outcome, Granted):  # its stream ended meanwhile: nobody saw the grant
-                    self.queue.cancel(number, outcome.placement_id)
+                    self.queue.cancel(number, outcome.placement_id, now_s)
                 continue
             if not session.outbox:
                 session.wake()

@@ -27,17 +27,22 @@ from services.core.records import (
 from services.ports.clock import Clock
 from services.ports.store import Entry, Store
 from services.runtime.informer import Informer
+from services.runtime.lease import LeaseHolder
+from services.runtime.machine import resident_bytes
 from services.runtime.registration import Registration
 from services.runtime.supervisor import Supervisor
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import Discard, Drain, Fetch, Load, Phase, Undrain, plan, wanted
 from services.worker.report import take_snapshot
+from services.worker.sequences import PoolStats
+from services.worker.telemetry import EngineLevels, WorkerTelemetry
 from services.worker.version_slot import EngineSettings, ModelSource, SlotContext, VersionSlot
 
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
+SILENCE_S: Final = 5.0  # an engine that says nothing for so long is not counted on; it speaks each second
 RECONCILE_S: Final = 0.5  # at the latest; a change wakes it at once
 PUBLISH_S: Final = 0.1  # several changes within it are one write
 
@@ -89,6 +94,7 @@ class WorkerAgent:
         files: ModelSource,
         clock: Clock,
         supervisor: Supervisor,
+        telemetry: WorkerTelemetry | None = None,
     ) -> None:
         self._identity = identity
         self._host = host
@@ -99,7 +105,16 @@ class WorkerAgent:
         self._assigned = Assignment(identity.worker_id)
         self._closing = False
         self._woken = asyncio.Event()
-        self._context = SlotContext(settings, host, self._ledger, files, clock, supervisor, self._wake)
+        self._context = SlotContext(
+            settings,
+            host,
+            self._ledger,
+            files,
+            clock,
+            supervisor,
+            self._wake,
+            telemetry or WorkerTelemetry(clock=clock),
+        )
         self._key = ASSIGNMENTS + identity.worker_id
         self._assignments: Informer[Assignment] = Informer(
             store, self._key, _assignment, clock, on_change=lambda _key, _record: self._wake()
@@ -158,6 +173,34 @@ class WorkerAgent:
             draining=self._host.draining,
             versions=tuple(self._status_of(record) for record in self._records()),
         )
+
+    def levels(self) -> tuple[EngineLevels, ...]:
+        """Return how each version stands, for the metrics."""
+        return tuple(self._levels_of(slot) for slot in self._slots.values())
+
+    def moving(self) -> dict[str, bool]:
+        """Return by digest of each loaded version whether its engine's step loop was heard of late."""
+        return {
+            digest: slot.silent_s < SILENCE_S
+            for digest, slot in self._slots.items()
+            if slot.table is not None
+        }
+
+    def problem(self) -> str:
+        """Return what keeps this worker from serving; empty when its engines move and it takes requests."""
+        if self._host.draining:
+            return "this worker takes no new requests"
+        silent = [
+            f"{digest[:19]} for {self._slots[digest].silent_s:.1f} s"
+            for digest, moves in self.moving().items()
+            if not moves
+        ]
+        return f"the step loop is silent: {', '.join(silent)}" if silent else ""
+
+    @property
+    def views(self) -> tuple[Informer[Assignment], LeaseHolder]:
+        """What it follows the store by and is registered under."""
+        return self._assignments, self._registration.lease
 
     def take_snapshot(self) -> ReportSnapshot:
         """Return the report for the scheduler; the deltas in it are the caller's from now on."""
@@ -282,6 +325,24 @@ class WorkerAgent:
             if digest not in assigned_digests
         ]
         return tuple(records)
+
+    def _levels_of(self, slot: VersionSlot) -> EngineLevels:
+        table, grant = slot.table, self._ledger.held_by(slot.digest)
+        stats = PoolStats() if table is None else table.stats
+        return EngineLevels(
+            model=slot.version.deployment,
+            state=slot.phase.value,
+            restarts=slot.restarts,
+            kv_blocks_used=stats.kv_blocks_used,
+            kv_blocks_reserved=0 if table is None else table.reserved,
+            kv_blocks_total=0 if table is None else table.limits.kv_blocks_total,
+            running=0 if table is None else len(table) - table.waiting,
+            waiting=0 if table is None else table.waiting,
+            queued_prefill_tokens=0 if table is None else table.queued_prefill_tokens,
+            silent_s=slot.silent_s,
+            rss_bytes=resident_bytes(slot.engine_pid),
+            device_bytes=0 if grant is None else grant.bytes,
+        )
 
     def _status_of(self, record: LoadedVersion) -> VersionStatus:
         slot = self._slots[record.version_digest]

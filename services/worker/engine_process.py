@@ -127,6 +127,11 @@ class EngineProcess:
         """Process id; 0 before it was started."""
         return 0 if self._process is None else self._process.pid
 
+    @property
+    def silent_s(self) -> float:
+        """Since its step loop was last heard, once it is ready; 0 before."""
+        return self._clock.monotonic_s() - self._heard_s if self._ready else 0.0
+
     async def start(self) -> None:
         """Start the process and watch it. Raises FailedPrecondition when it cannot be started."""
         async with contextlib.AsyncExitStack() as undo:

@@ -69,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_sequences: int = 64
     max_model_len: int = 0
     null_step_s: float = 0.0
+    request_log_per_s: float = 200.0
 
 
 # --- agent to engine -----------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class Submit(Message, frozen=True):
     """Run one sequence. ``produced_ids`` are output tokens of an earlier run that it resumes.
 
     The sequence is not scheduled past output offset ``credit_limit`` until a ``Credit`` raises it.
-    A lower ``priority`` is admitted first; equal ones in the order of arrival.
+    A lower ``priority`` is admitted first; equal ones in the order of arrival. ``request_id`` is for the log.
     """
 
     handle: int
@@ -87,6 +88,7 @@ class Submit(Message, frozen=True):
     credit_limit: int
     produced_ids: list[int] = []
     priority: int = 0
+    request_id: str = ""
 
 
 class Credit(Message, frozen=True):
@@ -150,6 +152,7 @@ class Stepped(Message, frozen=True):
     A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
     ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
     freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why).
+    ``preemptions`` counts those of the process so far, handed back or not.
     """
 
     step: int
@@ -163,6 +166,7 @@ class Stepped(Message, frozen=True):
     waiting: int
     logprobs: dict[int, TokenLogprobs] = {}
     errors: dict[int, str] = {}
+    preemptions: int = 0
 
 
 class Heartbeat(Message, frozen=True):

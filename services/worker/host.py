@@ -20,7 +20,13 @@ class SequenceHost:
     ``changed`` is called whenever the worker's room or its readiness changed.
     """
 
-    def __init__(self, *, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        changed: Callable[[], None],
+        not_admitted: Callable[[NotAdmittedReason], None] = lambda _: None,
+    ) -> None:
+        self._not_admitted = not_admitted
         self.grants = GrantBook()
         self.tally = Tally()
         self.draining = False
@@ -57,7 +63,10 @@ class SequenceHost:
 
     def takes(self, version_digest: str) -> bool:
         """Whether new sequences of the version are admitted, room apart."""
-        return not self.draining and version_digest in self._tables and version_digest not in self._closed_to
+        table = self._tables.get(version_digest)
+        if table is None or table.stalled:
+            return False
+        return not self.draining and version_digest not in self._closed_to
 
     def table(self, version_digest: str) -> SequenceTable | None:
         return self._tables.get(version_digest)
@@ -82,6 +91,7 @@ class SequenceHost:
             if not table.start(outbox, handle, spec):
                 refusal = NotAdmittedReason.NOT_READY
         if refusal is not None:
+            self._not_admitted(refusal)
             self.changed()  # the scheduler's estimate of the room was another
         return refusal
 
@@ -104,6 +114,8 @@ class SequenceHost:
             return NotAdmittedReason.NOT_READY
         if digest in self._closed_to:
             return NotAdmittedReason.DRAINING
+        if table.stalled:
+            return NotAdmittedReason.NOT_READY
         return None if table.has_room(spec) else NotAdmittedReason.NO_ROOM
 
 

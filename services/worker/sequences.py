@@ -19,9 +19,12 @@ from services.worker.live_sequence import LiveSequence
 from services.worker.outbox import Outbox
 from services.worker.submit import submit_command
 from services.worker.tally import Tally
+from services.worker.telemetry import VersionTelemetry
 from services.worker.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
+# An engine speaks once a second, unless a step takes longer: one that is silent for so long gets no new work.
+STALL_S: Final = 3.0
 # The stream ends here for the client, so what was held back is final text. A sequence that is placed
 # again goes on elsewhere with its own hold-back.
 FLUSHED: Final = frozenset(
@@ -74,6 +77,7 @@ class SequenceTable:
         tally: Tally,
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
+        telemetry: VersionTelemetry | None = None,
     ) -> None:
         self.version_digest = version_digest
         self.limits = limits
@@ -87,9 +91,12 @@ class SequenceTable:
         self._tally = tally
         self._changed = changed
         self._slow_reader_s = slow_reader_s
+        self._telemetry = telemetry
         self._live: dict[int, LiveSequence] = {}
         self._unprefilled: dict[int, LiveSequence] = {}  # no token yet, in order of submission
         self._last_number = 0
+        self._heard_s = clock.monotonic_s()
+        self.stalled = False  # the engine is silent: what runs waits for it, what comes goes elsewhere
 
     def __len__(self) -> int:
         return len(self._live)
@@ -152,11 +159,16 @@ class SequenceTable:
         """Forget them now; the engine frees their blocks before its next step."""
         for sequence in sequences:
             self._forget(sequence)
+            if self._telemetry is not None:
+                self._telemetry.ended(sequence, FinishReason.CANCELLED.value)
         self._send(wire.Cancel([sequence.number for sequence in sequences]))
         self._changed()
 
     def sweep(self, now_s: float) -> None:
         """End what is past its deadline or was not read for too long. Called several times a second."""
+        if not self.stalled and now_s - self._heard_s > STALL_S:
+            self.stalled = True
+            self._changed()
         ended: list[tuple[LiveSequence, FinishReason]] = []
         for sequence in self._live.values():
             if now_s >= sequence.deadline_s:
@@ -178,6 +190,7 @@ class SequenceTable:
         """Pass a step's tokens on. A sequence unknown here was cancelled while the step ran."""
         live = self._live
         texts = self._texts
+        self._hear()
         self._note_step(event)
         for number in event.finished:  # their last token may have to stay without text
             if number in live:
@@ -209,9 +222,16 @@ class SequenceTable:
             self._finish(event)
 
     def on_heartbeat(self, event: wire.Heartbeat) -> None:
+        self._hear()
         self.stats.kv_blocks_used = event.kv_blocks_used
         self.stats.running = event.running
         self.stats.waiting = event.waiting
+
+    def _hear(self) -> None:
+        self._heard_s = self._clock.monotonic_s()
+        if self.stalled:
+            self.stalled = False
+            self._changed()
 
     def lost(self) -> None:
         """The engine process is gone: every sequence ends with ENGINE_LOST; the table is done with."""
@@ -318,6 +338,8 @@ class SequenceTable:
         if sequence.text.stop:
             reason = FinishReason.STOP
         self._forget(sequence)
+        if self._telemetry is not None:
+            self._telemetry.ended(sequence, reason.value)
         started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
         sequence.outbox.end(
             sequence,
@@ -358,6 +380,8 @@ class SequenceTable:
         stats.kv_blocks_used = event.kv_blocks_used
         stats.running = event.running
         stats.waiting = event.waiting
+        if self._telemetry is not None:
+            self._telemetry.stepped(event)
 
     def _note_prefill(self, event: wire.Stepped) -> None:
         """Attribute the step's prefill tokens in order of submission, to see when each prefill began."""

@@ -17,6 +17,7 @@ def submit_command(sequence: LiveSequence) -> wire.Submit:
         produced_ids=list(spec.produced_ids),
         credit_limit=sequence.credit_limit,
         priority=-generation.priority.rank,
+        request_id=generation.request_id,
         sampling=wire.Sampling(
             seed=sampling.seed,
             choice=spec.choice,

@@ -28,6 +28,7 @@ from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MIN_KV_BYTES, MemoryLedger
 from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
 from services.worker.sequences import PoolLimits, SequenceTable
+from services.worker.telemetry import WorkerTelemetry
 from services.worker.weight_size import weight_bytes
 
 log = structlog.get_logger()
@@ -66,6 +67,7 @@ class EngineSettings:
     max_sequences: int = 64
     null_step_s: float = 0.0
     slow_reader_s: float = 30.0
+    request_log_per_s: float = 200.0
     drain_s: float = 30.0
     crash_backoff_first_s: float = 0.5
     crash_backoff_most_s: float = 30.0
@@ -85,6 +87,7 @@ class SlotContext:
     clock: Clock
     supervisor: Supervisor
     woke: Callable[[], None]
+    telemetry: WorkerTelemetry
 
 
 class VersionSlot:
@@ -108,6 +111,7 @@ class VersionSlot:
         self._retry_unix_s = 0.0
         self._drain_until_s = 0.0
         self._ready_s = 0.0
+        self._phase_s = context.clock.monotonic_s()
         self._folder: Path | None = None
         self._vocabulary: Vocabulary | None = None
         self._engine: EngineProcess | None = None
@@ -120,6 +124,12 @@ class VersionSlot:
     @property
     def engine_pid(self) -> int:
         return 0 if self._engine is None else self._engine.pid
+
+    @property
+    def silent_s(self) -> float:
+        """Since the engine's step loop was last heard; 0 while there is none that should be."""
+        serves = self.phase in (Phase.READY, Phase.DRAINING)
+        return self._engine.silent_s if serves and self._engine is not None else 0.0
 
     def observed(self) -> Slot:
         return Slot(
@@ -153,7 +163,7 @@ class VersionSlot:
             max_model_len=0 if limits is None else limits.max_model_len,
             engine_restarts=self.restarts,
             reason=self._reason if broken else "",
-            failed_attempts=self._failures if broken else 0,
+            failed_attempts=0 if self.table is not None else self._failures,
             retry_unix_s=self._retry_unix_s if broken else 0.0,
             weight_bytes=0 if grant is None else grant.weight_bytes,
             kv_bytes=0 if grant is None else grant.kv_bytes,
@@ -262,6 +272,7 @@ class VersionSlot:
             token_budget=settings.token_budget,
             max_sequences=settings.max_sequences,
             null_step_s=settings.null_step_s,
+            request_log_per_s=settings.request_log_per_s,
         )
 
     # --- what the engine says -------------------------------------------------------------------
@@ -300,6 +311,7 @@ class VersionSlot:
             tally=self._context.host.tally,
             changed=self._context.host.note_change,
             slow_reader_s=self._context.settings.slow_reader_s,
+            telemetry=self._context.telemetry.version(self.version.deployment),
         )
         self._context.host.add(self.table)
         self._ready_s = self._context.clock.monotonic_s()
@@ -382,10 +394,21 @@ class VersionSlot:
     def _enter(self, phase: Phase, message: str = "") -> None:
         if phase is not self.phase:
             log.info("version.changed", digest=self.digest, phase=phase, before=self.phase)
+            self._time_phase(phase)
         self.phase = phase
         self.message = message
         self.progress_ratio = 1.0 if phase in (Phase.READY, Phase.DRAINING) else 0.0
         self._context.woke()
+
+    def _time_phase(self, phase: Phase) -> None:
+        """Note how long fetching and loading took, once they are over and went well."""
+        now_s = self._context.clock.monotonic_s()
+        part = {(Phase.FETCHING, Phase.FETCHED): "fetch", (Phase.LOADING, Phase.READY): "engine"}.get(
+            (self.phase, phase)
+        )
+        if part is not None:
+            self._context.telemetry.loaded(self.version.deployment, part, now_s - self._phase_s)
+        self._phase_s = now_s
 
     def _note_progress(self, done_ratio: float) -> None:
         if done_ratio >= 1.0 or abs(done_ratio - self.progress_ratio) >= PROGRESS_STEP:

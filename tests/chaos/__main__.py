@@ -112,7 +112,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--seed", type=int, default=1, help="of the traffic; the same one sends the same requests"
     )
     parser.add_argument("--drill", action="append", default=[], help="name or pattern; may be given often")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="factor on every time limit: a busy machine"
     )

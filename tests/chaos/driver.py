@@ -161,7 +161,10 @@ class Bench:
         """Nothing runs any more: nothing may be held, and no process may be there that should not."""
 
         async def free() -> str:
-            return still_taken(await self.fleet.holdings())
+            if taken := still_taken(await self.fleet.holdings()):
+                return taken
+            grants = await self.fleet.grants_outstanding()
+            return f"the scheduler counts {grants} grants as outstanding" if grants else ""
 
         async def whole() -> str:
             leaks = process_leaks(self.fleet.found_processes(), self.fleet.expected_processes())
@@ -191,7 +194,7 @@ async def until(missing: Callable[[], Awaitable[str]], timeout_s: float) -> str:
     while True:
         try:
             found = await missing()
-        except (grpc.aio.AioRpcError, FairwayError, KeyError, IndexError, AssertionError) as error:
+        except (grpc.aio.AioRpcError, FairwayError, LookupError, OSError, AssertionError) as error:
             found = f"it does not answer: {error!r:.300}"
         if not found or now_s() >= deadline_s:
             return found

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -164,7 +165,7 @@ class Fleet:
             controlplanes=shape.controlplanes,
         )
         names = port_names(options)
-        proxied = [name for name in names if name not in ("etcd_peer",) and not name.endswith("_http")]
+        proxied = [name for name in names if not name.endswith(("_peer", "_http", "_metrics"))]
         edges = [f"edge:{name}" for name in proxied]
         ports = choose_ports([*names, *edges], fixed={}, remembered={}, preferred={})
         addresses = Addresses.wanted(options, ports)
@@ -301,6 +302,17 @@ class Fleet:
                 )
         return found
 
+    async def grants_outstanding(self) -> int:
+        """Return how many grants the leading scheduler counts as given and not yet spoken for."""
+        name = await self.name_of("scheduler:leader")
+        url = f"http://{self.addresses.of(f'{name}_metrics')}/metrics"
+        page = await asyncio.to_thread(_read, url)
+        return sum(
+            int(float(line.split()[1]))
+            for line in page.splitlines()
+            if line.startswith("fairway_scheduler_grants_outstanding")
+        )
+
     async def create_tenants(self, names: Sequence[str]) -> dict[str, str]:
         """Return an API key per tenant, the tenants being new."""
         admin = metadata(self.admin_key)
@@ -313,6 +325,12 @@ class Fleet:
             created = await stub.CreateKey(cp.CreateKeyRequest(key=key), metadata=admin, timeout=15)
             keys[name] = created.secret
         return keys
+
+
+def _read(url: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=3) as answer:
+        return str(answer.read().decode())
 
 
 def _process(port_name: str) -> str:

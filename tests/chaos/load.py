@@ -59,7 +59,7 @@ def make_specs() -> tuple[Spec, ...]:
     """The same for every seed, so that one undisturbed run serves all drills. Three short to two long."""
     rng = random.Random(0)
     return tuple(
-        Spec(number, rng.randint(60, 120) if number % 5 in (0, 2) else rng.randint(8, 24))
+        Spec(number, rng.randint(200, 380) if number % 5 in (0, 2) else rng.randint(8, 40))
         for number in range(SPECS)
     )
 

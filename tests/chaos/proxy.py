@@ -95,9 +95,8 @@ class Names:
 
     def _holds(self, pid: int, link: str) -> bool:
         try:
-            return any(
-                os.readlink(entry.path) == link for entry in os.scandir(f"/proc/{pid}/fd") if entry.name
-            )
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                return any(os.readlink(entry.path) == link for entry in entries)
         except OSError:
             return False
 

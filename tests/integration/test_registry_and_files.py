@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish import Progress, publish
+from fairway.client.publish import PublishProgress, PublishRefused, publish
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 from services.adapters.folder_blobs import FolderBlobs
@@ -48,6 +49,7 @@ from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
+from tests.support.model_folder import safetensors
 
 TOKEN = "t" * 40
 ADMIN = auth_metadata("admin")
@@ -128,13 +130,12 @@ def folder(tmp_path: Path) -> Path:
     (root / "extra").mkdir(parents=True)
     (root / ".cache").mkdir()
     (root / ".cache" / "junk.bin").write_bytes(b"never published")
-    rng = random.Random(7)
     (root / "config.json").write_text('{"model_type": "llama"}')
     (root / "tokenizer.json").write_text('{"version": "1.0"}')
     (root / "tokenizer_config.json").write_text('{"chat_template": "{{ x }}"}')
     (root / "generation_config.json").write_text("{}")
     (root / "extra" / "empty.txt").write_bytes(b"")
-    (root / "model.safetensors").write_bytes(rng.randbytes(2 * CHUNK_BYTES + 12345))
+    (root / "model.safetensors").write_bytes(safetensors(2 * CHUNK_BYTES + 12345))
     return root
 
 
@@ -151,11 +152,17 @@ def same(left: Path, right: Path) -> bool:
 
 
 async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[PublishProgress] = []
     first = await publish(registry.channel, folder, "tiny", "latest", told.append, metadata=ADMIN)
     assert first.created
     assert first.uploaded_chunks == 7
-    assert told[-1] == Progress("create", 1.0)
+    size = first.size_bytes
+    assert told[-1] == PublishProgress(
+        "done", size, size, to_send_bytes=size, sent_bytes=size, chunks=7, skipped_chunks=0
+    )
+    phases = [each.phase for each in told]
+    assert phases == sorted(phases, key=["hash", "upload", "create", "done"].index)
+    assert all(0 <= each.done_ratio <= 1 for each in told)
     again = await publish(registry.channel, folder, "tiny", "latest", metadata=ADMIN)
     assert (again.digest, again.created, again.uploaded_chunks) == (first.digest, False, 0)
 
@@ -178,7 +185,7 @@ async def test_folder_that_may_not_be_a_version_is_refused_before_anything_is_up
     registry: Registry, folder: Path
 ) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(grpc.aio.AioRpcError, match="may carry pickled objects"):
+    with pytest.raises(PublishRefused, match="may carry pickled objects"):
         await publish(registry.channel, folder, "tiny", metadata=ADMIN)
     assert [path for path in (registry.blobs_root / "sha256").rglob("*") if path.is_file()] == []
 
@@ -203,7 +210,7 @@ async def test_publish_gives_up_with_the_registrys_error_and_goes_on_later(
 ) -> None:
     registry.servicer.falters = 10**6
     with pytest.raises(grpc.aio.AioRpcError, match="a moment"):
-        await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+        await publish(registry.channel, folder, "tiny", metadata=ADMIN, patience_s=0.5)
     assert await registry.service.list_models() == ((), "")
     registry.servicer.falters = 0
     assert (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).created
@@ -337,7 +344,7 @@ async def test_a_fetch_may_be_cancelled_anywhere(registry: Registry, tmp_path: P
     root = tmp_path / "small"
     root.mkdir()
     for number in range(6):
-        (root / f"f{number}.json").write_bytes(bytes([65 + number]) * 50)
+        (root / f"f{number}.json").write_text(json.dumps(chr(65 + number) * 48))
     (root / "config.json").write_text("{}")
     done = await publish(registry.channel, root, "tiny", metadata=ADMIN)
     rng = random.Random(3)
@@ -480,7 +487,7 @@ async def test_least_recently_used_goes_first_and_never_a_pinned_one(
     for number in range(4):
         root = tmp_path / f"m{number}"
         root.mkdir()
-        (root / "config.json").write_bytes(bytes([65 + number]) * 1000)
+        (root / "config.json").write_text(json.dumps(chr(65 + number) * 998))
         digests.append((await publish(registry.channel, root, "tiny", metadata=ADMIN)).digest)
     models = files(registry.client, tmp_path / "cache", max_bytes=2500)
     first = await models.fetch("tiny", digests[0])
@@ -515,7 +522,7 @@ async def test_a_used_folder_outlives_an_older_use_also_across_a_restart(
     for number in range(4):
         root = tmp_path / f"m{number}"
         root.mkdir()
-        (root / "config.json").write_bytes(bytes([65 + number]) * 1000)
+        (root / "config.json").write_text(json.dumps(chr(65 + number) * 998))
         digests.append((await publish(registry.channel, root, "tiny", metadata=ADMIN)).digest)
     models = files(registry.client, tmp_path / "cache", max_bytes=2500)
     first = await models.fetch("tiny", digests[0])
@@ -659,10 +666,10 @@ async def test_version_of_missing_chunks_is_refused(registry: Registry) -> None:
 async def test_version_whose_sizes_or_digests_lie_is_refused(registry: Registry) -> None:
     config = _file("config.json", b"{}")
     await _stored(registry, b"{}", b"abc")
-    lying = ManifestFile("a.safetensors", 4, sha256_of(b"abc"), (sha256_of(b"abc"),))
+    lying = ManifestFile("a.txt", 4, sha256_of(b"abc"), (sha256_of(b"abc"),))
     with pytest.raises(IntegrityError, match="not 4"):
         await registry.service.create_version("tiny", _manifest(config, lying))
-    lying = ManifestFile("a.safetensors", 3, sha256_of(b"abd"), (sha256_of(b"abc"),))
+    lying = ManifestFile("a.txt", 3, sha256_of(b"abd"), (sha256_of(b"abc"),))
     with pytest.raises(IntegrityError, match="are not the file"):
         await registry.service.create_version("tiny", _manifest(config, lying))
     with pytest.raises(InvalidInput, match="tokenizer_digest"):
@@ -698,12 +705,15 @@ async def test_racing_creators_make_one_version(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "modeling.py", "weights.msgpack", "x.npz"])
-async def test_publish_of_pickles_and_code_is_refused(registry: Registry, folder: Path, name: str) -> None:
+async def test_names_of_pickles_and_code_are_refused_by_both_sides(
+    registry: Registry, folder: Path, name: str
+) -> None:
     (folder / name).write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(PublishRefused, match=name):
         await publish(registry.channel, folder, "tiny", metadata=ADMIN)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert name in (caught.value.details() or "")
+    manifest = _manifest(_file("config.json", b"{}"), _file(name, b"\x80\x04K\x01."))
+    with pytest.raises(InvalidInput, match=name):
+        await registry.service.create_version("tiny", manifest)
 
 
 async def test_tags_move_and_are_deleted(registry: Registry) -> None:

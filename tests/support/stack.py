@@ -58,7 +58,13 @@ class Stack:
     @classmethod
     @contextlib.contextmanager
     def started(
-        cls, state: Path, *, workers: int, replicas: int, settings: Mapping[str, str] | None = None
+        cls,
+        state: Path,
+        *,
+        workers: int,
+        replicas: int,
+        gateways: int = 1,
+        settings: Mapping[str, str] | None = None,
     ) -> Iterator[Stack]:
         """Bring it up, with FAIRWAY_ variables for all roles; check on the way out that nothing is left."""
         fairway(
@@ -70,6 +76,8 @@ class Stack:
             str(workers),
             "--replicas",
             str(replicas),
+            "--gateways",
+            str(gateways),
             settings=settings,
         )
         try:

@@ -1,8 +1,7 @@
-"""`fairway up`, `down` and `status`: one installation on this machine."""
+"""`fairway up` and `down`: one installation on this machine."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,6 @@ from typing import Annotated
 import typer
 
 from fairway.cli.endpoints import Endpoints
-from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
@@ -21,10 +19,8 @@ from fairway.cli.fleet.installation import (
 )
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.preflight import check
-from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_answers
 from fairway.cli.fleet.progress import LineProgress
-from fairway.cli.fleet.record import FleetRecord
-from fairway.cli.output import err, out, plain, show_table
+from fairway.cli.output import err, out, plain
 from fairway.cli.state import StateDir
 
 StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]
@@ -54,7 +50,15 @@ def up(
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
     state_dir: StateOption = Path(".fairway"),
 ) -> None:
-    """Start etcd, Redis, all roles and a model on this machine."""
+    """Start etcd, Redis, all roles and a model on this machine.
+
+    \b
+    Examples:
+      fairway up
+      fairway up --detach --workers 2 --replicas 2
+      fairway up --model-dir ./llama-3.2-1b --http-port 8000
+      fairway up --gateways 2 --schedulers 2 --set worker:FAIRWAY_KV_MEMORY_BYTES=1073741824
+    """
     state = StateDir.at(state_dir)
     options = UpOptions(
         state_dir=str(state.root),
@@ -94,43 +98,16 @@ def up(
 
 
 def down(state_dir: StateOption = Path(".fairway")) -> None:
-    """Drain and stop everything that `fairway up` started."""
+    """Drain and stop everything that `fairway up` started.
+
+    \b
+    Examples:
+      fairway down
+      fairway down --state-dir /var/lib/fairway
+    """
     state = StateDir.at(state_dir)
     stopped = stop_installation(state, LineProgress(err()))
     plain(err(), "stopped" if stopped else f"nothing runs in {state.root}")
-
-
-def status(
-    state_dir: StateOption = Path(".fairway"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-) -> None:
-    """Tell which parts run and answer. Exit code 0: all; 3: nothing runs; 6: some do not answer."""
-    state = StateDir.at(state_dir)
-    record = FleetRecord.load(state.fleet)
-    if record is None or not record.supervisor.alive:
-        raise CliError(
-            "NOT_RUNNING",
-            f"no installation runs in {state.root}",
-            next_step="start one with `fairway up`",
-            exit_code=ExitCode.NOT_RUNNING,
-        )
-    answers = asyncio.run(_ask(record))
-    if as_json:
-        plain(out(), json.dumps({"phase": record.phase, "processes": answers}, indent=2))
-    else:
-        rows = [
-            (name, str(answer["pid"]), str(answer["address"]), str(answer["status"]))
-            for name, answer in answers.items()
-        ]
-        show_table(("name", "pid", "address", "status"), rows)
-    silent = [name for name, answer in answers.items() if answer["status"] != "serving"]
-    if silent:
-        raise CliError(
-            "NOT_SERVING",
-            f"not serving: {', '.join(silent)}",
-            next_step=f"see the logs under {state.logs}",
-            exit_code=ExitCode.UNAVAILABLE,
-        )
 
 
 def _setting(text: str) -> tuple[str, str, str]:
@@ -140,26 +117,6 @@ def _setting(text: str) -> tuple[str, str, str]:
     if not (target and colon and equals and variable.startswith("FAIRWAY_")):
         raise typer.BadParameter(f"{text!r} is not like worker-1:FAIRWAY_DRAIN_S=5", param_hint="--set")
     return target, variable, value
-
-
-async def _ask(record: FleetRecord) -> dict[str, dict[str, object]]:
-    names = list(record.addresses)
-    reasons = await asyncio.gather(*(_probe(name, record.addresses[name])() for name in names))
-    return {
-        name: {
-            "pid": record.children[name].pid if name in record.children else 0,
-            "address": record.addresses[name],
-            "status": reason or "serving",
-        }
-        for name, reason in zip(names, reasons, strict=True)
-    }
-
-
-def _probe(name: str, address: str) -> Probe:
-    host, _, port = address.rpartition(":")
-    if name == "etcd":
-        return etcd_healthy(host, int(port))
-    return redis_answers(host, int(port)) if name == "redis" else grpc_serving(address)
 
 
 def _on_ready(endpoints: Endpoints, state: StateDir, progress: progress_module.Progress) -> None:

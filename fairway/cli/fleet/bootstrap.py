@@ -13,9 +13,11 @@ from fairway.cli.calls import CALL_TIMEOUT_S, bearer, checked, open_channel, to_
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.progress import Progress
-from fairway.cli.fleet.publishing import publish_folder
-from fairway.cli.fleet.roles import Addresses
+from fairway.cli.fleet.publishing import VERB, publish_folder
+from fairway.cli.fleet.remote import FleetAddresses
 from fairway.cli.state import StateDir, read_secret, write_private
+from fairway.cli.waiting import describe, until_deployed
+from fairway.client.publish import PublishProgress
 from fairway.v1 import (
     common_pb2,
     controlplane_pb2_grpc,
@@ -23,7 +25,6 @@ from fairway.v1 import (
     inference_pb2_grpc,
     registry_pb2,
     registry_pb2_grpc,
-    worker_pb2,
 )
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -43,7 +44,7 @@ class Bootstrap:
 
     options: UpOptions
     state: StateDir
-    addresses: Addresses
+    addresses: FleetAddresses
     progress: Progress
 
     async def run(self) -> str:
@@ -85,11 +86,13 @@ class Bootstrap:
         name, folder = self.options.model_name, self.options.model_folder
         self.progress.event("model", "starting", f"publishing {folder}")
 
-        def report(detail: str) -> None:
+        def report(progress: PublishProgress) -> None:
+            detail = f"{VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
             self.progress.event("model", "starting", detail)
 
         async with open_channel(self.addresses.of("registry")) as channel:
-            digest = await publish_folder(channel, folder, name, TAG, admin=admin, report=report)
+            published = await publish_folder(channel, folder, name, TAG, admin=admin, report=report)
+        digest = published.digest
         self.progress.event("model", "ready", f"{name} is {digest[:19]}…")
         return digest
 
@@ -160,36 +163,24 @@ class Bootstrap:
         self, stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub, admin: Metadata
     ) -> None:
         name = self.options.model_name
-        row = "replicas"
         began = time.monotonic()
-        request = cp.GetDeploymentRequest(name=name)
-        while True:
-            call = stub.GetDeployment(request, timeout=CALL_TIMEOUT_S, metadata=admin)
-            deployment = (await checked(call, what=f"cannot read the deployment {name}")).deployment
-            status = deployment.status
-            if status.ready_replicas >= self.options.replicas:
-                elapsed = time.monotonic() - began
-                self.progress.event(row, "ready", f"{status.ready_replicas} READY after {elapsed:.1f} s")
-                return
-            for replica in status.replicas:
-                if replica.state == worker_pb2.VERSION_STATE_FAILED:
-                    raise self._replica_failed(replica)
-            self.progress.event(row, "starting", _describe(status))
-            if time.monotonic() - began > self.options.ready_s:
-                raise CliError(
-                    "NOT_READY_IN_TIME",
-                    f"{name} is not READY after {self.options.ready_s:g} s: {_describe(status)}",
-                    next_step=f"look into the logs of the workers under {self.state.logs}",
-                )
-            await asyncio.sleep(_POLL_S)
 
-    def _replica_failed(self, replica: cp.ReplicaStatus) -> CliError:
-        why = replica.message or "no reason given"
-        return CliError(
-            "MODEL_FAILED",
-            f"{replica.worker_id} cannot serve {self.options.model_name}: {why}",
-            next_step=f"see {self.state.log(replica.worker_id)}; try another folder with --model-dir",
-        )
+        async def read() -> cp.Deployment:
+            call = stub.GetDeployment(
+                cp.GetDeploymentRequest(name=name), timeout=CALL_TIMEOUT_S, metadata=admin
+            )
+            return (await checked(call, what=f"cannot read the deployment {name}")).deployment
+
+        def report(found: cp.Deployment) -> None:
+            self.progress.event("replicas", "starting", describe(found))
+
+        try:
+            deployed = await until_deployed(read, report, timeout_s=self.options.ready_s)
+        except CliError as exc:
+            step = f"see the logs of the workers under {self.state.logs}; another model with --model-dir"
+            raise CliError(exc.reason, exc.message, next_step=step, exit_code=exc.exit_code) from exc
+        ready, elapsed = deployed.status.ready_replicas, time.monotonic() - began
+        self.progress.event("replicas", "ready", f"{ready} READY after {elapsed:.1f} s")
 
     async def _until_served(self, api_key: str, admin: Metadata) -> str:
         """Return the key that every gateway accepts: a stale one, left by lost state, is replaced once."""
@@ -238,18 +229,3 @@ class Bootstrap:
                 last = exc
             await asyncio.sleep(_POLL_S)
         return last
-
-
-def _describe(status: cp.DeploymentStatus) -> str:
-    """Return where a deployment stands, in words."""
-    parts = [
-        f"{replica.worker_id}: {_state(replica)}"
-        + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
-        + (f", {replica.message}" if replica.message else "")
-        for replica in status.replicas
-    ]
-    return "; ".join(parts) or status.message or "waiting for a worker"
-
-
-def _state(replica: cp.ReplicaStatus) -> str:
-    return worker_pb2.VersionState.Name(replica.state).removeprefix("VERSION_STATE_").lower()

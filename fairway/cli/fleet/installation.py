@@ -143,6 +143,7 @@ async def _start(
         gateways=tuple(addresses.grpc_of(name) for name in addresses.gateway_names),
         schedulers=tuple(addresses.of(name) for name in addresses.scheduler_names),
         controlplanes=tuple(addresses.of(name) for name in addresses.controlplane_names),
+        metrics={name: addresses.of(f"{name}_metrics") for name in addresses.role_names},
         supervisor_pid=os.getpid(),
         pids=supervisor.pids,
     )

@@ -1,4 +1,4 @@
-"""The client's publisher, with its progress as text and its errors as the command line's."""
+"""The client's publisher, with its errors as the command line's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import grpc
 
 from fairway.cli.calls import to_cli_error
 from fairway.cli.errors import CliError
-from fairway.client.publish import PublishProgress, PublishRefused, publish
+from fairway.client.publish import Published, PublishProgress, PublishRefused, publish
 
-_VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
+VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
 
 
 async def publish_folder(
@@ -22,21 +22,18 @@ async def publish_folder(
     tag: str,
     *,
     admin: tuple[tuple[str, str], ...],
-    report: Callable[[str], None],
-) -> str:
-    """Publish a checkpoint folder, point ``tag`` at it and return the version's digest. Raises CliError."""
+    report: Callable[[PublishProgress], None],
+) -> Published:
+    """Publish a checkpoint folder, point ``tag`` at it unless that is empty, and return what became of it.
 
-    def tell(progress: PublishProgress) -> None:
-        report(f"{_VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %")
-
+    Raises CliError.
+    """
     try:
-        return (await publish(channel, folder, model, tag, tell, metadata=admin)).digest
+        return await publish(channel, folder, model, tag, report, metadata=admin)
     except grpc.aio.AioRpcError as exc:
         raise to_cli_error(exc, what=f"cannot publish {folder}") from exc
     except PublishRefused as exc:
-        raise CliError(
-            "FOLDER_REFUSED", f"cannot publish {folder}: {exc}", next_step=exc.next_step
-        ) from exc
+        raise CliError("FOLDER_REFUSED", f"cannot publish {folder}: {exc}", next_step=exc.next_step) from exc
     except OSError as exc:
         raise CliError(
             "FOLDER_UNREADABLE",

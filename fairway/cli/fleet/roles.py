@@ -25,6 +25,7 @@ CLIENT_VARIABLES: Final = (
     "FAIRWAY_GRPC",
     "FAIRWAY_CONTROLPLANE",
     "FAIRWAY_HTTP",
+    "FAIRWAY_CLI_DEBUG",
 )
 Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
 _DEFAULT_DRAIN_S: Final = 10.0
@@ -94,6 +95,7 @@ def port_names(options: UpOptions) -> tuple[str, ...]:
     names = []
     for name in Addresses.wanted(options, {}).role_names:
         names += [f"{name}_grpc", f"{name}_http"] if role_of(name) == "gateway" else [name]
+        names.append(f"{name}_metrics")
     return ("etcd_client", "etcd_peer", "redis", *names)
 
 
@@ -163,6 +165,7 @@ def role_environment(
         "FAIRWAY_ETCD_ENDPOINTS": addresses.of("etcd_client"),
         "FAIRWAY_REDIS_URL": f"redis://{addresses.of('redis')}/0",
         "FAIRWAY_LISTEN": addresses.grpc_of(name),
+        "FAIRWAY_METRICS_LISTEN": addresses.of(f"{name}_metrics"),
         "FAIRWAY_STATE_DIR": str(state.data(name)),
         "FAIRWAY_INTERNAL_TOKEN_FILE": str(state.secret("internal_token")),
         "FAIRWAY_TICKET_KEY_FILE": str(state.secret("ticket_key")),

@@ -6,20 +6,25 @@ from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
 )
+from services.adapters.grpc_queues import GrpcQueues
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import leader_record, open_election
+from services.app.roles.shared import leader_record, open_directory, open_election
 from services.controlplane.bootstrap import bootstrap
+from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.reconciler import Reconciler
+from services.controlplane.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
+from services.controlplane.telemetry import ReconcilerTelemetry
 from services.core.records import (
     ROOT,
     leader_key,
 )
 from services.rpc.server import Service
+from services.runtime.health import Check
 from services.runtime.informer import Informer
 
 
@@ -28,8 +33,14 @@ def controlplane(environment: Environment) -> Role:
     settings, store, clock = environment.settings, environment.store, environment.clock
     election = open_election(environment, "controlplane", leader_record(environment))
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
-    reconciler = Reconciler(store, fleet, election, leader_key("controlplane"), clock)
-    service = ControlPlaneService(store, clock)
+    environment.exported.informer(fleet)
+    rounds = ReconcilerTelemetry(clock, environment.metrics)
+    recorder = EventRecorder(store, clock)
+    reconciler = Reconciler(
+        store, fleet, election, leader_key("controlplane"), clock, rounds, chronicle=recorder
+    )
+    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()))
+    queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
 
     async def start() -> None:
         if settings.admin_key_file is not None:
@@ -37,13 +48,14 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
+        environment.supervisor.spawn("event recorder", recorder.run())
 
     server = environment.server(
         Service(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(service, store),
+            ControlPlaneServicer(service, store, queues),
         ),
         identity=environment.identity(),
     )
-    return Role(server, start=start)
+    return Role(server, start=start, checks=(Check("rounds", rounds.problem),))

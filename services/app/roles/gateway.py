@@ -13,6 +13,8 @@ from services.adapters.fallback_limiter import FallbackLimiter
 from services.adapters.grpc_placement import GrpcPlacement
 from services.adapters.grpc_worker import GrpcWorkers
 from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.observed_limiter import ObservedLimiter
+from services.adapters.redis_idempotency import RedisIdempotency
 from services.adapters.redis_limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
@@ -26,14 +28,20 @@ from services.core.records import (
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
 from services.gateway.http_server import HttpServer
-from services.gateway.openai_http import build_app
+from services.gateway.keyed_types import KeyedLimits
+from services.gateway.openai_http import ObserveExchange, build_app
 from services.gateway.service import GatewayLimits, GatewayService, Ports
 from services.gateway.servicer import InferenceServicer
+from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.validate import Validator
+from services.ports.idempotency import RecordLimits
+from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import read_password, read_secret
+from services.runtime.config import Settings, read_password, read_secret
+from services.runtime.health import Check
 from services.runtime.identity import KeyDirectory
+from services.runtime.metrics import Metrics
 from services.runtime.secrets import Ticket, issue_ticket
 
 _TOKENISER_THREADS: Final = 2
@@ -46,7 +54,11 @@ def gateway(environment: Environment) -> Role:
     service = _gateway_service(environment, identity)
 
     def received() -> Received:
-        return Received(clock.monotonic_s(), int(clock.unix_s() * 1e6), environment.ids.request_id())
+        arrived, now_s = arrival(), clock.monotonic_s()
+        at_s = now_s if arrived.at_s is None else arrived.at_s
+        face = "session" if arrived.at_s is None else "grpc"
+        unix_us = int((clock.unix_s() - (now_s - at_s)) * 1e6)
+        return Received(at_s, unix_us, environment.ids.request_id(), face, arrived.traceparent)
 
     server = environment.server(
         Service(
@@ -58,7 +70,7 @@ def gateway(environment: Environment) -> Role:
     )
 
     def not_ready() -> str:
-        return "this gateway is shutting down" if service.draining else ""
+        return "; ".join(environment.health.problems())
 
     app = build_app(
         service,
@@ -67,19 +79,38 @@ def gateway(environment: Environment) -> Role:
         environment.ids,
         max_body_bytes=settings.max_body_bytes,
         not_ready=not_ready,
+        observe=_http_observer(environment.metrics),
     )
     host, _, port = settings.http_listen.rpartition(":")
     http = HttpServer(app, host, int(port))
 
+    export_levels(
+        environment.metrics,
+        running=lambda: service.running,
+        buffered_tokens=lambda: service.buffered_tokens,
+        http_connections=lambda: http.connections,
+    )
+
     async def open_doors() -> None:
         await http.start()
         supervisor.spawn("renew", service.renew_forever())
+        supervisor.spawn("flush records", service.flush_forever())
 
     async def drain(timeout_s: float) -> None:
         await service.drain(timeout_s)
         await http.stop(1.0)
 
-    return Role(server, start=nothing, open=open_doors, drain=drain)
+    draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
+    return Role(server, start=nothing, open=open_doors, drain=drain, checks=(draining,))
+
+
+def _http_observer(metrics: Metrics) -> ObserveExchange:
+    exchanges = metrics.histogram(
+        "fairway_http_exchange_seconds",
+        "From the head of an HTTP request until its answer is complete; status 0 is no answer at all",
+        ("route", "status"),
+    )
+    return lambda route, status, elapsed_s: exchanges.observe(elapsed_s, route, str(status))
 
 
 def _gateway_service(environment: Environment, identity: KeyDirectory) -> GatewayService:
@@ -99,7 +130,23 @@ def _gateway_service(environment: Environment, identity: KeyDirectory) -> Gatewa
         identity=identity,
         catalog=catalog,
         ports=_gateway_ports(environment),
-        limits=GatewayLimits(queue_ttl_s=settings.queue_ttl_s, heartbeat_s=settings.heartbeat_s),
+        limits=GatewayLimits(
+            queue_ttl_s=settings.queue_ttl_s,
+            heartbeat_s=settings.heartbeat_s,
+            keyed=KeyedLimits(
+                detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3
+            ),
+        ),
+    )
+
+
+def _record_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        lease_s=settings.idempotency_lease_s,
+        body_s=settings.idempotency_body_s,
+        tombstone_s=settings.idempotency_tombstone_s,
+        max_tenant_bytes=settings.idempotency_tenant_bytes,
+        max_tenant_keys=settings.idempotency_tenant_keys,
     )
 
 
@@ -111,19 +158,35 @@ def _gateway_ports(environment: Environment) -> Ports:
     password = read_password(password_file) if password_file is not None else None
     limiter = RedisLimiter(settings.redis_url, clock, password=password)
     environment.closing.push_async_callback(limiter.close)
+    observed = ObservedLimiter(
+        limiter,
+        environment.metrics,
+        clock,
+        breaker_open=lambda: limiter.breaker_open,
+        unsettled=lambda: fallback.unsettled,
+    )
+    fallback = FallbackLimiter(observed, MemoryLimiter(clock, local=True), clock)
+    records = RedisIdempotency(settings.redis_url, clock, _record_limits(settings), password=password)
+    environment.closing.push_async_callback(records.close)
     workers = GrpcWorkers(token, gateway_id, clock, supervisor)
     environment.closing.push_async_callback(workers.close)
     placement = GrpcPlacement(
         open_directory(environment), token, gateway_id, clock, supervisor, environment.rng
     )
     environment.closing.push_async_callback(placement.close)
+    export_upstream(
+        environment.metrics,
+        worker_streams=lambda: workers.links,
+        placements_pending=lambda: placement.pending,
+        scheduler_connected=lambda: placement.connected,
+    )
     ticket_key = read_secret(settings.ticket_key_file).encode()
 
     def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
         return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
 
     return Ports(
-        limiter=FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock),
+        limiter=fallback,
         placement=placement,
         workers=workers,
         clock=clock,
@@ -132,4 +195,12 @@ def _gateway_ports(environment: Environment) -> Ports:
         sign_ticket=sign_ticket,
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
+        idempotency=records,
+        gateway_id=gateway_id,
+        telemetry=GatewayTelemetry(
+            environment.metrics,
+            clock=clock,
+            tracing=environment.tracing,
+            lines=environment.request_lines,
+        ),
     )

@@ -1,4 +1,4 @@
-"""The registry: versions in the store, chunks in a folder."""
+"""The registry: versions in the store, chunks in a folder or a bucket."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from fairway.v1 import (
     registry_pb2_grpc,
 )
 from services.adapters.folder_blobs import FolderBlobs
+from services.adapters.observed_blobs import ObservedBlobs
+from services.adapters.s3_blobs import S3Blobs
+from services.adapters.s3_bucket import open_bucket
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import nothing
+from services.ports.blob_store import BlobStore
 from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer
 from services.rpc.server import Service
 
 
 def registry(environment: Environment) -> Role:
-    """The registry: versions in the store, chunks in a folder."""
+    """The registry: versions in the store, chunks in a folder or a bucket."""
     service = RegistryService(
-        environment.store, FolderBlobs(environment.settings.state_dir / "blobs"), environment.clock
+        environment.store, ObservedBlobs(open_blobs(environment), environment.metrics), environment.clock
     )
     server = environment.server(
         Service(
@@ -29,3 +33,11 @@ def registry(environment: Environment) -> Role:
         identity=environment.identity(),
     )
     return Role(server, start=nothing)
+
+
+def open_blobs(environment: Environment) -> BlobStore:
+    """Return the blob store of the settings. Raises ConfigError, StoreUnavailable for a folder of no use."""
+    settings = environment.settings
+    if settings.blob_store == "folder":
+        return FolderBlobs(settings.state_dir / "blobs")
+    return S3Blobs(open_bucket(settings, environment.clock))

@@ -11,10 +11,12 @@ from services.app.process import Role
 from services.app.roles.shared import leader_record, nothing, open_election
 from services.rpc.server import Service
 from services.runtime.config import Settings, read_secret
+from services.runtime.health import Check
 from services.scheduler.fleet_view import FleetLimits
 from services.scheduler.flow_queue import QueueLimits
 from services.scheduler.service import SchedulerService
 from services.scheduler.servicer import SchedulerServicer
+from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import TermSettings
 
 
@@ -26,6 +28,12 @@ def scheduler(environment: Environment) -> Role:
         term_settings(settings),
         environment.clock,
         environment.rng,
+        telemetry=SchedulerTelemetry(
+            environment.metrics,
+            environment.clock,
+            tracing=environment.tracing,
+            lines=environment.request_lines,
+        ),
     )
     me = leader_record(environment)
     election = open_election(environment, "scheduler", me)
@@ -42,7 +50,7 @@ def scheduler(environment: Environment) -> Role:
             SchedulerServicer(service, environment.clock, leader_id=me.leader_id),
         )
     )
-    return Role(server, start=nothing, open=open_doors)
+    return Role(server, start=nothing, open=open_doors, checks=(Check("decisions", service.problem),))
 
 
 def term_settings(settings: Settings) -> TermSettings:

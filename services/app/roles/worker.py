@@ -7,14 +7,17 @@ from fairway.v1 import (
     worker_pb2_grpc,
 )
 from services.adapters.grpc_reporter import Reporter
+from services.adapters.model_files import ModelFiles
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import nothing, open_directory, open_model_files
 from services.rpc.server import Service
+from services.runtime.health import Check
 from services.runtime.machine import default_engine_threads
 from services.worker.agent import WorkerAgent, WorkerIdentity
 from services.worker.host import SequenceHost
 from services.worker.servicer import WorkerServicer
+from services.worker.telemetry import WorkerTelemetry, export_levels
 from services.worker.version_slot import EngineSettings
 
 
@@ -22,7 +25,11 @@ def worker(environment: Environment) -> Role:
     """The worker: its agent, and the engines that the agent starts."""
     settings, clock = environment.settings, environment.clock
     schedulers = open_directory(environment)
-    host = SequenceHost(changed=_ignore)
+    telemetry = WorkerTelemetry(
+        environment.metrics, clock=clock, tracing=environment.tracing, lines=environment.request_lines
+    )
+    host = SequenceHost(changed=_ignore, not_admitted=telemetry.not_admitted)
+    files = open_model_files(environment)
     agent = WorkerAgent(
         WorkerIdentity(
             worker_id=settings.worker_id,
@@ -40,13 +47,16 @@ def worker(environment: Environment) -> Role:
             token_budget=settings.token_budget,
             max_sequences=settings.max_sequences,
             null_step_s=settings.null_step_s,
+            request_log_per_s=settings.request_log_per_s,
         ),
         host=host,
         store=environment.store,
-        files=open_model_files(environment),
+        files=files,
         clock=clock,
         supervisor=environment.supervisor,
+        telemetry=telemetry,
     )
+    _export(environment, agent, files)
     reporter = Reporter(
         schedulers,
         environment.internal_token,
@@ -73,7 +83,26 @@ def worker(environment: Environment) -> Role:
         ),
         identity=identity,
     )
-    return Role(server, start=nothing, open=open_doors, drain=agent.drain)
+    return Role(
+        server,
+        start=nothing,
+        open=open_doors,
+        drain=agent.drain,
+        checks=(Check("engines", agent.problem),),
+        named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
+    )
+
+
+def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles) -> None:
+    assignments, lease = agent.views
+    environment.exported.informer(assignments)
+    environment.exported.lease("worker", lease)
+    export_levels(environment.metrics, agent.levels)
+    environment.metrics.level(
+        "fairway_worker_model_cache_bytes",
+        "Model files on the local disk, those being fetched included",
+        lambda: float(files.kept_bytes),
+    )
 
 
 def _ignore() -> None:

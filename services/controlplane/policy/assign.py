@@ -65,6 +65,7 @@ class _Host:
     live: bool
     node: Node
     before: tuple[AssignedVersion, ...] | None
+    needs: Mapping[str, int]
     held: dict[str, AssignedVersion] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
@@ -74,7 +75,7 @@ class _Host:
 
     @property
     def memory(self) -> MemoryView:
-        return MemoryView(self.worker, tuple(self.held.values()))
+        return MemoryView(self.worker, tuple(self.held.values()), self.needs)
 
     def ready(self, wanted: AssignedVersion) -> bool:
         return any(
@@ -99,10 +100,9 @@ def plan(
     hosts = _hosts(workers, nodes, assignments)
     wanted = {deployment.meta.name: deployment for deployment in deployments}
     _drop_unwanted(hosts, wanted)
-    needs = needs_of(workers)
     unplaced: list[Unplaced] = []
     for deployment in sorted(deployments, key=lambda d: (-d.priority.rank, d.meta.name)):
-        missing = _settle(deployment, hosts, needs.get(deployment.version_digest, 0))
+        missing = _settle(deployment, hosts)
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
@@ -134,6 +134,7 @@ def _hosts(
 ) -> tuple[_Host, ...]:
     by_node = {node.worker_id: node for node in nodes}
     by_worker = {assignment.worker_id: assignment for assignment in assignments}
+    needs = needs_of(workers)
     live = {worker.worker_id: worker for worker in workers}
     hosts: list[_Host] = []
     for worker_id in sorted({*live, *by_worker}):
@@ -142,7 +143,7 @@ def _hosts(
         node = by_node.get(worker_id, Node(worker_id))
         before = None if assigned is None else assigned.versions
         held = {version.deployment: version for version in before or ()}
-        hosts.append(_Host(worker, worker_id in live, node, before, held))
+        hosts.append(_Host(worker, worker_id in live, node, before, needs, held))
     return tuple(hosts)
 
 
@@ -153,7 +154,7 @@ def _drop_unwanted(hosts: Sequence[_Host], wanted: Mapping[str, Deployment]) -> 
             host.reasons.append(f"{name}: deployment deleted")
 
 
-def _settle(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -> Unplaced | None:
+def _settle(deployment: Deployment, hosts: Sequence[_Host]) -> Unplaced | None:
     """Give one deployment its replicas. Returns what is missing when no worker can take it."""
     name = deployment.meta.name
     version = _version_of(deployment)
@@ -162,8 +163,7 @@ def _settle(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -
             same = host.held[name].version_digest == version.version_digest
             host.held[name] = version
             host.reasons.append(f"{name}: {'other settings' if same else 'other version'}")
-    needed_bytes = 0 if deployment.executor == "null" else needed_bytes
-    _leave_starved(deployment, hosts, needed_bytes)
+    _leave_starved(deployment, hosts)
     placed = [host for host in hosts if name in host.held]
     moving = [host for host in placed if host.leaving or not _matches(deployment.node_selector, host.worker)]
     staying = [host for host in placed if host not in moving]
@@ -173,7 +173,7 @@ def _settle(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -
         _remove(surplus, name, "surplus")
     rejected: tuple[tuple[str, str], ...] = ()
     while len(staying) < deployment.replicas:
-        choice = _choose(deployment, hosts, staying, needed_bytes)
+        choice = _choose(deployment, hosts, staying)
         if not isinstance(choice, _Host):
             rejected = choice
             break
@@ -181,7 +181,7 @@ def _settle(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
     for host in staying:
-        _make_room(host, version, needed_bytes)
+        _make_room(host, version)
     missing = deployment.replicas - len(staying)
     moving.sort(key=lambda host: not host.live)  # of those that may serve on, the live ones
     _let_go(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
@@ -198,30 +198,31 @@ def _version_of(deployment: Deployment) -> AssignedVersion:
     )
 
 
-def _leave_starved(deployment: Deployment, hosts: Sequence[_Host], needed_bytes: int) -> None:
+def _leave_starved(deployment: Deployment, hosts: Sequence[_Host]) -> None:
     """Take replicas off workers without memory for them, as many as others have room for.
 
     Such a replica serves nobody, so it need not wait for its replacement.
     """
-    name, digest = deployment.meta.name, deployment.version_digest
+    version = _version_of(deployment)
+    name, digest = version.deployment, version.version_digest
     roomy = sum(
         not rejection(deployment, host.worker, host.node, host.held)
-        and host.memory.free_bytes() >= needed_bytes
+        and host.memory.free_bytes(but=digest) >= host.memory.needed_bytes(version)
         for host in hosts
         if host.live
     )
     for host in hosts:
         memory = host.memory
         if roomy and host.live and name in host.held and memory.starved(digest):
-            if needed_bytes <= memory.free_bytes(but=digest):
+            if memory.needed_bytes(version) <= memory.free_bytes(but=digest):
                 continue  # its worker is about to load it
             _remove(host, name, "no memory")
             roomy -= 1
 
 
-def _make_room(host: _Host, version: AssignedVersion, needed_bytes: int) -> None:
+def _make_room(host: _Host, version: AssignedVersion) -> None:
     """Take away what has to yield so that the worker can load this version."""
-    for digest, size_bytes in host.memory.yielding(version, needed_bytes):
+    for digest, size_bytes in host.memory.yielding(version):
         for name in [name for name, held in host.held.items() if held.version_digest == digest]:
             _remove(host, name, f"yields {size_bytes // 2**20} MiB to {version.deployment}")
 
@@ -238,7 +239,7 @@ def _remove(host: _Host, name: str, why: str) -> None:
 
 
 def _choose(
-    deployment: Deployment, hosts: Sequence[_Host], staying: Sequence[_Host], needed_bytes: int
+    deployment: Deployment, hosts: Sequence[_Host], staying: Sequence[_Host]
 ) -> _Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
@@ -253,14 +254,12 @@ def _choose(
             continue
         worker_id = host.worker.worker_id
         memory = host.memory
-        why = rejection(deployment, host.worker, host.node, host.held) or no_memory(
-            memory, version, needed_bytes
-        )
+        why = rejection(deployment, host.worker, host.node, host.held) or no_memory(memory, version)
         if why:
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        crowded = memory.free_bytes(but=deployment.version_digest) < needed_bytes
+        crowded = memory.free_bytes(but=version.version_digest) < memory.needed_bytes(version)
         ranking.append((crowded, _in_zone(staying, host.worker.zone), len(host.held), worker_id))
     return by_id[min(ranking)[3]] if ranking else tuple(rejected)
 

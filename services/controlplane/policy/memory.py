@@ -7,7 +7,7 @@ highest priority of its deployments. A worker that states no memory has no bound
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,10 +29,11 @@ def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView:
-    """One worker, with ``held`` assigned to it."""
+    """One worker, with ``held`` assigned to it. ``needs`` is that of ``needs_of``."""
 
     worker: Worker
     held: Sequence[AssignedVersion]
+    needs: Mapping[str, int]
 
     def granted_bytes(self, digest: str) -> int:
         loaded = self._loaded(digest)
@@ -48,35 +49,46 @@ class MemoryView:
             and not self.granted_bytes(digest)
         )
 
-    def free_bytes(self, *, but: str = "", from_rank: int = 0) -> int:
-        """Return what is left once every assigned version of a priority has its memory.
+    def free_bytes(self, *, but: str = "", held_from_rank: int = 0, due_from_rank: int = 0) -> int:
+        """Return what is left of the granted memory and of what assigned versions are still to have.
 
-        ``but`` is left out, so are versions below ``from_rank``. One that will not fit takes nothing.
+        ``but`` is left out. Grants count from priority ``held_from_rank`` on, what is due from
+        ``due_from_rank`` on. What does not fit any more is not due.
         """
         if not self.worker.memory_bytes:
             return UNBOUNDED
         ranks = self._ranks()
-        digests = sorted(
-            (digest for digest in ranks if digest != but and ranks[digest] >= from_rank),
-            key=lambda digest: (not self.granted_bytes(digest), -ranks[digest], digest),
+        digests = sorted((digest for digest in ranks if digest != but), key=lambda d: (-ranks[d], d))
+        left = self.worker.memory_bytes - sum(
+            self.granted_bytes(digest) for digest in digests if ranks[digest] >= held_from_rank
         )
-        left = self.worker.memory_bytes
         for digest in digests:
-            loaded = self._loaded(digest)
-            taken = self.granted_bytes(digest) or (0 if loaded is None else loaded.needed_bytes)
-            left -= taken if taken <= left else 0
+            due = self.needs.get(digest, 0)
+            if ranks[digest] >= due_from_rank and due <= left and not self.granted_bytes(digest):
+                left -= due
         return left
 
-    def yielding(self, version: AssignedVersion, needed_bytes: int) -> tuple[tuple[str, int], ...]:
+    def needed_bytes(self, version: AssignedVersion) -> int:
+        """Return what a version needs at least here, 0 while unknown.
+
+        One that is on its way out would keep what it has: it comes back smaller only once it is gone.
+        """
+        if version.executor == "null":
+            return 0
+        digest = version.version_digest
+        return max(self.needs.get(digest, 0), self.granted_bytes(digest))
+
+    def yielding(self, version: AssignedVersion) -> tuple[tuple[str, int], ...]:
         """Return (digest, bytes) of the versions that have to go so that ``version`` can be loaded.
 
         Only lower priorities go, the lowest first, and none when all of them would not be enough.
         """
         digest = version.version_digest
+        needed_bytes = self.needed_bytes(version)
         if self.granted_bytes(digest) or not needed_bytes:
             return ()
-        short = needed_bytes - self.free_bytes(but=digest)
         ranks = self._ranks()
+        short = needed_bytes - self.free_bytes(but=digest, due_from_rank=ranks[digest])
         lower = sorted(
             (
                 (ranks[other], -self.granted_bytes(other), other)
@@ -110,15 +122,17 @@ class MemoryView:
         return next((one for one in self.worker.versions if one.version_digest == digest), None)
 
 
-def no_memory(memory: MemoryView, version: AssignedVersion, needed_bytes: int) -> str:
+def no_memory(memory: MemoryView, version: AssignedVersion) -> str:
     """Return why the worker has no room for the version even if lower priorities yield, empty if it has."""
-    free = memory.free_bytes(but=version.version_digest, from_rank=version.priority.rank)
+    rank = version.priority.rank
+    needed_bytes = memory.needed_bytes(version)
+    free = memory.free_bytes(but=version.version_digest, held_from_rank=rank, due_from_rank=rank)
     if not needed_bytes or needed_bytes <= free:
         return ""
     holders: dict[str, int] = {}
     for other in memory.held:
         size_bytes = memory.granted_bytes(other.version_digest)
-        if size_bytes and other.priority.rank >= version.priority.rank:
+        if size_bytes and other.priority.rank >= rank:
             holders[other.deployment] = size_bytes
     held = "".join(f", {name} holds {_mib(size_bytes)} MiB" for name, size_bytes in sorted(holders.items()))
     total = memory.worker.memory_bytes

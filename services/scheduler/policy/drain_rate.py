@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 MIN_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
+_LEAST_WEIGHT = 0.05  # one grant, three windows ago: what is less says nothing any more
 
 
 @dataclass(slots=True)
@@ -21,6 +22,11 @@ class DrainRate:
         """Count one grant."""
         self._weight = self._decayed(now_s) + 1.0
         self._last_s = now_s
+
+    def drain_s(self, queued: int, now_s: float) -> float | None:
+        """Return how long a queue of this length takes to drain; None when nothing moved of late."""
+        rate = self._decayed(now_s) / self.window_s
+        return queued / rate if rate * self.window_s >= _LEAST_WEIGHT else None
 
     def wait_s(self, queued: int, now_s: float) -> float:
         """Return how long a queue of this length takes to drain, within MIN_WAIT_S and MAX_WAIT_S."""

@@ -177,6 +177,7 @@ class Engine:
             waiting=self._planner.waiting,
             logprobs=logprobs,
             errors=errors,
+            preemptions=self._planner.preemptions,
         )
 
 

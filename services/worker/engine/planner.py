@@ -70,6 +70,7 @@ class Planner:
         self._decoding: list[SequenceState] = []
         self._prefilling: list[SequenceState] = []
         self._stalled: list[SequenceState] = []
+        self.preemptions = 0
         self._parked: dict[int, SequenceState] = {}  # by handle; as many as the agent submits without credit
 
     @property
@@ -203,6 +204,7 @@ class Planner:
         self._detach(victim)
         self._release(victim)
         victim.preemptions += 1
+        self.preemptions += 1
         if victim.preemptions >= MAX_PREEMPTIONS:
             victim.status = Status.FINISHED
             return True

@@ -20,11 +20,12 @@ from typing import Final, NoReturn
 import msgspec
 import structlog
 
+from services.runtime.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle, Engine
 from services.worker.engine.loading import load
 from services.worker.engine.unsupported import LoadError
-from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown
+from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
 
 HEARTBEAT_S: Final = 1.0
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -87,13 +88,13 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
     gc.freeze()  # what was loaded stays: collections need not walk it
     _send(connection, ready)
     log.info("model.loaded", kv_blocks_total=ready.kv_blocks_total, weight_bytes=ready.weight_bytes)
-    return step_until_told(engine, connection)
+    return step_until_told(engine, connection, lines_per_s=config.request_log_per_s)
 
 
-def step_until_told(engine: Engine, connection: Connection) -> ExitCode:
+def step_until_told(engine: Engine, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
-        serve(engine, connection, clock=time.monotonic)
+        serve(engine, connection, clock=time.monotonic, lines=LineBudget(time.monotonic, lines_per_s))
     except AgentGone:
         raise
     except DuplicateHandle as error:
@@ -106,7 +107,9 @@ def step_until_told(engine: Engine, connection: Connection) -> ExitCode:
     return ExitCode.DONE
 
 
-def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float]) -> None:
+def serve(
+    engine: Engine, connection: Connection, *, clock: Callable[[], float], lines: LineBudget | None = None
+) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
     spoken_s = clock()
     checked_step = -1
@@ -119,6 +122,8 @@ def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float])
             if isinstance(command, Shutdown):
                 return
             engine.apply(command)
+            if lines is not None and isinstance(command, Submit):
+                _log_taken(command, lines)
         if engine.has_work:
             _send(connection, engine.step())
             spoken_s = clock()
@@ -129,6 +134,18 @@ def serve(engine: Engine, connection: Connection, *, clock: Callable[[], float])
             if beat.step != checked_step:  # walks all blocks: once per idle spell
                 engine.check_integrity()
                 checked_step = beat.step
+
+
+def _log_taken(command: Submit, lines: LineBudget) -> None:
+    """Say which request a handle is: a crash names handles."""
+    if lines.take():
+        log.info(
+            "sequence.taken",
+            request_id=command.request_id,
+            handle=command.handle,
+            prompt_tokens=len(command.prompt_ids),
+            produced_tokens=len(command.produced_ids),
+        )
 
 
 def _send(connection: Connection, message: Message) -> None:

@@ -137,7 +137,7 @@ def _keep(slot: Slot, now_s: float, free_bytes: int) -> Action | None:
             return Undrain(slot.version.version_digest)
         case Phase.BROKEN if slot.final:
             return None
-        case Phase.BROKEN if slot.needed_bytes:
+        case Phase.BROKEN if slot.needed_bytes and slot.has_files:
             return Load(slot.version.version_digest) if slot.needed_bytes <= free_bytes else None
         case Phase.BROKEN if now_s >= slot.retry_at_s:
             return Load(slot.version.version_digest) if slot.has_files else Fetch(slot.version)

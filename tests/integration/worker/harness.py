@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc_worker import GrpcWorkers
 from services.adapters.memory_store import MemoryStore
+from services.core.errors import FairwayError
 from services.core.generation import (
     GenerationSpec,
     Grant,
@@ -80,6 +81,7 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pins = 0
+        self.error: FairwayError | None = None  # raised by every fetch while it is set
 
     async def fetch(
         self,
@@ -89,6 +91,8 @@ class FolderSource:
         only: Callable[[str], bool] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> Path:
+        if self.error is not None:
+            raise self.error
         if progress is not None:
             progress(1.0)
         return self.folder

@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from tokenizers import Tokenizer
 
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.core.records import WORKERS, AssignedVersion, VersionState, Worker
 from services.worker.engine_process import EngineTimeouts
@@ -184,9 +185,34 @@ async def test_a_version_that_cannot_be_loaded_fails_with_its_message(
     await eventually(lambda: worker.state() is VersionState.FAILED)
     (version,) = worker.agent.status().versions
     assert "vocab_size" in version.record.message
+    assert version.record.reason == "UNSUPPORTED_MODEL"
+    assert (version.record.failed_attempts, version.record.retry_unix_s) == (1, 0.0), "it is not tried again"
     assert version.record.engine_restarts == 0
+    await worker.assign()
+    await eventually(lambda: worker.state() is None)
     (model_dir / "config.json").write_text('{"vocab_size": 512}')
+    await worker.assign(worker.version)
     await worker.ready()
+
+
+async def test_a_failure_that_may_pass_is_tried_again_and_says_when(start_worker: Starter) -> None:
+    worker = await start_worker(SLOW, assign=False)
+    worker.files.error = IntegrityError("a chunk is damaged")
+    await worker.assign(worker.version)
+
+    def failed_twice() -> bool:
+        versions = worker.agent.status().versions
+        return bool(versions) and versions[0].record.failed_attempts >= 2
+
+    await eventually(failed_twice)
+    await eventually(lambda: worker.state() is VersionState.FAILED)
+    (version,) = worker.agent.status().versions
+    assert version.record.reason == "INTEGRITY_ERROR"
+    assert version.record.retry_unix_s > 0
+    worker.files.error = None  # the blob was healed
+    await worker.ready()
+    (version,) = worker.agent.status().versions
+    assert (version.record.reason, version.record.failed_attempts) == ("", 0)
 
 
 async def test_what_does_not_fit_says_why(start_worker: Starter, model_dir: Path) -> None:
@@ -196,7 +222,10 @@ async def test_what_does_not_fit_says_why(start_worker: Starter, model_dir: Path
     await worker.assign(AssignedVersion("d", "m", worker.digest, executor="torch"))
     await eventually(lambda: worker.state() is VersionState.FAILED)
     (version,) = worker.agent.status().versions
-    assert "needs 4096 MiB for weights" in version.record.message
+    assert "d needs 4096 MiB for weights" in version.record.message
+    assert (version.record.reason, version.record.failed_attempts) == ("DOES_NOT_FIT", 1)
+    assert version.record.needed_bytes == 4096 * 2**20 + 16 * 2**20
+    assert (await worker.registered()).memory_free_bytes == 2 * 2**30
     assert version.engine_pid == 0
     worker.agent.check_integrity()
 

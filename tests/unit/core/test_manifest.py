@@ -18,6 +18,7 @@ from services.core.manifest import (
     digest_of,
     parse,
     sha256_of,
+    weights_digest_of,
 )
 
 D = sha256_of(b"x")
@@ -25,7 +26,8 @@ CONFIG = ManifestFile("config.json", 1, D, (D,))
 
 
 def make(*paths: str) -> Manifest:
-    return Manifest(tuple(ManifestFile(path, 1, D, (D,)) for path in sorted({"config.json", *paths})))
+    files = tuple(ManifestFile(path, 1, D, (D,)) for path in sorted({"config.json", *paths}))
+    return Manifest(files, weights_digest=weights_digest_of(files))
 
 
 def test_canonical_json_is_sorted_without_blanks_and_has_every_field() -> None:
@@ -42,25 +44,78 @@ def test_canonical_json_is_sorted_without_blanks_and_has_every_field() -> None:
         "sampling_defaults_digest",
         "safety_policy_digest",
         "max_context_tokens",
+        "weights_digest",
+        "engine_limits_digest",
     }
     assert digest_of(manifest) == sha256_of(body)
 
 
-def test_digest_of_a_known_manifest_never_changes() -> None:
+_FILES = (
+    b'"files":[{"chunks":["'
+    + D.encode()
+    + b'"],"digest":"'
+    + D.encode()
+    + b'","path":"config.json","size_bytes":1}]'
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (
+            1,
+            b'{"chat_template_digest":"",' + _FILES + b',"kind":"causal-lm","max_context_tokens":0,'
+            b'"safety_policy_digest":"","sampling_defaults_digest":"","schema":1,"tokenizer_digest":""}',
+        ),
+        (
+            2,
+            b'{"chat_template_digest":"","engine_limits_digest":"",' + _FILES + b',"kind":"causal-lm",'
+            b'"max_context_tokens":0,"safety_policy_digest":"","sampling_defaults_digest":"","schema":2,'
+            b'"tokenizer_digest":"","weights_digest":""}',
+        ),
+    ],
+)
+def test_digest_of_a_known_manifest_never_changes(schema: int, body: bytes) -> None:
     """A change here renames every published version."""
-    assert digest_of(Manifest((CONFIG,))) == (
-        "sha256:"
-        + __import__("hashlib")
-        .sha256(
-            b'{"chat_template_digest":"","files":[{"chunks":["'
-            + D.encode()
-            + b'"],"digest":"'
-            + D.encode()
-            + b'","path":"config.json","size_bytes":1}],"kind":"causal-lm","max_context_tokens":0,'
-            b'"safety_policy_digest":"","sampling_defaults_digest":"","schema":1,"tokenizer_digest":""}'
-        )
-        .hexdigest()
-    )
+    manifest = Manifest((CONFIG,), schema=schema)
+    assert digest_of(manifest) == sha256_of(body)
+    assert parse(body, sha256_of(body)) == manifest
+
+
+PINS = {
+    "tokenizer.json": "tokenizer_digest",
+    "tokenizer.model": "tokenizer_digest",
+    "chat_template.jinja": "chat_template_digest",
+    "generation_config.json": "sampling_defaults_digest",
+    "safety_policy.json": "safety_policy_digest",
+    "engine_limits.json": "engine_limits_digest",
+    "model.safetensors": "weights_digest",
+}
+
+
+@pytest.mark.parametrize(("path", "pin"), PINS.items())
+def test_what_decides_behaviour_cannot_be_there_unpinned(path: str, pin: str) -> None:
+    own = sha256_of(path.encode())
+    files = tuple(sorted((CONFIG, ManifestFile(path, 1, own, (D,))), key=lambda file: file.path))
+    right = weights_digest_of(files) or own
+    check_manifest(Manifest(files, **{pin: right}))  # type: ignore[arg-type]
+    for wrong in ("", D):
+        with pytest.raises(InvalidInput, match=pin):
+            check_manifest(Manifest(files, **{pin: wrong}))  # type: ignore[arg-type]
+
+
+def test_weights_digest_follows_every_tensor_file() -> None:
+    shards = [ManifestFile(f"m-{n}.safetensors", 1, sha256_of(b"%d" % n), (D,)) for n in range(3)]
+    whole = weights_digest_of(shards)
+    assert whole == weights_digest_of([*reversed(shards), CONFIG])
+    assert len({whole, weights_digest_of(shards[:2]), weights_digest_of([]), ""}) == 3
+    swapped = [replace(shards[0], digest=shards[1].digest), replace(shards[1], digest=shards[0].digest)]
+    assert weights_digest_of([*swapped, shards[2]]) != whole
+
+
+def test_schema_1_has_none_of_the_newer_fields() -> None:
+    with pytest.raises(InvalidInput, match="schema 1"):
+        check_manifest(Manifest((CONFIG,), schema=1, engine_limits_digest=D))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +250,8 @@ def test_duplicates_and_disorder_are_refused() -> None:
     "manifest",
     [
         Manifest(()),
-        replace(make(), schema=2),
+        replace(make(), schema=0),
+        replace(make(), schema=3),
         replace(make(), kind="pickle"),
         replace(make(), tokenizer_digest=sha256_of(b"absent")),
         replace(make(), max_context_tokens=-1),

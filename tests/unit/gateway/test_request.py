@@ -179,6 +179,7 @@ class Harness:
             queue_ttl_s=5.0,
             deadline_s=self.deadline_s,
             window_tokens=8,
+            telemetry=self.request.telemetry,
             client_window=self.client_window,
         )
         return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)

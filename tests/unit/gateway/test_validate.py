@@ -18,7 +18,6 @@ from services.core.errors import (
     PermissionDenied,
     PromptTooLong,
     Unauthenticated,
-    UnsupportedFeature,
 )
 from services.core.generation import GenerationSpec, Principal
 from services.core.records import TENANTS, KeyRole, Meta, Priority, Tenant
@@ -148,7 +147,7 @@ BAD: dict[str, tuple[dict[str, Any], type[FairwayError], str]] = {
     "long stop": ({"stop": ["a" * 257]}, InvalidInput, "stop[0]"),
     "priority": ({"priority": common_pb2.PRIORITY_INTERACTIVE}, PermissionDenied, "priority"),
     "unknown priority": ({"priority": 99}, InvalidInput, "priority"),
-    "idempotency": ({"idempotency_key": "k"}, UnsupportedFeature, "idempotency_key"),
+    "long key": ({"idempotency_key": "k" * 129}, InvalidInput, "idempotency_key"),
     "role": ({"chat": chat("x", role="root")}, InvalidInput, "chat.messages[0].role"),
     "unknown role": ({"chat": chat("x", role="tool")}, InvalidInput, "messages"),
     "timeout": ({"timeout": Duration(seconds=90_000)}, InvalidInput, "timeout"),
@@ -226,7 +225,7 @@ async def test_an_operator_s_key_runs_nothing(resolve: Resolve) -> None:
 
 
 async def test_bounds_are_checked_before_anything_is_fetched(resolve: Resolve, fleet: Any) -> None:
-    for name in ("many choices", "nan", "empty stop", "empty prompt", "idempotency"):
+    for name in ("many choices", "nan", "empty stop", "empty prompt", "long key"):
         with pytest.raises(FairwayError):
             await resolve(**BAD[name][0])
     assert fleet.files.fetched == []

@@ -61,9 +61,9 @@ class LapsesWithoutMargin(FleetView):
 class GivesBackTwice(FlowQueue):
     """A cancelled grant stays known, and another cancellation returns its room again."""
 
-    def cancel(self, session: int, placement_id: int) -> None:
+    def cancel(self, session: int, placement_id: int, now_s: float) -> None:
         grant = self._granted.get((session, placement_id))
-        super().cancel(session, placement_id)
+        super().cancel(session, placement_id, now_s)
         if grant is None:
             return
         self._granted[session, placement_id] = grant

@@ -163,7 +163,7 @@ def test_withdrawing_the_one_that_is_waited_for_lets_the_others_go() -> None:
     rig.turn()
     big, small = rig.ask(5), rig.ask(1)
     assert rig.turn() == {}
-    rig.queue.cancel(1, big)
+    rig.queue.cancel(1, big, rig.now_s)
     assert list(rig.turn()) == [small]
 
 
@@ -301,7 +301,7 @@ def test_ended_placements_leave_nothing_behind() -> None:
     for _ in range(500):
         number = rig.ask(2, ttl=3000.0)
         rig.turn()
-        rig.queue.cancel(1, number)
+        rig.queue.cancel(1, number, rig.now_s)
     rig.now_s += 10.0
     rig.turn()
     assert len(rig.queue) == 0

@@ -17,6 +17,7 @@ from services.ports.worker_stream import StepFrame
 from services.worker import engine_protocol as wire
 from services.worker.outbox import MAX_FRAME_TOKENS
 from services.worker.report import take_snapshot
+from services.worker.sequences import STALL_S
 from tests.unit.worker.bench import Bench
 
 A, B, C = 0x61, 0x62, 0x63
@@ -460,3 +461,22 @@ def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], d
     assert (bench.table.reserved, len(bench.table), bench.table.queued_prefill_tokens) == (0, 0, 0)
     snapshot = take_snapshot(bench.host, worker_id="w", address="a:1", zone="")
     assert charged + sum(use.output for use in snapshot.tenants) == bench.tokens, "each token is charged once"
+
+
+def test_a_silent_engine_gets_no_new_work_until_it_speaks(bench: Bench) -> None:
+    reader = Reader(bench)
+    reader.stream.start(1, bench.spec())
+    bench.clock.now_s += STALL_S + 0.1
+    bench.host.sweep(bench.clock.now_s)
+    assert not take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
+    changes = bench.changes
+    reader.stream.start(2, bench.spec())
+    reader.read()
+    assert reader.accepted == [1]
+    assert reader.refused == {2: NotAdmittedReason.NOT_READY}
+    bench.table.on_heartbeat(wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0))
+    assert bench.changes > changes, "nobody was told that it takes work again"
+    assert take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
+    reader.stream.start(3, bench.spec())
+    reader.read()
+    assert reader.accepted == [1, 3]

@@ -362,7 +362,8 @@ def test_a_torch_engine_streams(
     agent.send(Shutdown())
     assert agent.exit_code() == ExitCode.DONE
     events = [json.loads(line)["event"] for line in agent.log.read_text().splitlines()]
-    assert events == ["model.loaded", "engine.stopped"]
+    taken = ["sequence.taken"] * len(submits)
+    assert events == ["model.loaded", *taken, "engine.stopped"]
 
 
 def header_bytes(folder: Path) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.records import AssignedVersion
+from services.core.records import AssignedVersion, Priority
 from services.worker.policy.lifecycle import (
     Action,
     Discard,
@@ -30,6 +30,7 @@ versions = st.builds(
     model=st.just("m"),
     version_digest=st.sampled_from(DIGESTS),
     executor=st.sampled_from(("torch", "null")),
+    priority=st.sampled_from(list(Priority)),
 )
 assignments = st.lists(versions, max_size=4)
 slots = st.lists(
@@ -41,6 +42,9 @@ slots = st.lists(
         has_files=st.booleans(),
         retry_at_s=st.sampled_from((0.0, NOW_S + 10)),
         drain_until_s=st.sampled_from((0.0, NOW_S + 10)),
+        unbooked=st.booleans(),
+        needed_bytes=st.sampled_from((0, 5)),
+        restarting=st.booleans(),
     ).map(
         lambda slot: replace(
             slot, has_files=slot.has_files or slot.phase not in (Phase.FETCHING, Phase.BROKEN)
@@ -79,7 +83,7 @@ def pass_time(state: dict[str, Slot]) -> None:
             case Phase.FETCHING:
                 state[digest] = replace(slot, phase=Phase.FETCHED, has_files=True)
             case Phase.LOADING:
-                state[digest] = replace(slot, phase=Phase.READY)
+                state[digest] = replace(slot, phase=Phase.READY, unbooked=False)
             case Phase.STOPPING:
                 del state[digest]
 
@@ -90,8 +94,8 @@ def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], o
     desired = wanted(assigned)
     state = {slot.version.version_digest: slot for slot in observed}
     now_s = NOW_S
-    for _ in range(12):
-        actions = plan(desired, list(state.values()), now_s)
+    for _ in range(16):
+        actions = plan(desired, list(state.values()), now_s, free_bytes=5)
         assert len(
             {
                 action.version.version_digest if isinstance(action, Fetch) else action.version_digest
@@ -133,6 +137,54 @@ def test_a_broken_version_waits_for_its_time() -> None:
     assert plan({"d1": version}, [slot], NOW_S) == ()
     assert plan({"d1": version}, [slot], NOW_S + 1) == (Load("d1"),)
     assert plan({"d1": version}, [replace(slot, has_files=False)], NOW_S + 1) == (Fetch(version),)
+
+
+def test_a_final_failure_is_not_tried_again() -> None:
+    version = AssignedVersion("x", "m", "d1")
+    slot = Slot(version, Phase.BROKEN, has_files=True, final=True)
+    assert plan({"d1": version}, [slot], NOW_S) == ()
+    assert plan({}, [slot], NOW_S) == (Discard("d1"),)
+
+
+def test_what_does_not_fit_waits_for_memory_and_not_for_time() -> None:
+    version = AssignedVersion("x", "m", "d1")
+    slot = Slot(version, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=10, retry_at_s=NOW_S + 99)
+    assert plan({"d1": version}, [slot], NOW_S, free_bytes=9) == ()
+    assert plan({"d1": version}, [slot], NOW_S + 100, free_bytes=9) == ()
+    assert plan({"d1": version}, [slot], NOW_S, free_bytes=10) == (Load("d1"),)
+
+
+LOW = AssignedVersion("low", "m", "low", priority=Priority.BATCH)
+HIGH = AssignedVersion("high", "m", "high", priority=Priority.INTERACTIVE)
+COMING = Slot(LOW, Phase.FETCHED, has_files=True, unbooked=True)
+
+
+def loads(*slots: Slot, free_bytes: int = 0) -> list[str]:
+    actions = plan(wanted([LOW, HIGH]), slots, NOW_S, free_bytes=free_bytes)
+    return [action.version_digest for action in actions if isinstance(action, Load)]
+
+
+def test_a_lower_priority_is_not_loaded_into_memory_that_a_higher_one_is_about_to_have() -> None:
+    high = Slot(HIGH, Phase.FETCHED, has_files=True, unbooked=True)
+    assert loads(COMING, high) == ["high"]
+    assert loads(COMING, replace(high, phase=Phase.LOADING)) == []
+    assert loads(COMING, replace(high, phase=Phase.LOADING, unbooked=False, granted_bytes=5)) == ["low"]
+    assert loads(COMING, replace(high, phase=Phase.BROKEN, restarting=True, retry_at_s=NOW_S + 9)) == []
+    assert loads(COMING, replace(high, phase=Phase.FETCHING, has_files=False)) == ["low"]
+
+
+def test_a_higher_priority_that_cannot_be_helped_holds_nobody_up() -> None:
+    high = Slot(HIGH, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
+    assert loads(COMING, high, free_bytes=9) == ["low"]
+    assert loads(COMING, replace(high, needed_bytes=0, final=True)) == ["low"]
+    assert loads(COMING, replace(high, needed_bytes=0, retry_at_s=NOW_S + 9)) == ["low"]
+    leaving = Slot(AssignedVersion("old", "m", "old"), Phase.STOPPING, granted_bytes=5)
+    assert loads(COMING, leaving, high, free_bytes=9) == [], "what is leaving makes the room"
+
+
+def test_deployments_of_one_version_have_the_highest_of_their_priorities() -> None:
+    other = replace(HIGH, deployment="z", version_digest="low")
+    assert wanted([LOW, other])["low"] == replace(LOW, priority=Priority.INTERACTIVE)
 
 
 def test_backoff_doubles_up_to_a_cap() -> None:

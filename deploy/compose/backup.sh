@@ -1,0 +1,36 @@
+#!/bin/sh
+# Back up the containers' installation while it runs: deploy/compose/backup.sh FOLDER
+# Writes etcd.db, registry.tar, redis.tar and secrets.tar. COMPOSE names the command, else `docker compose`.
+set -eu
+: "${COMPOSE:=docker compose}"
+[ $# -eq 1 ] || { echo "usage: deploy/compose/backup.sh FOLDER" >&2; exit 2; }
+umask 077
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+cd "$(dirname "$0")/../.."
+[ ! -e .env ] || state=$(sed -n 's/^FLEET_STATE=//p' .env)
+state=${FLEET_STATE:-${state:-.fairway/compose}}
+
+# A container's file comes out through `docker cp`, since etcd's image has neither shell nor tar.
+take() { docker cp "$($COMPOSE ps -q "$1"):$2" "$3"; }
+
+echo "etcd: models, tags, tenants, keys, deployments"
+$COMPOSE exec -T etcd etcdctl --endpoints=http://127.0.0.1:2379 snapshot save /var/lib/etcd/backup.db >/dev/null
+take etcd /var/lib/etcd/backup.db "$folder/etcd.db"
+
+# After etcd: what its snapshot refers to was stored before, and chunks never change.
+echo "registry: manifests and chunks"
+take registry /var/lib/fairway/. - >"$folder/registry.tar"
+
+echo "redis: quotas and usage"
+redis() { $COMPOSE exec -T redis redis-cli --no-auth-warning -a "$(cat "$state/secrets/redis_password")" "$@"; }
+percentage=$(redis CONFIG GET auto-aof-rewrite-percentage | tail -n 1)
+trap 'redis CONFIG SET auto-aof-rewrite-percentage "$percentage" >/dev/null' EXIT
+# A rewrite in the middle of the copy would take away files that the copied manifest names.
+redis CONFIG SET auto-aof-rewrite-percentage 0 >/dev/null
+while redis INFO persistence | grep -q '^aof_rewrite_in_progress:1'; do sleep 1; done
+take redis /data/appendonlydir - >"$folder/redis.tar"
+
+echo "secrets"
+tar -C "$state" -cf "$folder/secrets.tar" secrets
+echo "done: $folder"

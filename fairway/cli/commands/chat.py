@@ -1,0 +1,225 @@
+"""`fairway chat`: a conversation, on a terminal or through pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import typer
+
+from fairway.cli import targets
+from fairway.cli.calls import client_error
+from fairway.cli.conversation import Conversation, context_of, fit
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.generation import (
+    ANSWER_S,
+    Answer,
+    ModelOption,
+    PriorityOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TimeoutOption,
+    TopKOption,
+    TopPOption,
+    open_client,
+    options_of,
+    show_end,
+    show_text,
+    stream,
+)
+from fairway.cli.output import err, out, plain, show_error
+from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
+from fairway.client import Client, FairwayError, Options
+
+HELP: Final = """\
+/help          this list
+/reset         forget the conversation; the system message stays
+/model [NAME]  talk to another model; without a name: which there are
+/system [TEXT] set the system message; without a text: none
+/quit          end, as Ctrl-D does
+//TEXT         say a text that begins with a slash
+Ctrl-C stops an answer."""
+
+
+def chat(
+    model: ModelOption = "",
+    system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1048576, help="Of one answer.")] = 256,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    priority: PriorityOption = None,
+    timeout: TimeoutOption = ANSWER_S,
+    grpc_address: GrpcOption = "",
+    api_key: ApiKeyOption = "",
+    state_dir: StateDirOption = DEFAULT_STATE_DIR,
+) -> None:
+    """Talk to a model. What no longer fits into its context is left out, the oldest first.
+
+    /help lists what can be done besides talking. Without a terminal each line of the standard input is a
+    question, and the first error ends it.
+
+    \b
+    Examples:
+      fairway chat
+      fairway chat --model my-model --system "Answer in one sentence."
+      printf 'Write a loop.\\nNow in reverse.\\n' | fairway chat --seed 7
+    """
+    client = open_client(grpc_address, api_key, state_dir, timeout_s=timeout)
+    options = options_of(
+        max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, priority=priority
+    )
+    conversation = Conversation(targets.default_model(model, state_dir), system)
+    # One event loop for all answers, and none while a line is read: Ctrl-C ends the reading at once.
+    with asyncio.Runner() as runner:
+        runner.run(_entered(client))
+        try:
+            _Chat(client, options, conversation, runner).run()
+        finally:
+            runner.run(client.aclose())
+
+
+async def _entered(client: Client) -> None:
+    await client.__aenter__()
+
+
+@dataclass(slots=True)
+class _Chat:
+    client: Client
+    options: Options
+    conversation: Conversation
+    runner: asyncio.Runner
+    context: int | None = None
+
+    def run(self) -> None:
+        """Return when the user ends it. Without a terminal the first CliError is the end."""
+        interactive = sys.stdin.isatty()
+        if interactive:
+            _enable_editing()
+            plain(err(), f"{self.conversation.model}. /help lists commands, Ctrl-D ends.")
+        interrupted = False
+        while True:
+            try:
+                line = _read_line()
+            except KeyboardInterrupt:
+                if not interactive or interrupted:
+                    raise
+                plain(err(), "\nCtrl-D or /quit ends; so does Ctrl-C once more.")
+                interrupted = True
+                continue
+            interrupted = False
+            if line is None:
+                return
+            try:
+                if not self._handle(line):
+                    return
+            except CliError as error:
+                if not interactive or error.exit_code is ExitCode.UNAUTHENTICATED:
+                    raise
+                show_error(error)
+
+    def _handle(self, line: str) -> bool:
+        """Do what a line says. False when it says the end."""
+        text = line.strip()
+        if not text:
+            return True
+        if text.startswith("/") and not text.startswith("//"):
+            return self._command(*_split(text))
+        self._say(text.removeprefix("/") if text.startswith("//") else text)
+        return True
+
+    def _command(self, name: str, value: str) -> bool:
+        match name:
+            case "/quit" | "/exit" | "/bye":
+                return False
+            case "/help" | "/?":
+                plain(err(), HELP)
+            case "/reset":
+                self.conversation.turns.clear()
+                plain(err(), "The conversation begins anew.")
+            case "/model":
+                self._choose(value)
+            case "/system":
+                self.conversation.system = value
+                plain(err(), "The system message is set." if value else "There is no system message.")
+            case _:
+                plain(
+                    err(), f"There is no {name}. /help lists what there is; //TEXT says a text with a slash."
+                )
+        return True
+
+    def _choose(self, name: str) -> None:
+        names = self.runner.run(_served(self.client))
+        if name and name in names:
+            self.conversation.model, self.context = name, None
+            plain(err(), f"Now {name} answers. The conversation goes on.")
+            return
+        if name:
+            plain(err(), f"There is no model {name} for this key.")
+        for each in names:
+            plain(err(), f"{'*' if each == self.conversation.model else ' '} {each}")
+
+    def _say(self, text: str) -> None:
+        """Write the answer as it comes. Ctrl-C stops it; what came until then is part of the conversation."""
+        answer = Answer()
+        self.conversation.ask(text)
+        try:
+            self.runner.run(self._answer(answer))
+            plain(out())
+            show_end(answer)
+        except KeyboardInterrupt:
+            plain(out())
+            plain(err(), "(stopped)")
+        except CliError:
+            if answer.pieces:
+                plain(out())
+            raise
+        finally:
+            self.conversation.answered(answer.text)
+
+    async def _answer(self, answer: Answer) -> None:
+        if self.context is None:
+            self.context = await context_of(self.client, self.conversation.model)
+        room = self.options.max_output_tokens or 0
+        dropped = await fit(self.client, self.conversation, context=self.context, room_tokens=room)
+        if dropped:
+            plain(err(), f"(the context is full: the oldest {dropped} messages are left out)")
+        answer.began_s = time.monotonic()
+        messages = self.conversation.messages()
+        await stream(self.client, self.conversation.model, messages, self.options, answer, show_text)
+
+
+async def _served(client: Client) -> list[str]:
+    try:
+        return sorted(model.name for model in await client.list_models())
+    except FairwayError as exc:
+        raise client_error(exc, what="cannot list the models") from exc
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, _, value = text.partition(" ")
+    return name, value.strip()
+
+
+def _read_line() -> str | None:
+    """Return the next line, None at the end. The prompt goes to stderr unless all is a terminal."""
+    try:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return input("> ")  # readline draws the prompt again while a line is edited
+        plain(err(), "> ", end="")
+        return input()
+    except EOFError:
+        plain(err())
+        return None
+
+
+def _enable_editing() -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # its import gives input() editing and a history

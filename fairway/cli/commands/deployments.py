@@ -1,0 +1,264 @@
+"""`fairway deployments`: which versions are kept running, on how many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+import typer
+
+from fairway.cli.bars import Bars
+from fairway.cli.changes import confirm, read_and_change, show_deleted
+from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.flags import (
+    EtagOption,
+    Format,
+    LabelOption,
+    NameArgument,
+    OutputOption,
+    PriorityName,
+    WaitOption,
+    YesOption,
+    pairs,
+)
+from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.table import Column
+from fairway.cli.waiting import show_replicas, until_deployed
+from fairway.cli.watch import resources
+from fairway.cli.words import age, labels, priority, short_digest
+from fairway.v1 import controlplane_pb2 as cp
+
+app = typer.Typer(help="Deployments: which versions are kept running.", no_args_is_help=True)
+
+ReplicasOption = Annotated[
+    int | None, typer.Option("--replicas", min=0, max=10000, help="On how many workers.")
+]
+SelectorOption = Annotated[
+    list[str] | None,
+    typer.Option("--selector", metavar="KEY=VALUE", help="A label that its workers must carry. Repeatable."),
+]
+PriorityOption = Annotated[
+    PriorityName | None, typer.Option("--priority", help="Who goes first where not all fit.")
+]
+
+
+def _version(deployment: cp.Deployment) -> str:
+    tag = "" if deployment.version.startswith("sha256:") else f"{deployment.version}@"
+    moved = deployment.status.tag_digest not in ("", deployment.version_digest)
+    return f"{tag}{short_digest(deployment.version_digest)}" + (" (tag moved)" if moved else "")
+
+
+async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Deployment], str]:
+    request = cp.ListDeploymentsRequest(page_size=PAGE, page_token=token)
+    what = "cannot list the deployments"
+    answer = await connection.call(connection.control.ListDeployments, request, what=what)
+    return answer.deployments, answer.next_page_token
+
+
+async def _get(connection: Connection, name: str) -> cp.Deployment:
+    request = cp.GetDeploymentRequest(name=name)
+    what = f"cannot show the deployment {name}"
+    return (await connection.call(connection.control.GetDeployment, request, what=what)).deployment
+
+
+DEPLOYMENTS: Final[Resource[cp.Deployment]] = Resource(
+    singular="deployment",
+    plural="deployments",
+    server=Server.CONTROLPLANE,
+    columns=(
+        Column("name", lambda deployment: deployment.metadata.name),
+        Column("model", lambda deployment: deployment.model),
+        Column("version", _version),
+        Column("ready", lambda found: f"{found.status.ready_replicas}/{found.replicas}"),
+        Column("message", lambda deployment: deployment.status.message),
+        Column("workers", lambda found: ",".join(r.worker_id for r in found.status.replicas), wide=True),
+        Column("priority", lambda deployment: priority(deployment.priority), wide=True),
+        Column(
+            "selector",
+            lambda found: ",".join(f"{k}={v}" for k, v in sorted(found.node_selector.items())),
+            wide=True,
+        ),
+        Column("labels", lambda deployment: labels(deployment.metadata), wide=True),
+        Column("digest", lambda deployment: deployment.version_digest, wide=True),
+        Column("age", lambda deployment: age(deployment.metadata), wide=True),
+        Column("etag", lambda deployment: deployment.metadata.etag, wide=True),
+    ),
+    page=_page,
+    get=_get,
+    watch=resources(
+        "deployment",
+        "the deployments",
+        cp.RESOURCE_KIND_DEPLOYMENT,
+        lambda deployment: deployment.metadata.name,
+    ),
+)
+add_list(app, DEPLOYMENTS, about="List the deployments and how many replicas are ready.")
+add_show(app, DEPLOYMENTS, about="Show a deployment with the state of each replica.")
+
+
+@command(
+    app,
+    "create",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway deployments create my-model --wait",
+        "fairway deployments create chat --model my-model --version v2 --replicas 3 --selector gpu=h100",
+    ),
+)
+async def create(
+    connection: Connection,
+    name: NameArgument,
+    model: Annotated[str, typer.Option("--model", help="Name in the registry; else the deployment's.")] = "",
+    version: Annotated[str, typer.Option("--version", help="A digest or a tag.")] = "latest",
+    replicas: ReplicasOption = 1,
+    selector: SelectorOption = None,
+    priority: PriorityOption = None,
+    executor: Annotated[
+        str, typer.Option("--executor", help='"torch", or "null" to measure without weights.')
+    ] = "",
+    label: LabelOption = None,
+    wait: WaitOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Keep a version running on as many workers. A tag is resolved now, and not when it moves."""
+    wanted = cp.Deployment(
+        metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
+        model=model or name,
+        version=version,
+        replicas=replicas or 0,
+        executor=executor,
+        node_selector=pairs(selector, flag="--selector"),
+        priority=priority.proto if priority else 0,  # type: ignore[arg-type]
+    )
+    request = cp.CreateDeploymentRequest(deployment=wanted, request_id=new_request_id())
+    what = f"cannot create the deployment {name}"
+    made = (await connection.call(connection.control.CreateDeployment, request, what=what)).deployment
+    await _show(connection, made, wait, output)
+
+
+@command(
+    app,
+    "update",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway deployments update chat --version v3 --wait",
+        "fairway deployments update chat --version latest    # follow a tag that moved",
+        "fairway deployments update chat --selector gpu=h100 --priority interactive",
+    ),
+)
+async def update(
+    connection: Connection,
+    name: NameArgument,
+    model: Annotated[str, typer.Option("--model", help="Another model of the registry.")] = "",
+    version: Annotated[str, typer.Option("--version", help="A digest or a tag.")] = "",
+    replicas: ReplicasOption = None,
+    selector: SelectorOption = None,
+    priority: PriorityOption = None,
+    label: LabelOption = None,
+    etag: EtagOption = "",
+    wait: WaitOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Change what is named, and leave the rest. Without --version the one that runs stays.
+
+    With --selector or --label, those that are named replace all that were there.
+    """
+    if model and not version:
+        raise typer.BadParameter("--model needs --version: a digest of the model before is none of this one")
+
+    def change(deployment: cp.Deployment) -> None:
+        if model:
+            deployment.model = model
+        if version:
+            deployment.version = version
+        if replicas is not None:
+            deployment.replicas = replicas
+        if selector is not None:
+            deployment.node_selector.clear()
+            deployment.node_selector.update(pairs(selector, flag="--selector"))
+        if priority is not None:
+            deployment.priority = priority.proto
+        if label is not None:
+            deployment.metadata.labels.clear()
+            deployment.metadata.labels.update(pairs(label, flag="--label"))
+
+    changed = await _changed(connection, name, etag, change, keep_version=not version)
+    await _show(connection, changed, wait, output)
+
+
+@command(
+    app,
+    "scale",
+    to=Server.CONTROLPLANE,
+    examples=("fairway deployments scale chat 4 --wait", "fairway deployments scale chat 0"),
+)
+async def scale(
+    connection: Connection,
+    name: NameArgument,
+    replicas: Annotated[int, typer.Argument(min=0, max=10000, help="On how many workers.")],
+    etag: EtagOption = "",
+    wait: WaitOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Run the same version on another number of workers."""
+
+    def change(deployment: cp.Deployment) -> None:
+        deployment.replicas = replicas
+
+    await _show(connection, await _changed(connection, name, etag, change, keep_version=True), wait, output)
+
+
+@command(
+    app,
+    "delete",
+    to=Server.CONTROLPLANE,
+    examples=("fairway deployments delete chat", "fairway deployments delete chat --yes"),
+)
+async def delete(
+    connection: Connection,
+    name: NameArgument,
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Stop keeping it running; its workers finish what runs and unload it."""
+    confirm(f"Delete the deployment {name}? Its model is served no more.", yes=yes)
+    request = cp.DeleteDeploymentRequest(name=name, etag=etag, request_id=new_request_id())
+    what = f"cannot delete the deployment {name}"
+    await connection.call(connection.control.DeleteDeployment, request, what=what)
+    show_deleted(name, output)
+
+
+async def _changed(
+    connection: Connection,
+    name: str,
+    etag: str,
+    change: Callable[[cp.Deployment], None],
+    *,
+    keep_version: bool,
+) -> cp.Deployment:
+    async def write(deployment: cp.Deployment, etag: str) -> cp.Deployment:
+        tag_moved = deployment.status.tag_digest not in ("", deployment.version_digest)
+        if keep_version and tag_moved:
+            deployment.version = deployment.version_digest  # a tag that is named again is resolved again
+        change(deployment)
+        deployment.metadata.etag = etag
+        deployment.ClearField("status")
+        request = cp.UpdateDeploymentRequest(deployment=deployment, request_id=new_request_id())
+        what = f"cannot change the deployment {name}"
+        return (await connection.call(connection.control.UpdateDeployment, request, what=what)).deployment
+
+    return await read_and_change(
+        etag, lambda: _get(connection, name), write, lambda deployment: deployment.metadata.etag
+    )
+
+
+async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, output: Format) -> None:
+    """Write the deployment, once it is READY if that was asked for."""
+    if wait:
+        name = deployment.metadata.name
+        with Bars() as bars:
+            deployment = await until_deployed(
+                lambda: _get(connection, name), show_replicas(bars.update), timeout_s=connection.wait_s
+            )
+    DEPLOYMENTS.write_one(deployment, output)

@@ -1,0 +1,231 @@
+"""`fairway keys`: what opens the data plane for a tenant, and the control plane for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+
+from fairway.cli.changes import confirm, read_and_change, show_deleted
+from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.flags import (
+    EtagOption,
+    Format,
+    LabelOption,
+    NameArgument,
+    OutputOption,
+    YesOption,
+    future,
+    pairs,
+    span_s,
+)
+from fairway.cli.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.output import err, out, plain
+from fairway.cli.table import Column
+from fairway.cli.watch import resources
+from fairway.cli.words import age, labels, moment, word
+from fairway.v1 import controlplane_pb2 as cp
+
+app = typer.Typer(help="API keys of tenants and of operators.", no_args_is_help=True)
+
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A model that it may use. Repeatable; none: every one of its tenant."),
+]
+ExpiresOption = Annotated[
+    datetime | None,
+    typer.Option(
+        "--expires",
+        parser=future,
+        metavar="WHEN",
+        help="In a span such as 90d, or at a time such as 2027-01-31.",
+    ),
+]
+
+
+def _expiry(key: cp.Key) -> str:
+    if not key.HasField("expire_time"):
+        return "never"
+    expired = key.expire_time.ToDatetime(tzinfo=UTC) <= datetime.now(UTC)
+    return moment(key.expire_time) + (" (expired)" if expired else "")
+
+
+async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Key], str]:
+    request = cp.ListKeysRequest(page_size=PAGE, page_token=token)
+    answer = await connection.call(connection.control.ListKeys, request, what="cannot list the keys")
+    return answer.keys, answer.next_page_token
+
+
+async def _get(connection: Connection, name: str) -> cp.Key:
+    request = cp.GetKeyRequest(name=name)
+    return (await connection.call(connection.control.GetKey, request, what=f"cannot show the key {name}")).key
+
+
+KEYS: Final[Resource[cp.Key]] = Resource(
+    singular="key",
+    plural="keys",
+    server=Server.CONTROLPLANE,
+    columns=(
+        Column("name", lambda key: key.metadata.name),
+        Column("role", lambda key: word(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
+        Column("tenant", lambda key: key.tenant),
+        Column("expires", _expiry),
+        Column("models", lambda key: ",".join(key.models) or "all", wide=True),
+        Column("labels", lambda key: labels(key.metadata), wide=True),
+        Column("age", lambda key: age(key.metadata), wide=True),
+        Column("etag", lambda key: key.metadata.etag, wide=True),
+    ),
+    page=_page,
+    get=_get,
+    watch=resources("key", "the keys", cp.RESOURCE_KIND_KEY, lambda key: key.metadata.name),
+)
+add_list(app, KEYS, about="List the keys, without their secrets.")
+add_show(app, KEYS, about="Show a key, without its secret.")
+
+
+@command(
+    app,
+    "create",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway keys create ci --tenant acme --expires 90d",
+        "fairway keys create kiosk --tenant acme --model fairway-tiny",
+        "fairway keys create ops-anna --admin",
+        "export FAIRWAY_API_KEY=$(fairway keys create laptop)",
+    ),
+)
+async def create(
+    connection: Connection,
+    name: NameArgument,
+    tenant: Annotated[str, typer.Option("--tenant", help="Whose key it is.")] = "default",
+    admin: Annotated[bool, typer.Option("--admin", help="An operator's key, of no tenant.")] = False,
+    model: ModelsOption = None,
+    expires: ExpiresOption = None,
+    label: LabelOption = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Create a key and print its secret. The secret is shown this once."""
+    wanted = cp.Key(
+        metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
+        role=cp.KEY_ROLE_ADMIN if admin else cp.KEY_ROLE_TENANT,
+        tenant="" if admin else tenant,
+        models=model or (),
+    )
+    if expires is not None:
+        wanted.expire_time.FromDatetime(expires)
+    request = cp.CreateKeyRequest(key=wanted, request_id=new_request_id())
+    made = await connection.call(connection.control.CreateKey, request, what=f"cannot create the key {name}")
+    _show_secret(made.key, made.secret, output)
+
+
+@command(
+    app,
+    "rotate",
+    to=Server.CONTROLPLANE,
+    examples=("fairway keys rotate ci --grace 24h", "fairway keys rotate leaked"),
+)
+async def rotate(
+    connection: Connection,
+    name: NameArgument,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", parser=span_s, metavar="SPAN", help="How long the old secret stays good."),
+    ] = 0.0,
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Give a key a new secret and print it. The old one is good until the grace ends, at once by default."""
+    if not grace:
+        confirm(
+            f"Rotate the key {name} without a grace? Whoever uses the old secret is refused at once.", yes=yes
+        )
+    span = Duration()
+    span.FromMicroseconds(round(grace * 1e6))
+    request = cp.RotateKeyRequest(name=name, grace=span, etag=etag, request_id=new_request_id())
+    made = await connection.call(connection.control.RotateKey, request, what=f"cannot rotate the key {name}")
+    _show_secret(made.key, made.secret, output)
+
+
+@command(
+    app,
+    "update",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway keys update ci --expires 30d",
+        "fairway keys update ci --no-expiry",
+        "fairway keys update kiosk --model fairway-tiny --model other",
+        "fairway keys update kiosk --all-models",
+    ),
+)
+async def update(
+    connection: Connection,
+    name: NameArgument,
+    model: ModelsOption = None,
+    all_models: Annotated[bool, typer.Option("--all-models", help="Every model of its tenant.")] = False,
+    expires: ExpiresOption = None,
+    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="It never expires.")] = False,
+    label: LabelOption = None,
+    etag: EtagOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Change what is named of a key, and leave the rest. Its role, tenant and secret stay.
+
+    With --label, the labels that are named replace all that were there.
+    """
+    if (model and all_models) or (expires and no_expiry):
+        raise typer.BadParameter("--model and --all-models, --expires and --no-expiry exclude each other")
+
+    async def write(key: cp.Key, etag: str) -> cp.Key:
+        if model or all_models:
+            del key.models[:]
+            key.models.extend(model or ())
+        if expires is not None:
+            key.expire_time.FromDatetime(expires)
+        if no_expiry:
+            key.ClearField("expire_time")
+        if label is not None:
+            key.metadata.labels.clear()
+            key.metadata.labels.update(pairs(label, flag="--label"))
+        key.metadata.etag = etag
+        request = cp.UpdateKeyRequest(key=key, request_id=new_request_id())
+        what = f"cannot change the key {name}"
+        return (await connection.call(connection.control.UpdateKey, request, what=what)).key
+
+    changed = await read_and_change(
+        etag, lambda: _get(connection, name), write, lambda key: key.metadata.etag
+    )
+    KEYS.write_one(changed, output)
+
+
+@command(
+    app,
+    "revoke",
+    to=Server.CONTROLPLANE,
+    examples=("fairway keys revoke ci", "fairway keys revoke leaked --yes"),
+)
+async def revoke(
+    connection: Connection,
+    name: NameArgument,
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Delete a key: it opens nothing any more."""
+    confirm(f"Revoke the key {name}? Whoever uses it is refused from now on.", yes=yes)
+    request = cp.DeleteKeyRequest(name=name, etag=etag, request_id=new_request_id())
+    await connection.call(connection.control.DeleteKey, request, what=f"cannot revoke the key {name}")
+    show_deleted(name, output)
+
+
+def _show_secret(key: cp.Key, secret: str, output: Format) -> None:
+    """Write the secret alone, so that a script can take it, or the key with it as a document."""
+    if output in DOCUMENTS:
+        write_document({"key": document_of(key), "secret": secret}, output)
+        return
+    plain(out(), secret)
+    plain(err(), f"This is the secret of the key {key.metadata.name}. It is not stored and not shown again.")

@@ -1,0 +1,89 @@
+"""`fairway queue`: what waits and runs, as the leading scheduler knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Final
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+
+from fairway.cli.connection import Connection, Server, command
+from fairway.cli.durations import show_span
+from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.listing import PAGE, Resource
+from fairway.cli.table import Column
+from fairway.cli.watch import follow, polled
+from fairway.cli.words import priority, short_digest
+from fairway.v1 import controlplane_pb2 as cp
+
+
+def _span(value: Duration) -> str:
+    return show_span(value.seconds + value.nanos / 1e9)
+
+
+def _shares(found: cp.Queue) -> str:
+    shares = " ".join(f"{each.tenant}/{priority(each.priority)}:{each.queued}" for each in found.pool.shares)
+    return shares + (f" (+{found.pool.shares_left_off})" if found.pool.shares_left_off else "")
+
+
+def _predicted(found: cp.Queue) -> str:
+    return _span(found.pool.predicted_wait) if found.pool.HasField("predicted_wait") else "unknown"
+
+
+COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
+    Column("pool", lambda found: ",".join(found.deployments) or short_digest(found.pool.version_digest)),
+    Column("queued", lambda found: str(found.pool.queued)),
+    Column("oldest wait", lambda found: _span(found.pool.oldest_wait) if found.pool.queued else ""),
+    Column("predicted wait", lambda found: _predicted(found) if found.pool.queued else ""),
+    Column("running", lambda found: str(found.pool.running)),
+    Column("workers", lambda found: f"{found.pool.serving_workers}/{found.pool.workers}"),
+    Column("prompt tokens", lambda found: str(found.pool.queued_prompt_tokens), wide=True),
+    Column("granted", lambda found: str(found.pool.granted), wide=True),
+    Column("waiting", lambda found: str(found.pool.waiting), wide=True),
+    Column("kv free", lambda found: f"{found.pool.kv_tokens_free}/{found.pool.kv_tokens_total}", wide=True),
+    Column("shares", _shares, wide=True),
+    Column("digest", lambda found: found.pool.version_digest, wide=True),
+)
+
+
+def queues_of(tenant: str) -> Resource[cp.Queue]:
+    """Return the pools, with the shares of one tenant or of all."""
+
+    async def page(connection: Connection, token: str) -> tuple[Sequence[cp.Queue], str]:
+        request = cp.ListQueuesRequest(page_size=PAGE, page_token=token, tenant=tenant)
+        answer = await connection.call(connection.control.ListQueues, request, what="cannot list the queues")
+        return answer.queues, answer.next_page_token
+
+    resource = Resource("queue", "queues", Server.CONTROLPLANE, COLUMNS, page)
+    watch = polled("queue", "the queues", lambda found: found.pool.version_digest, resource.all)
+    return replace(resource, watch=watch)
+
+
+def add(app: typer.Typer) -> None:
+    """Give ``app`` the command `queue`."""
+
+    @command(
+        app,
+        "queue",
+        to=Server.CONTROLPLANE,
+        examples=(
+            "fairway queue",
+            "fairway queue -o wide --watch",
+            "fairway queue --tenant acme -o json | jq '.queues[].pool.shares'",
+        ),
+    )
+    async def queue(
+        connection: Connection,
+        tenant: Annotated[str, typer.Option("--tenant", help="Only this tenant's shares.")] = "",
+        output: OutputOption = Format.TABLE,
+        watch: WatchOption = False,
+    ) -> None:
+        """Show what waits and what runs, by pool: one per model version."""
+        resource = queues_of(tenant)
+        if watch:
+            assert resource.watch is not None
+            await follow(connection, resource.watch, COLUMNS, output)
+        else:
+            resource.write_list(await resource.all(connection), output)

@@ -1,0 +1,146 @@
+"""`fairway status`: which parts of the installation on this machine run and answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.live import Live
+
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_answers
+from fairway.cli.fleet.record import FleetRecord
+from fairway.cli.formats import DOCUMENTS, write_document, write_part
+from fairway.cli.output import out, plain
+from fairway.cli.state import StateDir
+from fairway.cli.table import Column, line_of, show_rows, table_of, visible
+from fairway.cli.targets import DEFAULT_STATE_DIR
+
+_POLL_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process of the installation. ``status`` is "serving", or why it is not."""
+
+    name: str
+    pid: int
+    address: str
+    status: str
+    log: Path
+
+
+COLUMNS: Final[tuple[Column[Part], ...]] = (
+    Column("name", lambda part: part.name),
+    Column("pid", lambda part: str(part.pid)),
+    Column("address", lambda part: part.address),
+    Column("status", lambda part: part.status),
+    Column("log", lambda part: str(part.log), wide=True),
+)
+
+
+def status(
+    state_dir: Annotated[
+        Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")
+    ] = DEFAULT_STATE_DIR,
+    output: OutputOption = Format.TABLE,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    watch: WatchOption = False,
+) -> None:
+    """Tell which parts run and answer.
+
+    Exit code 0: all serve. 3: nothing runs. 6: some do not answer.
+
+    \b
+    Examples:
+      fairway status
+      fairway status -o json | jq -r '.processes | keys[]'
+      fairway status --watch
+    """
+    state = StateDir.at(state_dir)
+    if as_json:
+        output = Format.JSON
+    if watch:
+        _watch(state, output)
+    record = _record(state)
+    parts = asyncio.run(_ask(record, state))
+    if output in DOCUMENTS:
+        write_document(_document(record, parts), output)
+    else:
+        show_rows(COLUMNS, parts, wide=output is Format.WIDE)
+    silent = [part.name for part in parts if part.status != "serving"]
+    if silent:
+        raise CliError(
+            "NOT_SERVING",
+            f"not serving: {', '.join(silent)}",
+            next_step=f"see the logs under {state.logs}",
+            exit_code=ExitCode.UNAVAILABLE,
+        )
+
+
+def _watch(state: StateDir, output: Format) -> None:
+    """Write the parts whenever one of them changed, until Ctrl-C. Raises CliError when nothing runs."""
+    columns = visible(COLUMNS, wide=output is Format.WIDE)
+    redrawn = output not in DOCUMENTS and out().is_terminal
+    before: dict[str, Part] = {}
+    with Live(console=out(), auto_refresh=False) if redrawn else nullcontext() as live:
+        while True:
+            record = _record(state)
+            parts = asyncio.run(_ask(record, state))
+            changed = [part for part in parts if before.get(part.name) != part]
+            before = {part.name: part for part in parts}
+            if isinstance(live, Live):
+                live.update(table_of(columns, parts), refresh=True)
+            elif changed and output in DOCUMENTS:
+                write_part(_document(record, parts), output)
+            else:
+                for part in changed:
+                    plain(out(), line_of(columns, part))
+            time.sleep(_POLL_S)
+
+
+def _record(state: StateDir) -> FleetRecord:
+    record = FleetRecord.load(state.fleet)
+    if record is None or not record.supervisor.alive:
+        raise CliError(
+            "NOT_RUNNING",
+            f"no installation runs in {state.root}",
+            next_step="start one with `fairway up`",
+            exit_code=ExitCode.NOT_RUNNING,
+        )
+    return record
+
+
+def _document(record: FleetRecord, parts: list[Part]) -> dict[str, Any]:
+    processes = {
+        part.name: {"pid": part.pid, "address": part.address, "status": part.status} for part in parts
+    }
+    return {"phase": record.phase, "processes": processes}
+
+
+async def _ask(record: FleetRecord, state: StateDir) -> list[Part]:
+    names = list(record.addresses)
+    reasons = await asyncio.gather(*(_probe(name, record.addresses[name])() for name in names))
+    return [
+        Part(
+            name,
+            record.children[name].pid if name in record.children else 0,
+            record.addresses[name],
+            reason or "serving",
+            state.log(name),
+        )
+        for name, reason in zip(names, reasons, strict=True)
+    ]
+
+
+def _probe(name: str, address: str) -> Probe:
+    host, _, port = address.rpartition(":")
+    if name == "etcd":
+        return etcd_healthy(host, int(port))
+    return redis_answers(host, int(port)) if name == "redis" else grpc_serving(address)

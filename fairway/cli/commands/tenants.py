@@ -1,0 +1,220 @@
+"""`fairway tenants`: the unit of quotas and isolation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+import typer
+
+from fairway.cli.changes import confirm, read_and_change, show_deleted
+from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.flags import (
+    EtagOption,
+    Format,
+    LabelOption,
+    NameArgument,
+    OutputOption,
+    PriorityName,
+    YesOption,
+    pairs,
+)
+from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.table import Column
+from fairway.cli.watch import resources
+from fairway.cli.words import age, labels, limit, priority
+from fairway.v1 import controlplane_pb2 as cp
+
+app = typer.Typer(help="Tenants: the unit of quotas and isolation.", no_args_is_help=True)
+
+DisplayNameOption = Annotated[str | None, typer.Option("--display-name", help="A name for people.")]
+RequestsOption = Annotated[
+    int | None, typer.Option("--requests-per-minute", min=0, max=100_000_000, help="0: no limit.")
+]
+ConcurrencyOption = Annotated[
+    int | None, typer.Option("--max-concurrency", min=0, max=1_000_000, help="0: no limit.")
+]
+PriorityOption = Annotated[
+    PriorityName | None, typer.Option("--max-priority", help="The highest class it may ask for.")
+]
+
+
+async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Tenant], str]:
+    request = cp.ListTenantsRequest(page_size=PAGE, page_token=token)
+    answer = await connection.call(connection.control.ListTenants, request, what="cannot list the tenants")
+    return answer.tenants, answer.next_page_token
+
+
+async def _get(connection: Connection, name: str) -> cp.Tenant:
+    request = cp.GetTenantRequest(name=name)
+    answer = await connection.call(
+        connection.control.GetTenant, request, what=f"cannot show the tenant {name}"
+    )
+    return answer.tenant
+
+
+TENANTS: Final[Resource[cp.Tenant]] = Resource(
+    singular="tenant",
+    plural="tenants",
+    server=Server.CONTROLPLANE,
+    columns=(
+        Column("name", lambda tenant: tenant.metadata.name),
+        Column("display name", lambda tenant: tenant.display_name),
+        Column("requests/min", lambda tenant: limit(tenant.requests_per_minute)),
+        Column("concurrency", lambda tenant: limit(tenant.max_concurrency)),
+        Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
+        Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
+        Column("labels", lambda tenant: labels(tenant.metadata), wide=True),
+        Column("age", lambda tenant: age(tenant.metadata), wide=True),
+        Column("etag", lambda tenant: tenant.metadata.etag, wide=True),
+    ),
+    page=_page,
+    get=_get,
+    watch=resources("tenant", "the tenants", cp.RESOURCE_KIND_TENANT, lambda tenant: tenant.metadata.name),
+)
+add_list(app, TENANTS, about="List the tenants with their limits.")
+add_show(app, TENANTS, about="Show a tenant with everything that is known of it.")
+
+
+@command(
+    app,
+    "create",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway tenants create acme --display-name 'Acme Inc.'",
+        "fairway tenants create acme --requests-per-minute 600 --max-concurrency 32",
+    ),
+)
+async def create(
+    connection: Connection,
+    name: NameArgument,
+    display_name: DisplayNameOption = None,
+    requests_per_minute: RequestsOption = None,
+    max_concurrency: ConcurrencyOption = None,
+    max_priority: PriorityOption = None,
+    label: LabelOption = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Create a tenant with its limits."""
+    wanted = cp.Tenant(metadata=cp.Metadata(name=name))
+    _set(wanted, display_name, requests_per_minute, max_concurrency, max_priority, label)
+    request = cp.CreateTenantRequest(tenant=wanted, request_id=new_request_id())
+    what = f"cannot create the tenant {name}"
+    created = await connection.call(connection.control.CreateTenant, request, what=what)
+    TENANTS.write_one(created.tenant, output)
+
+
+@command(
+    app,
+    "update",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway tenants update acme --requests-per-minute 1200",
+        "fairway tenants update acme --label tier=gold --etag 4711",
+    ),
+)
+async def update(
+    connection: Connection,
+    name: NameArgument,
+    display_name: DisplayNameOption = None,
+    requests_per_minute: RequestsOption = None,
+    max_concurrency: ConcurrencyOption = None,
+    max_priority: PriorityOption = None,
+    label: LabelOption = None,
+    etag: EtagOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Change what is named, and leave the rest. Limits hold from the next request on.
+
+    With --label, the labels that are named replace all that were there.
+    """
+
+    def change(tenant: cp.Tenant) -> None:
+        _set(tenant, display_name, requests_per_minute, max_concurrency, max_priority, label)
+
+    TENANTS.write_one(await _changed(connection, name, etag, change), output)
+
+
+@command(app, "disable", to=Server.CONTROLPLANE, examples=("fairway tenants disable acme",))
+async def disable(
+    connection: Connection,
+    name: NameArgument,
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Refuse every request of a tenant; its keys and limits stay."""
+    confirm(f"Disable the tenant {name}? Its requests are refused from now on.", yes=yes)
+    TENANTS.write_one(await _changed(connection, name, etag, _disabled(True)), output)
+
+
+@command(app, "enable", to=Server.CONTROLPLANE, examples=("fairway tenants enable acme",))
+async def enable(
+    connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
+) -> None:
+    """Serve a tenant that was disabled."""
+    TENANTS.write_one(await _changed(connection, name, etag, _disabled(False)), output)
+
+
+@command(
+    app,
+    "delete",
+    to=Server.CONTROLPLANE,
+    examples=("fairway tenants delete acme", "fairway tenants delete acme --yes"),
+)
+async def delete(
+    connection: Connection,
+    name: NameArgument,
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Delete a tenant. Refused while it has keys."""
+    confirm(f"Delete the tenant {name}?", yes=yes)
+    request = cp.DeleteTenantRequest(name=name, etag=etag, request_id=new_request_id())
+    await connection.call(connection.control.DeleteTenant, request, what=f"cannot delete the tenant {name}")
+    show_deleted(name, output)
+
+
+async def _changed(
+    connection: Connection, name: str, etag: str, change: Callable[[cp.Tenant], None]
+) -> cp.Tenant:
+    async def write(tenant: cp.Tenant, etag: str) -> cp.Tenant:
+        change(tenant)
+        tenant.metadata.etag = etag
+        request = cp.UpdateTenantRequest(tenant=tenant, request_id=new_request_id())
+        what = f"cannot change the tenant {name}"
+        return (await connection.call(connection.control.UpdateTenant, request, what=what)).tenant
+
+    return await read_and_change(
+        etag, lambda: _get(connection, name), write, lambda tenant: tenant.metadata.etag
+    )
+
+
+def _disabled(disabled: bool) -> Callable[[cp.Tenant], None]:
+    def change(tenant: cp.Tenant) -> None:
+        tenant.disabled = disabled
+
+    return change
+
+
+def _set(
+    tenant: cp.Tenant,
+    display_name: str | None,
+    requests_per_minute: int | None,
+    max_concurrency: int | None,
+    max_priority: PriorityName | None,
+    label: list[str] | None,
+) -> None:
+    """Set what is not None."""
+    if display_name is not None:
+        tenant.display_name = display_name
+    if requests_per_minute is not None:
+        tenant.requests_per_minute = requests_per_minute
+    if max_concurrency is not None:
+        tenant.max_concurrency = max_concurrency
+    if max_priority is not None:
+        tenant.max_priority = max_priority.proto
+    if label is not None:
+        tenant.metadata.labels.clear()
+        tenant.metadata.labels.update(pairs(label, flag="--label"))

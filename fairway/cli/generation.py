@@ -1,0 +1,135 @@
+"""What `complete` and `chat` share: options, the client, and how an answer and its end are written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from fairway.cli import targets
+from fairway.cli.calls import client_error
+from fairway.cli.flags import PriorityName, span_s
+from fairway.cli.output import err, out, plain
+from fairway.client import Accepted, Client, ClientOptions, FairwayError, Finished, Options, Priority, Tokens
+from fairway.client.values import Input
+
+ANSWER_S: Final = 300.0
+
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Else the installation's own.")]
+TemperatureOption = Annotated[float | None, typer.Option("--temperature", min=0, max=2, help="0: greedy.")]
+TopPOption = Annotated[float | None, typer.Option("--top-p", min=0, max=1)]
+TopKOption = Annotated[int | None, typer.Option("--top-k", min=0, help="0: off.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed, the same tokens.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="Ends the answer before it. Repeatable.")
+]
+PriorityOption = Annotated[PriorityName | None, typer.Option("--priority", help="Scheduling class.")]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--timeout", parser=span_s, metavar="SPAN", help="How long one answer may take, such as 2m."
+    ),
+]
+
+
+def open_client(address: str, api_key: str, state_dir: Path, *, timeout_s: float) -> Client:
+    """Return a client of the gateways that the options name, not entered yet. Raises CliError."""
+    target = targets.gateway(address, api_key, state_dir)
+    options = ClientOptions(generation_timeout_s=timeout_s)
+    return Client(target.address.split(","), api_key=target.key, options=options)
+
+
+def options_of(
+    max_tokens: int,
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    stop: list[str] | None,
+    priority: PriorityName | None,
+) -> Options:
+    return Options(
+        max_output_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
+        priority=Priority(priority.value) if priority else None,
+    )
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as far as it came. ``pieces`` is complete once ``finished`` is set."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    pieces: list[str] = field(default_factory=list)
+    accepted: Accepted | None = None
+    finished: Finished | None = None
+    first_token_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def end_line(self) -> str:
+        """Return how it ended, what it used and how fast it came, in words."""
+        assert self.finished is not None
+        usage = self.finished.usage
+        reasons = ", ".join(sorted({choice.finish_reason.value for choice in self.finished.choices}))
+        parts = [reasons, f"{usage.prompt_tokens} prompt and {usage.output_tokens} output tokens"]
+        decode_s = self.finished.clock.decode_s
+        if self.first_token_s is not None:
+            parts.append(f"first after {self.first_token_s:.2f} s")
+        if usage.output_tokens > 1 and decode_s > 0:
+            parts.append(f"{(usage.output_tokens - 1) / decode_s:.0f} tokens/s")
+        if self.finished.resumes:
+            parts.append(f"moved {self.finished.resumes} times")
+        return f"({'; '.join(parts)})"
+
+
+async def stream(
+    client: Client, model: str, source: Input, options: Options, answer: Answer, show: Callable[[str], None]
+) -> None:
+    """Fill ``answer`` as its parts come, and ``show`` each text. Raises CliError."""
+    try:
+        async for event in _events(client, model, source, options):
+            if isinstance(event, Accepted):
+                answer.accepted = event
+            elif isinstance(event, Tokens):
+                if answer.first_token_s is None:
+                    answer.first_token_s = time.monotonic() - answer.began_s
+                answer.pieces.append(event.text)
+                show(event.text)
+            else:
+                answer.finished = event
+    except FairwayError as exc:
+        raise client_error(exc, what="the generation failed") from exc
+
+
+async def _events(
+    client: Client, model: str, source: Input, options: Options
+) -> AsyncIterator[Accepted | Tokens | Finished]:
+    async with client.generate(model, source, options) as events:
+        async for event in events:
+            yield event
+
+
+def show_text(text: str) -> None:
+    """Write a piece of an answer to stdout as it is."""
+    plain(out(), text, end="")
+
+
+def show_end(answer: Answer) -> None:
+    """Write how an answer ended to stderr, dimmed on a terminal."""
+    console = err()
+    if console.is_terminal:
+        console.print(f"[dim]{answer.end_line()}[/]", highlight=False)
+    else:
+        plain(console, answer.end_line())

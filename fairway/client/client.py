@@ -1,0 +1,239 @@
+"""The client of the data plane.
+
+    async with Client(["10.0.0.1:50051", "10.0.0.2:50051"], api_key=key) as client:
+        print((await client.complete("tiny", "Once upon a time")).text)
+
+One client belongs to one event loop, and to the thread that runs it: other threads hand their calls over with
+``asyncio.run_coroutine_threadsafe``. Within the loop any number of tasks may use it at once. A process uses
+gRPC's asyncio on one loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Sequence
+from random import Random, SystemRandom
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+from weakref import WeakSet
+
+import grpc
+
+from fairway.client import convert
+from fairway.client.attempts import Attempts, Core
+from fairway.client.direct import DirectCarrier
+from fairway.client.endpoints import EndpointPool, open_endpoints
+from fairway.client.errors import FairwayError, from_rpc
+from fairway.client.generation import GenerationStream
+from fairway.client.guard import Guard
+from fairway.client.policy import RetryBudget
+from fairway.client.session import Session
+from fairway.client.values import (
+    ClientOptions,
+    Completion,
+    Input,
+    Message,
+    Options,
+    ServedModel,
+    SessionOptions,
+    TokenCount,
+)
+from fairway.v1 import inference_pb2 as pb
+from fairway.v1 import inference_pb2_grpc
+
+_Answer = TypeVar("_Answer", covariant=True)
+_T = TypeVar("_T")
+
+
+class _Sender(Protocol[_Answer]):
+    """Sends one unary call to a gateway, within a time."""
+
+    def __call__(
+        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, *, timeout_s: float
+    ) -> Awaitable[_Answer]: ...
+
+
+class Client:
+    """Calls go to the gateway with the fewest of this client's calls.
+
+    One that breaks or drains is avoided for a while, and taken again once it is back. Every method raises
+    FairwayError and its subclasses.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        api_key: str,
+        options: ClientOptions | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        rng: Random | None = None,
+    ) -> None:
+        """``endpoints``: host:port of each gateway. ``credentials``: for TLS; without, the key is readable.
+
+        Opens nothing yet. Raises ValueError for an empty key.
+        """
+        if not api_key:
+            raise ValueError("api_key is empty")
+        self._addresses = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        self._api_key = api_key
+        self._options = options or ClientOptions()
+        self._credentials = credentials
+        self._rng = rng or SystemRandom()
+        self._guard = Guard()
+        self._streams: WeakSet[GenerationStream] = WeakSet()
+        self._sessions: WeakSet[Session] = WeakSet()
+        self._entered: tuple[Core, asyncio.AbstractEventLoop] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the channels. Raises RuntimeError the second time: a client is used once."""
+        if self._entered is not None:
+            raise RuntimeError("this client was opened before: make a new one")
+        loop = asyncio.get_running_loop()
+        opened = open_endpoints(self._addresses, self._credentials, self._options.max_message_bytes)
+        core = Core(
+            pool=EndpointPool(opened, now=loop.time, rng=self._rng),
+            budget=RetryBudget(self._options.retry, loop.time()),
+            options=self._options,
+            metadata=(("authorization", f"Bearer {self._api_key}"),),
+            now=loop.time,
+            rng=self._rng,
+            new_key=lambda: secrets.token_hex(16),
+        )
+        self._entered = core, loop
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every call, stream and session, and return once the channels are closed. Idempotent."""
+        self._guard.close("the client was closed")
+        for stream in list(self._streams):
+            await stream.interrupt("the client was closed")
+        for session in list(self._sessions):
+            await session.aclose("the client was closed")
+        await self._guard.idle()
+        if self._entered is not None:
+            await self._entered[0].pool.close()
+
+    def generate(
+        self,
+        model: str,
+        source: Input,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> GenerationStream:
+        """Return the stream of a generation; it is sent, and its deadline begins, with the first read.
+
+        ``source``: a text to continue, the messages of a chat, or token ids. ``idempotency_key``: "" for
+        none, even where the client makes them. Raises ValueError or TypeError for what no server could take.
+        """
+        core = self._core()
+        message = convert.generation(model, source, options or Options(), core.key(idempotency_key))
+        stream = GenerationStream(core, DirectCarrier(core), message, self._generation_timeout_s(timeout_s))
+        self._streams.add(stream)
+        return stream
+
+    async def complete(
+        self,
+        model: str,
+        source: Input,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Completion:
+        """Return a whole answer. Cancelling the call cancels the generation."""
+        key = self._core().key(idempotency_key)
+        request = pb.CompleteRequest(generation=convert.generation(model, source, options or Options(), key))
+        answer = await self._call(
+            lambda stub, *, timeout_s: stub.Complete(request, timeout=timeout_s, metadata=self._metadata),
+            self._generation_timeout_s(timeout_s),
+        )
+        return convert.completion(answer)
+
+    async def chat(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Completion:
+        """Return the model's answer to a conversation. To stream it, give the messages to ``generate``."""
+        return await self.complete(
+            model, messages, options, timeout_s=timeout_s, idempotency_key=idempotency_key
+        )
+
+    async def count_tokens(
+        self, model: str, source: str | Sequence[Message], *, timeout_s: float | None = None
+    ) -> TokenCount:
+        """Return how many prompt tokens the input has."""
+        request = convert.count_request(model, source)
+        answer = await self._call(
+            lambda stub, *, timeout_s: stub.CountTokens(request, timeout=timeout_s, metadata=self._metadata),
+            self._timeout_s(timeout_s),
+        )
+        return TokenCount(answer.model, answer.version_digest, answer.prompt_tokens)
+
+    async def list_models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
+        """Return the models that the key may use."""
+        request = pb.ListModelsRequest()
+        answer = await self._call(
+            lambda stub, *, timeout_s: stub.ListModels(request, timeout=timeout_s, metadata=self._metadata),
+            self._timeout_s(timeout_s),
+        )
+        return tuple(convert.served_model(one) for one in answer.models)
+
+    def session(self, options: SessionOptions | None = None) -> Session:
+        """Return a session: many generations on one stream. Close it, best with ``async with``."""
+        session = Session(self._core(), options or SessionOptions())
+        self._sessions.add(session)
+        return session
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._core().metadata
+
+    def _core(self) -> Core:
+        """Raises RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
+        self._guard.check()
+        if self._entered is None:
+            raise RuntimeError("the client is not open: use `async with Client(...) as client`")
+        core, loop = self._entered
+        if asyncio.get_running_loop() is not loop:
+            raise RuntimeError("a client belongs to the event loop that it was opened in")
+        return core
+
+    def _timeout_s(self, asked_s: float | None) -> float:
+        return self._options.timeout_s if asked_s is None else asked_s
+
+    def _generation_timeout_s(self, asked_s: float | None) -> float:
+        return self._options.generation_timeout_s if asked_s is None else asked_s
+
+    async def _call(self, send: _Sender[_T], timeout_s: float) -> _T:
+        return await self._guard.run(_unary(self._core(), send, timeout_s))
+
+
+async def _unary(core: Core, send: _Sender[_T], timeout_s: float) -> _T:
+    """Send until it is answered or may not be sent again. An answer comes whole, or not at all."""
+    attempts = Attempts(core, timeout_s)
+    while True:
+        endpoint = await attempts.begin()
+        try:
+            answer = await send(endpoint.stub, timeout_s=attempts.time_left_s)
+        except grpc.aio.AioRpcError as exc:
+            error: FairwayError = from_rpc(exc)
+        else:
+            core.pool.answered(endpoint)
+            return answer
+        finally:
+            core.pool.give_back(endpoint)
+        await attempts.failed(error, endpoint)

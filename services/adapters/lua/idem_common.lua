@@ -1,0 +1,87 @@
+-- Shared by the scripts of idempotency records, which it precedes. See redis_idempotency.py for the keys.
+-- Head of a record: f fingerprint, o owner, e epoch, s state (r running, i idle, d ended, x log dropped),
+-- l lease deadline us, w watched until us, cp, co, cc tokens charged so far.
+local function now_us()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000000 + tonumber(time[2])
+end
+
+local function int(value)
+  return string.format('%d', value)
+end
+
+-- A missing log of a record that ended, or one that was dropped, is a tombstone.
+local function state_of(head, log, now)
+  local found = redis.call('HMGET', head, 's', 'l')
+  if not found[1] then return 'gone' end
+  if found[1] == 'x' then return 'expired' end
+  if found[1] == 'd' then
+    if redis.call('EXISTS', log) == 1 then return 'ended' end
+    return 'expired'
+  end
+  if found[1] == 'r' and tonumber(found[2]) > now then return 'running' end
+  return 'free'
+end
+
+-- Forget the size of a body; the field '' holds the sum.
+local function forget_size(bodies, sizes, digest)
+  local size = tonumber(redis.call('HGET', sizes, digest) or '0')
+  redis.call('ZREM', bodies, digest)
+  redis.call('HDEL', sizes, digest)
+  if size > 0 then redis.call('HINCRBY', sizes, '', -size) end
+end
+
+local function forget_lapsed(bodies, sizes, now)
+  for _, digest in ipairs(redis.call('ZRANGEBYSCORE', bodies, '-inf', int(now), 'LIMIT', 0, 64)) do
+    forget_size(bodies, sizes, digest)
+  end
+end
+
+-- Drop the logs of records that nobody runs, the oldest first, until there is room. Their heads share the
+-- tenant's hash tag, so that they are where this script runs.
+local function make_room(prefix, bodies, sizes, wanted, most, now)
+  if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
+  for _, digest in ipairs(redis.call('ZRANGE', bodies, 0, 63)) do
+    local head = prefix .. digest
+    if state_of(head, head .. ':log', now) ~= 'running' then
+      redis.call('DEL', head .. ':log')
+      forget_size(bodies, sizes, digest)
+      if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
+    end
+  end
+end
+
+-- Add a chunk to a log. Returns whether the record has its log; without room it loses it.
+-- limits: body us, most bytes of a record, most bytes of a tenant, tombstone us
+local function put(prefix, digest, bodies, sizes, chunk, limits, now)
+  local head, log = prefix .. digest, prefix .. digest .. ':log'
+  if redis.call('HGET', head, 's') == 'x' then return false end
+  if #chunk == 0 then return true end
+  forget_lapsed(bodies, sizes, now)
+  make_room(prefix, bodies, sizes, #chunk, limits.tenant_bytes, now)
+  local own = tonumber(redis.call('HGET', sizes, digest) or '0')
+  local all = tonumber(redis.call('HGET', sizes, '') or '0')
+  if own + #chunk > limits.record_bytes or all + #chunk > limits.tenant_bytes then
+    redis.call('DEL', log)
+    forget_size(bodies, sizes, digest)
+    redis.call('HSET', head, 's', 'x')
+    return false
+  end
+  redis.call('RPUSH', log, chunk)
+  redis.call('PEXPIRE', log, math.ceil(limits.body_us / 1000))
+  redis.call('ZADD', bodies, int(now + limits.body_us), digest)
+  redis.call('HINCRBY', sizes, digest, #chunk)
+  redis.call('HINCRBY', sizes, '', #chunk)
+  local keep_ms = math.ceil(limits.tombstone_us / 1000) + 60000
+  redis.call('PEXPIRE', bodies, keep_ms)
+  redis.call('PEXPIRE', sizes, keep_ms)
+  return true
+end
+
+-- 'gone' or 'fenced' unless the caller is the owner and its epoch the record's.
+local function refused(head, owner, epoch)
+  local found = redis.call('HMGET', head, 'o', 'e')
+  if not found[2] then return 'gone' end
+  if found[1] ~= owner or found[2] ~= epoch then return 'fenced' end
+  return nil
+end

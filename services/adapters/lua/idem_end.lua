@@ -1,0 +1,50 @@
+-- End a record or let go of it; give the slot back and charge what was not charged yet. One script, so that
+-- there is one charge for one result.
+-- KEYS: head, log, index, bodies, sizes, slots, settled, usage
+-- ARGV: prefix of the heads, digest, owner, epoch, chunk, state (d or i), body us, most bytes of a record,
+--       most bytes of a tenant, tombstone us, request id or '', us until the settlement is forgotten,
+--       days of usage kept, prompt, output, cached tokens
+-- Returns a word.
+local head, log = KEYS[1], KEYS[2]
+local limits = {
+  body_us = tonumber(ARGV[7]), record_bytes = tonumber(ARGV[8]), tenant_bytes = tonumber(ARGV[9]),
+  tombstone_us = tonumber(ARGV[10]),
+}
+local now = now_us()
+local answer = refused(head, ARGV[3], ARGV[4])
+if answer then return answer end
+
+local kept = put(ARGV[1], ARGV[2], KEYS[4], KEYS[5], ARGV[5], limits, now)
+
+if ARGV[11] ~= '' then
+  redis.call('ZREM', KEYS[6], ARGV[11])
+  redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', int(now))
+  redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[12])), ARGV[11])
+  redis.call('PEXPIRE', KEYS[7], math.ceil(tonumber(ARGV[12]) / 1000) + 1000)
+  local day, days = math.floor(now / 86400000000), tonumber(ARGV[13])
+  local charged = redis.call('HMGET', head, 'cp', 'co', 'cc')
+  if not charged[1] and redis.call('HINCRBY', KEYS[8], day .. ':requests', 1) == 1 then
+    for _, name in ipairs(redis.call('HKEYS', KEYS[8])) do
+      if tonumber(string.match(name, '^%d+')) <= day - days then redis.call('HDEL', KEYS[8], name) end
+    end
+  end
+  for i, what in ipairs({'prompt', 'output', 'cached'}) do
+    local before, total = tonumber(charged[i] or '0'), tonumber(ARGV[13 + i])
+    redis.call('HINCRBY', KEYS[8], day .. ':' .. what .. '_tokens', int(math.max(0, total - before)))
+    redis.call('HSET', head, 'c' .. string.sub(what, 1, 1), int(math.max(total, before)))
+  end
+  redis.call('EXPIRE', KEYS[8], (days + 1) * 86400)
+end
+
+if kept and ARGV[6] == 'i' and redis.call('EXISTS', log) == 0 then
+  redis.call('DEL', head)
+  redis.call('ZREM', KEYS[3], ARGV[2])
+  return 'kept'
+end
+if kept then redis.call('HSET', head, 's', ARGV[6]) end
+redis.call('HDEL', head, 'l', 'w')
+redis.call('HSET', head, 'o', '')
+redis.call('PEXPIRE', head, math.ceil(limits.tombstone_us / 1000))
+redis.call('ZADD', KEYS[3], int(now + limits.tombstone_us), ARGV[2])
+redis.call('PEXPIRE', KEYS[3], math.ceil(limits.tombstone_us / 1000) + 60000)
+return kept and 'kept' or 'too_large'

@@ -1,0 +1,75 @@
+"""Lua scripts on one Redis, each call within a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.adapters.breaker import CircuitBreaker
+from services.adapters.redis_errors import AWAY
+from services.core.errors import StoreUnavailable
+from services.ports.clock import Clock
+
+_SCRIPTS: Final = Path(__file__).parent / "lua"
+
+
+class RedisScripts:
+    """A pool of connections and the scripts run on it. The caller closes it.
+
+    An outage costs the first few calls ``timeout_s`` each; then calls fail at once, and one a second tries
+    again. Every failure is StoreUnavailable.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        *,
+        timeout_s: float,
+        max_connections: int,
+        password: str | None = None,
+    ) -> None:
+        """A password in the URL goes before ``password``, which keeps it out of the environment."""
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._breaker = CircuitBreaker()
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            password=password,
+            max_connections=max_connections,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._redis = redis.asyncio.Redis.from_pool(pool)
+
+    def script(self, *names: str) -> Any:
+        """Return the script of these files, one after another."""
+        text = "\n".join((_SCRIPTS / f"{name}.lua").read_text() for name in names)
+        return self._redis.register_script(text)
+
+    async def run(self, script: Any, keys: Sequence[str], arguments: Sequence[str | int | bytes]) -> Any:
+        now_s = self._clock.monotonic_s()
+        if not self._breaker.allow(now_s):
+            raise StoreUnavailable(
+                "Redis is not answering", retry_after_s=max(self._breaker.retry_after_s(now_s), 0.1)
+            )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await script(keys=list(keys), args=list(arguments))
+        except AWAY as error:
+            self._breaker.failed(self._clock.monotonic_s())
+            kind = type(error).__name__
+            raise StoreUnavailable(f"Redis did not answer: {kind}", retry_after_s=1.0) from error
+        self._breaker.succeeded()
+        return answer
+
+    async def close(self) -> None:
+        await self._redis.aclose(close_connection_pool=True)

@@ -1,0 +1,307 @@
+"""Events: what happened in the fleet, kept in the store for about an hour.
+
+Every control plane follows the store revision by revision and writes what each means, under a name made of
+the revision: the first one's entry stays, the other's commit finds it there. So an event is written once,
+however many control planes there are, and what happened before one died is there for whoever comes after.
+Not told: changes of a time in which no control plane lived. After a compaction that a control plane slept
+through, the sum of what it missed is told as one difference.
+
+Bounds: ``MAX_EVENTS`` entries, the oldest go first; ``KEEP_S`` to live, by lease; a token bucket of writes,
+and one event that tells how many were left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from services.controlplane.policy.happenings import Happening, Observed, happenings, kind_of
+from services.controlplane.policy.rate import TokenBucket
+from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
+from services.core.paging import page_of
+from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
+from services.ports.clock import Clock
+from services.ports.store import (
+    Changed,
+    Compacted,
+    Delete,
+    Entry,
+    LeaseLost,
+    ModRevisionIs,
+    Put,
+    Removed,
+    Store,
+)
+
+log = structlog.get_logger()
+
+KEEP_S: Final = 3600
+MAX_EVENTS: Final = 2000
+MAX_PENDING: Final = 2000
+WRITES_PER_S: Final = 20.0
+BURST: Final = 500
+_LEASE_FOR_S: Final = 300.0  # events of so long a time share a lease
+_PER_COMMIT: Final = 50
+_TRIM_EVERY: Final = 100
+_RETRY_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``name`` sorts by time and is unique."""
+
+    name: str
+    record: EventRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Empty: everything."""
+
+    kinds: frozenset[EventKind] = frozenset()
+    resource: str = ""
+
+    def takes(self, event: Event) -> bool:
+        return (not self.kinds or event.record.kind in self.kinds) and (
+            not self.resource or event.record.resource == self.resource
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Events of one revision. The first name decides whether they were written before."""
+
+    names: tuple[str, ...]
+    records: tuple[EventRecord, ...]
+
+
+@dataclass(slots=True)
+class _Lease:
+    lease_id: int = 0
+    until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _State:
+    """What is stored, as far as it was followed. ``revision`` 0: nothing was read yet."""
+
+    revision: int = 0
+    records: dict[str, Observed] = field(default_factory=dict)
+
+
+class EventRecorder:
+    """Follows the store and writes events. ``run`` is the only writer of its state."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._state = _State()
+        self._pending: deque[_Batch] = deque()
+        self._bucket = TokenBucket(rate_per_s=WRITES_PER_S, burst=BURST)
+        self._left_out = 0
+        self._lease = _Lease()
+        self._since_trim = _TRIM_EVERY  # look once at the start
+
+    async def run(self) -> None:
+        """Follow and write until cancelled; outlives the store's absence."""
+        listed = False
+        while True:
+            try:
+                if not listed:
+                    await self._list()
+                    listed = True
+                await self._follow()
+            except Compacted:
+                listed = False
+            except (StoreUnavailable, LeaseLost) as error:
+                log.info("events.store_lost", error=repr(error))
+            await self._clock.sleep(_RETRY_S)
+
+    async def tell(self, told: Sequence[Happening], revision: int) -> None:
+        """Write what a leader found out as of a revision. Raises StoreUnavailable; LeaseLost is mended."""
+        for one in told:
+            mark = hashlib.sha256(f"{one.kind}\0{one.resource}\0{one.reason}".encode()).hexdigest()[:8]
+            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._record(one),)))
+
+    async def latest(self, reasons: Collection[str]) -> dict[str, str]:
+        """Return the last of these reasons, by resource."""
+        listing = await self._store.list(EVENTS)
+        found: dict[str, str] = {}
+        for event in (event_of(entry) for entry in listing.entries):
+            if event is not None and event.record.reason in reasons:
+                found[event.record.resource] = event.record.reason
+        return found
+
+    async def _list(self) -> None:
+        listing = await self._store.list(ROOT)
+        fresh = {e.key: record for e in listing.entries if (record := _decoded(e)) is not None}
+        old = self._state
+        if old.revision:
+            changed = {key for key in {*fresh, *old.records} if fresh.get(key) != old.records.get(key)}
+            self._note(happenings(old.records, fresh, tuple(changed)), listing.revision)
+        self._state = _State(listing.revision, fresh)
+
+    async def _follow(self) -> None:
+        await self._write_pending()
+        async with aclosing(self._store.watch(ROOT, self._state.revision)) as batches:
+            async for batch in batches:
+                for revision, events in _by_revision(batch.events):
+                    self._apply(revision, events)
+                self._state.revision = batch.revision
+                await self._write_pending()
+
+    def _apply(self, revision: int, events: Sequence[Changed | Removed]) -> None:
+        records = self._state.records
+        before: dict[str, Observed] = {}
+        changed: list[str] = []
+        for event in events:
+            key = event.key if isinstance(event, Removed) else event.entry.key
+            record = None if isinstance(event, Removed) else _decoded(event.entry)
+            if key in records or record is not None:
+                changed.append(key)
+        if not changed:
+            return
+        before = dict(records)
+        for event in events:
+            if isinstance(event, Removed):
+                records.pop(event.key, None)
+            elif (record := _decoded(event.entry)) is not None:
+                records[event.entry.key] = record
+        self._note(happenings(before, records, tuple(changed)), revision)
+
+    def _note(self, told: Sequence[Happening], revision: int) -> None:
+        """Queue events of a revision, as many as the rate allows."""
+        if not told:
+            return
+        taken = self._bucket.take(len(told), self._clock.monotonic_s())
+        self._left_out += len(told) - taken
+        if len(self._pending) >= MAX_PENDING:
+            self._left_out += len(self._pending.popleft().names)
+        records = [self._record(one) for one in told[:taken]]
+        if self._left_out and taken:
+            message = f"{self._left_out} events were left out: more happened than is kept"
+            one = Happening(EventKind.LEADER, "events", "EVENTS_LEFT_OUT", message, warning=True)
+            records.append(self._record(one))
+            self._left_out = 0
+        if records:
+            names = tuple(f"{revision:016x}-{index:04x}" for index in range(len(records)))
+            self._pending.append(_Batch(names, tuple(records)))
+
+    async def _write_pending(self) -> None:
+        while self._pending:
+            await self._write(self._pending[0])
+            self._pending.popleft()
+
+    async def _write(self, batch: _Batch) -> None:
+        """Write the events unless they are there. What was done and not heard of is found there."""
+        for start in range(0, len(batch.names), _PER_COMMIT):
+            names = batch.names[start : start + _PER_COMMIT]
+            records = batch.records[start : start + _PER_COMMIT]
+            unwritten = [ModRevisionIs(EVENTS + names[0], 0)]
+            try:
+                lease_id = await self._lease_id()
+                puts = [
+                    Put(EVENTS + name, dump(one), lease_id) for name, one in zip(names, records, strict=True)
+                ]
+                await self._store.commit(puts, unwritten)
+            except LeaseLost:
+                self._lease = _Lease()
+                raise
+            self._since_trim += len(names)
+        if self._since_trim >= _TRIM_EVERY:
+            self._since_trim = 0
+            await self._trim()
+
+    async def _lease_id(self) -> int:
+        now_s = self._clock.monotonic_s()
+        if not self._lease.lease_id or now_s >= self._lease.until_s:
+            lease_id = await self._store.grant_lease(KEEP_S + round(_LEASE_FOR_S))
+            self._lease = _Lease(lease_id, now_s + _LEASE_FOR_S)
+        return self._lease.lease_id
+
+    async def _trim(self) -> None:
+        entries = (await self._store.list(EVENTS)).entries
+        surplus = entries[: max(0, len(entries) - MAX_EVENTS)]
+        for start in range(0, len(surplus), _PER_COMMIT):
+            await self._store.commit([Delete(entry.key) for entry in surplus[start : start + _PER_COMMIT]])
+
+    def _record(self, one: Happening) -> EventRecord:
+        now_s = self._clock.unix_s()
+        return EventRecord(now_s, one.kind, one.resource, one.reason, one.message, one.warning)
+
+
+async def page_of_events(
+    store: Store, wanted: Filter, *, size: int, token: str
+) -> tuple[tuple[Event, ...], str]:
+    """Return a page of events, newest first, and the next page's token."""
+    listing = await store.list(EVENTS)
+    found = [event for entry in listing.entries if (event := event_of(entry)) is not None]
+    newest_first = sorted(filter(wanted.takes, found), key=lambda event: event.name, reverse=True)
+    return page_of(newest_first, lambda event: event.name, size=size, token=token, descending=True)
+
+
+async def watch_events(
+    store: Store, wanted: Filter, *, newest: int, after_revision: int
+) -> AsyncGenerator[tuple[int, tuple[Event, ...]], None]:
+    """Yield (revision, events): the newest that are there unless resuming, then every further one.
+
+    No events: a sign of life. Raises FailedPrecondition when ``after_revision`` is too far back.
+    """
+    if not after_revision:
+        listing = await store.list(EVENTS)
+        found = [event for entry in listing.entries if (event := event_of(entry)) is not None]
+        kept = [event for event in found if wanted.takes(event)]
+        yield listing.revision, tuple(kept[len(kept) - newest :] if newest < len(kept) else kept)
+        after_revision = listing.revision
+    try:
+        async with aclosing(store.watch(EVENTS, after_revision)) as batches:
+            async for batch in batches:
+                new = (event_of(one.entry) for one in batch.events if isinstance(one, Changed))
+                told = tuple(event for event in new if event is not None and wanted.takes(event))
+                if told or not batch.events:
+                    yield batch.revision, told
+    except Compacted as exc:
+        raise FailedPrecondition(
+            f"revision {after_revision} is too old to resume from: watch again from 0",
+            revision=after_revision,
+        ) from exc
+
+
+def event_of(entry: Entry) -> Event | None:
+    """Return the event of an entry, None for one that cannot be read."""
+    try:
+        return Event(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
+    except IntegrityError as error:
+        log.error("event.skipped", key=entry.key, error=error.message)
+        return None
+
+
+def _decoded(entry: Entry) -> Observed | None:
+    kind = kind_of(entry.key)
+    if kind is None:
+        return None
+    try:
+        record: Observed = load(entry.value, kind)
+    except IntegrityError as error:
+        log.error("event.record_skipped", key=entry.key, error=error.message)
+        return None
+    return record
+
+
+def _by_revision(
+    events: Sequence[Changed | Removed],
+) -> list[tuple[int, list[Changed | Removed]]]:
+    """Group events, which come in the store's order."""
+    grouped: list[tuple[int, list[Changed | Removed]]] = []
+    for event in events:
+        revision = event.mod_revision if isinstance(event, Removed) else event.entry.mod_revision
+        if not grouped or grouped[-1][0] != revision:
+            grouped.append((revision, []))
+        grouped[-1][1].append(event)
+    return grouped

@@ -1,0 +1,292 @@
+"""What happened, from the difference of two states of the store. Pure.
+
+A state maps store keys to records. The same two states give the same happenings in the same order, so two
+control planes that see the same revision tell the same. Times, progress and figures that move all the time
+make none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from services.core.records import (
+    ASSIGNMENTS,
+    DEPLOYMENTS,
+    KEYS,
+    LEADERS,
+    MODELS,
+    NODES,
+    TENANTS,
+    WORKERS,
+    ApiKey,
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    EventKind,
+    Leader,
+    LoadedVersion,
+    Node,
+    Tag,
+    Tenant,
+    VersionRecord,
+    VersionState,
+    Worker,
+)
+
+Observed = Tenant | ApiKey | Deployment | Node | Worker | Assignment | Leader | Tag | VersionRecord
+State = Mapping[str, Observed]
+T = TypeVar("T")
+MAX_MESSAGE_CHARS: Final = 512
+_KINDS: Final[Mapping[str, type[Observed]]] = {
+    TENANTS: Tenant,
+    KEYS: ApiKey,
+    DEPLOYMENTS: Deployment,
+    NODES: Node,
+    WORKERS: Worker,
+    ASSIGNMENTS: Assignment,
+    LEADERS: Leader,
+}
+_CALM: Final = (VersionState.READY, VersionState.DRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """``reason`` is stable; ``warning``: an operator should look."""
+
+    kind: EventKind
+    resource: str
+    reason: str
+    message: str
+    warning: bool = False
+
+
+def kind_of(key: str) -> type[Observed] | None:
+    """Return what is stored under a key, None for what no happening is told of."""
+    for prefix, kind in _KINDS.items():
+        if key.startswith(prefix):
+            return kind
+    if key.startswith(MODELS):
+        return Tag if "/tags/" in key else VersionRecord
+    return None
+
+
+def happenings(before: State, after: State, changed: tuple[str, ...]) -> tuple[Happening, ...]:
+    """Return what the change from ``before`` to ``after`` means; ``changed`` are the keys that differ."""
+    told: list[Happening] = []
+    for key in sorted(changed):
+        told += _of_key(key, before.get(key), after.get(key))
+    for name in sorted({name for key in changed if (name := _node_of(key))}):
+        if not _drained(before, name) and _drained(after, name):
+            message = "nothing is assigned to it and nothing runs on it"
+            told.append(Happening(EventKind.NODE, name, "NODE_DRAINED", message))
+    return tuple(replace(one, message=one.message[:MAX_MESSAGE_CHARS]) for one in told)
+
+
+def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterator[Happening]:
+    record = after if after is not None else before
+    match record:
+        case Tenant():
+            yield from _tenant(_as(before, Tenant), _as(after, Tenant))
+        case ApiKey():
+            yield from _api_key(_as(before, ApiKey), _as(after, ApiKey))
+        case Deployment():
+            yield from _deployment(_as(before, Deployment), _as(after, Deployment))
+        case Node():
+            yield from _node(record.worker_id, _as(before, Node), _as(after, Node))
+        case Worker():
+            yield from _worker(record.worker_id, _as(before, Worker), _as(after, Worker))
+        case Assignment():
+            yield from _assignment(record.worker_id, _as(before, Assignment), _as(after, Assignment))
+        case Leader():
+            role = key.removeprefix(LEADERS)
+            yield from _leader(role, _as(before, Leader), _as(after, Leader))
+        case Tag():
+            yield from _tag(_as(before, Tag), _as(after, Tag))
+        case VersionRecord() if before is None:
+            message = f"version {record.digest} of {record.size_bytes} bytes"
+            yield Happening(EventKind.MODEL, record.model, "VERSION_REGISTERED", message)
+        case VersionRecord() if after is None:
+            yield Happening(EventKind.MODEL, record.model, "VERSION_REMOVED", f"version {record.digest}")
+        case _:
+            return
+
+
+def _as(record: Observed | None, kind: type[T]) -> T | None:
+    return record if isinstance(record, kind) else None
+
+
+def _tenant(before: Tenant | None, after: Tenant | None) -> Iterator[Happening]:
+    kind = EventKind.TENANT
+    if after is None:
+        assert before is not None
+        yield Happening(kind, before.meta.name, "TENANT_DELETED", "tenant deleted")
+    elif before is None:
+        yield Happening(kind, after.meta.name, "TENANT_CREATED", "tenant created")
+    elif before.disabled != after.disabled:
+        word = "disabled" if after.disabled else "enabled"
+        yield Happening(kind, after.meta.name, f"TENANT_{word.upper()}", f"tenant {word}")
+    elif replace(before, meta=after.meta) != after:
+        yield Happening(kind, after.meta.name, "TENANT_UPDATED", "limits or name changed")
+
+
+def _api_key(before: ApiKey | None, after: ApiKey | None) -> Iterator[Happening]:
+    kind = EventKind.KEY
+    if after is None:
+        assert before is not None
+        yield Happening(kind, before.meta.name, "KEY_DELETED", _owner(before))
+    elif before is None:
+        yield Happening(kind, after.meta.name, "KEY_CREATED", _owner(after))
+    elif before.secret_hash != after.secret_hash:
+        yield Happening(kind, after.meta.name, "KEY_ROTATED", _owner(after))
+    elif replace(before, meta=after.meta) != after:
+        yield Happening(kind, after.meta.name, "KEY_UPDATED", f"models or expiry changed; {_owner(after)}")
+
+
+def _owner(key: ApiKey) -> str:
+    return f"key of tenant {key.tenant}" if key.tenant else "admin key"
+
+
+def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[Happening]:
+    kind = EventKind.DEPLOYMENT
+    if after is None:
+        assert before is not None
+        yield Happening(kind, before.meta.name, "DEPLOYMENT_DELETED", "deployment deleted")
+        return
+    name = after.meta.name
+    if before is None:
+        message = (
+            f"{after.replicas} replicas of {after.model} {after.version}, {_short(after.version_digest)}"
+        )
+        yield Happening(kind, name, "DEPLOYMENT_CREATED", message)
+        return
+    if before.version_digest != after.version_digest:
+        message = f"{_short(before.version_digest)} to {_short(after.version_digest)}"
+        yield Happening(kind, name, "DEPLOYMENT_VERSION_CHANGED", message)
+    if before.replicas != after.replicas:
+        message = f"{before.replicas} to {after.replicas} replicas"
+        yield Happening(kind, name, "DEPLOYMENT_SCALED", message)
+    same = replace(
+        after,
+        meta=before.meta,
+        version=before.version,
+        version_digest=before.version_digest,
+        replicas=before.replicas,
+    )
+    if same != before:
+        yield Happening(kind, name, "DEPLOYMENT_UPDATED", "selector, priority or executor changed")
+
+
+def _node(name: str, before: Node | None, after: Node | None) -> Iterator[Happening]:
+    kind = EventKind.NODE
+    if after is None:
+        yield Happening(kind, name, "NODE_DELETED", "forgotten by an operator")
+        return
+    old = before or Node(name)
+    if after.draining and not old.draining:
+        yield Happening(kind, name, "NODE_DRAINING", "what it runs moves away")
+    elif after.cordoned and not old.cordoned:
+        yield Happening(kind, name, "NODE_CORDONED", "it gets nothing new")
+    elif old.cordoned and not after.cordoned:
+        yield Happening(kind, name, "NODE_UNCORDONED", "it may have work again")
+
+
+def _worker(name: str, before: Worker | None, after: Worker | None) -> Iterator[Happening]:
+    kind = EventKind.NODE
+    if after is None:
+        assert before is not None
+        if before.draining:
+            yield Happening(kind, name, "NODE_LEFT", "it drained and gave its lease back")
+        else:
+            yield Happening(kind, name, "NODE_LOST", f"its lease at {before.address} is gone", warning=True)
+        return
+    if before is None:
+        message = f"at {after.address}, {after.device}, {after.memory_bytes // 2**20} MiB for models"
+        yield Happening(kind, name, "NODE_JOINED", message)
+    elif after.draining and not before.draining:
+        yield Happening(kind, name, "NODE_STOPPING", "it was told to stop and drains")
+    old = {(v.deployment, v.version_digest): v for v in before.versions} if before is not None else {}
+    for version in after.versions:
+        yield from _version(name, old.get((version.deployment, version.version_digest)), version)
+
+
+def _version(worker_id: str, before: LoadedVersion | None, after: LoadedVersion) -> Iterator[Happening]:
+    kind, where = EventKind.DEPLOYMENT, f"{_short(after.version_digest)} on {worker_id}"
+    state, old = after.state, None if before is None else before.state
+    if before is not None and after.engine_restarts > before.engine_restarts:
+        message = f"{where}: {after.message or 'the engine died'}; restart {after.engine_restarts}"
+        yield Happening(kind, after.deployment, "ENGINE_RESTARTED", message, warning=True)
+    attempts = 0 if before is None else before.failed_attempts
+    if state is VersionState.FAILED and (old is not state or after.failed_attempts > attempts):
+        again = " and is tried again" if after.retry_unix_s else ""
+        message = (
+            f"{where}: attempt {max(1, after.failed_attempts)} failed{again}: {after.reason} {after.message}"
+        )
+        yield Happening(kind, after.deployment, "VERSION_FAILED", message, warning=True)
+    elif state is VersionState.READY and old not in _CALM:
+        yield Happening(
+            kind, after.deployment, "VERSION_READY", f"{where}: {after.kv_blocks_total} KV blocks"
+        )
+    elif state in (VersionState.FETCHING, VersionState.LOADING) and old is not state:
+        if not after.failed_attempts:
+            yield Happening(kind, after.deployment, f"VERSION_{state.upper()}", where)
+    elif state is VersionState.DRAINING and old is VersionState.READY:
+        yield Happening(kind, after.deployment, "VERSION_DRAINING", where)
+
+
+def _assignment(worker_id: str, before: Assignment | None, after: Assignment | None) -> Iterator[Happening]:
+    old = _by_version(before)
+    new = _by_version(after)
+    for deployment, digest in sorted(new.keys() - old.keys()):
+        message = f"{_short(digest)} to {worker_id}"
+        yield Happening(EventKind.DEPLOYMENT, deployment, "VERSION_ASSIGNED", message)
+    for deployment, digest in sorted(old.keys() - new.keys()):
+        message = f"{_short(digest)} from {worker_id}"
+        yield Happening(EventKind.DEPLOYMENT, deployment, "VERSION_UNASSIGNED", message)
+
+
+def _by_version(assignment: Assignment | None) -> dict[tuple[str, str], AssignedVersion]:
+    versions = () if assignment is None else assignment.versions
+    return {(version.deployment, version.version_digest): version for version in versions}
+
+
+def _leader(role: str, before: Leader | None, after: Leader | None) -> Iterator[Happening]:
+    if after is None:
+        yield Happening(EventKind.LEADER, role, "LEADER_GONE", "nobody leads", warning=True)
+    elif before != after:
+        yield Happening(EventKind.LEADER, role, "LEADER_ELECTED", f"{after.leader_id} at {after.address}")
+
+
+def _tag(before: Tag | None, after: Tag | None) -> Iterator[Happening]:
+    if after is None:
+        assert before is not None
+        yield Happening(EventKind.MODEL, before.model, "TAG_DELETED", f"tag {before.tag}")
+    elif before is None:
+        yield Happening(
+            EventKind.MODEL, after.model, "TAG_CREATED", f"tag {after.tag} is {_short(after.digest)}"
+        )
+    elif before.digest != after.digest:
+        message = f"tag {after.tag} from {_short(before.digest)} to {_short(after.digest)}"
+        yield Happening(EventKind.MODEL, after.model, "TAG_MOVED", message)
+
+
+def _node_of(key: str) -> str:
+    for prefix in (NODES, WORKERS, ASSIGNMENTS):
+        if key.startswith(prefix):
+            return key.removeprefix(prefix)
+    return ""
+
+
+def _drained(state: State, name: str) -> bool:
+    """Whether an operator drains the node and it has nothing left."""
+    node, worker, assigned = (state.get(prefix + name) for prefix in (NODES, WORKERS, ASSIGNMENTS))
+    if not isinstance(node, Node) or not node.draining:
+        return False
+    return not (isinstance(assigned, Assignment) and assigned.versions) and not (
+        isinstance(worker, Worker) and worker.versions
+    )
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]

@@ -1,0 +1,63 @@
+"""What the control plane counts of its reconciling."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from services.ports.clock import Clock
+from services.runtime.metrics import LATENCY_S, Metrics
+
+STALLED_S: Final = 30.0
+
+WRITTEN: Final = "written"
+INCOMPLETE: Final = "incomplete"
+STORE_LOST: Final = "store_lost"
+
+
+class ReconcilerTelemetry:
+    """Told by the reconciler; knows whether its rounds go on."""
+
+    def __init__(self, clock: Clock, metrics: Metrics | None = None) -> None:
+        """Without metrics it counts for nobody."""
+        metrics = metrics or Metrics()
+        self._clock = clock
+        self._began_s: float | None = None
+        self._unplaced = 0
+        self._round_s = metrics.histogram(
+            "fairway_controlplane_round_seconds",
+            "One round of the leader: plan over the whole view, and the writes that follow from it",
+            bounds=LATENCY_S,
+        ).cell()
+        self._rounds = metrics.counter(
+            "fairway_controlplane_rounds_total",
+            "Rounds of the leader: all written, some write refused, or the store away",
+            ("outcome",),
+        )
+        self._actions = metrics.counter(
+            "fairway_controlplane_actions_total", "What rounds decided, by kind", ("kind", "outcome")
+        )
+        metrics.level(
+            "fairway_controlplane_unplaced_deployments",
+            "Deployments with fewer replicas than wanted, as of the leader's last round",
+            lambda: float(self._unplaced),
+        )
+
+    def round_began(self) -> None:
+        self._began_s = self._clock.monotonic_s()
+
+    def round_ended(self, outcome: str) -> None:
+        began_s, self._began_s = self._began_s, None
+        if began_s is not None:
+            self._round_s.observe(self._clock.monotonic_s() - began_s)
+        self._rounds.add(outcome)
+
+    def acted(self, kind: str, outcome: str) -> None:
+        self._actions.add(kind, outcome)
+
+    def unplaced(self, count: int) -> None:
+        self._unplaced = count
+
+    def problem(self) -> str:
+        """Return what keeps it from serving: a round that does not end. The store's absence ends rounds."""
+        stuck_s = 0.0 if self._began_s is None else self._clock.monotonic_s() - self._began_s
+        return f"a round has run for {stuck_s:.0f} s" if stuck_s > STALLED_S else ""

@@ -1,0 +1,182 @@
+"""Requests under idempotency keys on this gateway: one run for each key and body."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from typing import Final
+
+import structlog
+
+from fairway.v1 import inference_pb2
+from services.core.errors import ConcurrencyExceeded, FairwayError, StoreUnavailable
+from services.gateway.events import Received, RequestSink
+from services.gateway.follower import Follower
+from services.gateway.keyed_run import KeyedRun, write_ending
+from services.gateway.keyed_types import KeyedPorts, Launch
+from services.ports.idempotency import RecordKey, Written
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+MAX_UNWRITTEN: Final = 10_000
+_ENDINGS_AT_ONCE: Final = 64
+_DIGEST_CHARS: Final = 32
+
+
+class Idempotent:
+    """Every duplicate of a request that reaches this gateway joins the one run of it."""
+
+    def __init__(self, ports: KeyedPorts, supervisor: Supervisor) -> None:
+        self._ports = ports
+        self._supervisor = supervisor
+        self._runs: dict[tuple[RecordKey, str], KeyedRun] = {}
+        self._followers: dict[Follower, str] = {}
+        self._per_tenant: Counter[str] = Counter()
+        self._unwritten: OrderedDict[KeyedRun, tuple[RecordKey, str]] = OrderedDict()
+
+    @property
+    def followers(self) -> int:
+        return len(self._followers)
+
+    @property
+    def busy(self) -> int:
+        """How many requests and clients a drain has to wait for."""
+        return sum(run.unwritten is None for run in self._runs.values()) + len(self._followers)
+
+    def attach(
+        self,
+        key: RecordKey,
+        fingerprint: str,
+        sink: RequestSink,
+        launch: Launch,
+        *,
+        timeout_s: float,
+        client_window: int | None,
+    ) -> Follower:
+        """Return the handle of a client of the key's request, which is begun, joined or replayed.
+
+        ``launch`` runs it, should this gateway have to. Raises ConcurrencyExceeded and ResultExpired.
+        """
+        most = self._ports.limits.max_tenant_followers
+        if self._per_tenant[key.tenant_id] >= most:
+            raise ConcurrencyExceeded(
+                f"this gateway serves {most} clients of this tenant's idempotency keys, its most",
+                retry_after_s=1.0,
+                limit=most,
+            )
+        name = (key, fingerprint)
+        run = self._runs.get(name)
+        first = run is None or not run.joinable
+        if run is None or first:
+            run = self._runs[name] = KeyedRun(key, fingerprint, self._ports, launch, self._departed)
+        follower = run.join(sink, client_window, first=first)
+        self._followers[follower] = key.tenant_id
+        self._per_tenant[key.tenant_id] += 1
+        follower.limit_to(timeout_s)
+        if first:
+            task = self._supervisor.spawn(f"keyed {key.digest[:12]}", run.drive())
+            run.start(task)
+            task.add_done_callback(lambda _: self._over(name, run))
+        return follower
+
+    async def flush_forever(self) -> None:
+        """Write behind the runs what they produced, and renew their leases; a task of the process."""
+        while True:
+            await self._ports.clock.sleep(self._ports.limits.flush_s)
+            self._bound_memory()
+            await self._flush()
+            await self._write_endings()
+
+    def stop(self, error: FairwayError) -> int:
+        """End every run and client here, for others to go on with. Returns how many clients were cut."""
+        cut = len(self._followers)
+        for run in list(self._runs.values()):
+            run.stop(error)
+        for follower in list(self._followers):
+            follower.failed(error)
+        return cut
+
+    def check_integrity(self) -> None:
+        assert sum(self._per_tenant.values()) == len(self._followers), "clients are counted wrongly"
+        assert len(self._unwritten) <= MAX_UNWRITTEN, "more endings are kept than the bound allows"
+
+    async def _flush(self) -> None:
+        now_s = self._ports.clock.monotonic_s()
+        due = [run for run in self._runs.values() if run.due(now_s)]
+        if not due:
+            return
+        writes = [run.begin_write() for run in due]
+        answers: tuple[Written | None, ...] = (None,) * len(due)
+        try:
+            answers = await self._ports.store.append([addition for addition, _ in writes])
+        except StoreUnavailable as error:
+            log.info("idempotency.flush_failed", records=len(due), reason=error.reason)
+        finally:
+            for run, (_, pieces), answer in zip(due, writes, answers, strict=True):
+                run.end_write(pieces, answer)
+
+    async def _write_endings(self) -> None:
+        """Write what the store did not take before. Until then their results are replayed from memory."""
+        for run in list(self._unwritten)[:_ENDINGS_AT_ONCE]:
+            assert run.unwritten is not None
+            try:
+                await write_ending(self._ports, run.unwritten)
+            except StoreUnavailable:
+                return
+            self._forget(self._unwritten.pop(run), run)
+
+    def _bound_memory(self) -> None:
+        """Give credit, and keep outputs no longer whole that are too large, the largest first."""
+        limits, total = self._ports.limits, 0
+        sized = sorted(
+            ((run.audience.log.size_bytes, number, run) for number, run in enumerate(self._runs.values())),
+            key=lambda found: found[0],
+        )
+        for size, _, run in sized:
+            run.tend()
+            total += size
+            if run.audience.whole and (size > limits.max_log_bytes or total > limits.max_logs_bytes):
+                log.warning("idempotency.output_not_kept", record=run.key.digest[:12], size_bytes=size)
+                run.outgrow()
+
+    def _departed(self, follower: Follower) -> None:
+        tenant_id = self._followers.pop(follower, None)
+        if tenant_id is not None:
+            self._per_tenant[tenant_id] -= 1
+            if not self._per_tenant[tenant_id]:
+                del self._per_tenant[tenant_id]
+
+    def _over(self, name: tuple[RecordKey, str], run: KeyedRun) -> None:
+        if run.unwritten is None:
+            self._forget(name, run)
+            return
+        self._unwritten[run] = name
+        if len(self._unwritten) > MAX_UNWRITTEN:
+            dropped, lost = self._unwritten.popitem(last=False)
+            self._forget(lost, dropped)
+            log.error("idempotency.end_dropped", record=dropped.key.digest[:12])
+
+    def _forget(self, name: tuple[RecordKey, str], run: KeyedRun) -> None:
+        if self._runs.get(name) is run:
+            del self._runs[name]
+
+
+def record_key(tenant_id: str, idempotency_key: str, part: int) -> RecordKey:
+    """Return the record of a client's key. ``part`` numbers the generations of one request."""
+    text = f"fairway key v1\0{part}\0{idempotency_key}"
+    return RecordKey(tenant_id, hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS])
+
+
+def fingerprint(generation: inference_pb2.Generation, received: Received) -> str:
+    """Return a hash of everything in the request that decides its outcome.
+
+    How long a client waits does not: a retry has less time left than the request that it repeats.
+    """
+    body = inference_pb2.Generation()
+    body.CopyFrom(generation)
+    body.ClearField("idempotency_key")
+    body.ClearField("timeout")
+    digest = hashlib.sha256(f"fairway request v1\0{received.part}\0{received.whole}\0".encode())
+    digest.update(body.SerializeToString(deterministic=True))
+    return digest.hexdigest()[:_DIGEST_CHARS]

@@ -1,0 +1,126 @@
+"""What a request's record says, as chunks of MessagePack: acceptance, resumptions, tokens, the end.
+
+A chunk is a sequence of entries, so that what came between two writes is one chunk. Entries may repeat what
+an earlier one said, as after a write whose answer was lost: each carries its offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from services.core.errors import FairwayError, IntegrityError
+from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.gateway.events import ChoiceResult, Finished
+
+
+class Pin(msgspec.Struct, array_like=True, tag="a", frozen=True):
+    """What a request was accepted as, and what every later run of it keeps."""
+
+    request_id: str
+    model: str
+    version_digest: str
+    route_revision: int
+    seed: int
+    prompt_tokens: int
+    max_output_tokens: int
+    received_unix_us: int
+
+
+class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):
+    """Another run goes on from here."""
+
+
+class Logprobs(msgspec.Struct, array_like=True, frozen=True):
+    sampled: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+    top_tokens: tuple[str, ...]
+    token: str
+
+
+class Output(msgspec.Struct, array_like=True, tag="t", frozen=True):
+    """Tokens of one choice from output offset ``offset`` on; ``chars`` of its text came before them."""
+
+    choice: int
+    offset: int
+    chars: int
+    ids: Sequence[int]
+    text: str
+    logprobs: tuple[Logprobs, ...] = ()
+
+
+class End(msgspec.Struct, array_like=True, tag="f", frozen=True):
+    choices: tuple[tuple[int, str, str, int], ...]
+    usage: tuple[int, int, int]
+    clock: StageClock
+    resumes: int
+
+
+class Failure(msgspec.Struct, array_like=True, tag="e", frozen=True):
+    """An error that every retry would meet again."""
+
+    reason: str
+    message: str
+    metadata: dict[str, str]
+
+
+Entry = Pin | Resumed | Output | End | Failure
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decoder: Final = msgspec.msgpack.Decoder(tuple[Entry, ...])
+
+
+def encode(entries: Iterable[Entry]) -> bytes:
+    """Return a chunk; an empty one for no entries."""
+    found = tuple(entries)
+    return _encode(found) if found else b""
+
+
+def decode(chunk: bytes) -> tuple[Entry, ...]:
+    """Return the entries of a chunk. Raises IntegrityError for anything that is not one."""
+    try:
+        return _decoder.decode(chunk)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise IntegrityError("the record of this idempotency key cannot be read; use another key") from error
+
+
+def logprobs_in(values: Sequence[TokenLogprobs]) -> tuple[Logprobs, ...]:
+    return tuple(
+        Logprobs(value.sampled, value.top_ids, value.top_logprobs, value.top_tokens, value.token)
+        for value in values
+    )
+
+
+def logprobs_out(values: Sequence[Logprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(value.sampled, value.top_ids, value.top_logprobs, value.top_tokens, value.token)
+        for value in values
+    )
+
+
+def end_in(finished: Finished) -> End:
+    usage = finished.usage
+    return End(
+        tuple((c.choice, c.finish_reason.value, c.stop, c.output_tokens) for c in finished.choices),
+        (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
+        finished.clock,
+        finished.resumes,
+    )
+
+
+def end_out(end: End) -> Finished:
+    return Finished(
+        choices=tuple(
+            ChoiceResult(choice, FinishReason(reason), stop, tokens)
+            for choice, reason, stop, tokens in end.choices
+        ),
+        usage=Usage(*end.usage),
+        clock=end.clock,
+        resumes=end.resumes,
+    )
+
+
+def failure_in(error: FairwayError) -> Failure:
+    return Failure(error.reason, error.message, error.metadata)

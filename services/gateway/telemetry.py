@@ -1,0 +1,297 @@
+"""What the gateway tells of its requests: metrics, one log line each, the stages as spans.
+
+Everything about one request goes through its ``RequestTelemetry``; what the rest of the gateway does not know
+of it need not be told twice. Tokens cost one look at the clock and one addition per frame and choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from services.core.errors import FairwayError
+from services.core.generation import StageClock
+from services.gateway.events import Finished, Received
+from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.stage_trace import StageTrace
+from services.ports.clock import Clock
+from services.runtime.clock import SystemClock
+from services.runtime.logging import LineBudget
+from services.runtime.metrics import GAP_S, HistogramCell, Metrics
+from services.runtime.tracing import Tracing
+
+log = structlog.get_logger()
+
+FINISHED: Final = "finished"
+FAILED: Final = "failed"
+_STAGES: Final = tuple(stage.value for stage in Stage)
+
+
+class GatewayTelemetry:
+    """The instruments of a gateway process."""
+
+    def __init__(
+        self,
+        metrics: Metrics | None = None,
+        *,
+        clock: Clock | None = None,
+        tracing: Tracing | None = None,
+        lines: LineBudget | None = None,
+    ) -> None:
+        """Without arguments: counts for nobody, writes no lines and no spans."""
+        self.clock = clock or SystemClock()
+        self.tracing = tracing or Tracing(self.clock)
+        self.metrics = metrics = metrics or Metrics()
+        self._lines = lines
+        self._requests = metrics.counter(
+            "fairway_gateway_requests_total",
+            "Requests that ended, by how; reason is FINISHED or one of the error tree",
+            ("face", "outcome", "reason"),
+        )
+        self._by_tenant = metrics.counter(
+            "fairway_gateway_tenant_requests_total",
+            "Admitted requests that ended, by tenant",
+            ("tenant", "model", "outcome"),
+        )
+        self._tokens = metrics.counter(
+            "fairway_gateway_tokens_total",
+            "Tokens of admitted requests that ended: prompt, of it cached, and output",
+            ("tenant", "model", "kind"),
+        )
+        self._admissions = metrics.counter(
+            "fairway_gateway_admissions_total",
+            "Requests that asked for a slot, by outcome: ADMITTED or the reason of the refusal",
+            ("outcome",),
+        )
+        self._placed_again = metrics.counter(
+            "fairway_gateway_placed_again_total",
+            "Times that a sequence was placed again, by cause: what its worker answered, or LOST",
+            ("cause",),
+        )
+        self._latencies(metrics)
+
+    def _latencies(self, metrics: Metrics) -> None:
+        by_model = ("model",)
+        self._ttft = metrics.histogram(
+            "fairway_gateway_ttft_seconds",
+            "From the first byte of a request handled until the first token of each choice at the gateway",
+            by_model,
+        )
+        self._itl = metrics.histogram(
+            "fairway_gateway_itl_seconds",
+            "From one token of a choice at the gateway until the next, weighted by token; pauses included",
+            by_model,
+            bounds=GAP_S,
+        )
+        self._tpot = metrics.histogram(
+            "fairway_gateway_tpot_seconds",
+            "From a choice's first token until its end, by output tokens less one; of choices that finished",
+            by_model,
+            bounds=GAP_S,
+        )
+        self._e2e = metrics.histogram(
+            "fairway_gateway_request_seconds",
+            "From the first byte of a request handled until its terminal event is handed to the transport",
+            ("outcome",),
+        )
+        stages = metrics.histogram(
+            "fairway_gateway_stage_seconds",
+            "Time that a request spent in a stage of its clock; the stages sum to the request's latency",
+            ("stage",),
+        )
+        self._stages = {name: stages.cell(name.removesuffix("_us")) for name in _STAGES}
+
+    def begin(self, received: Received) -> RequestTelemetry:
+        return RequestTelemetry(self, received)
+
+    def refused(self, received: Received, error: FairwayError) -> None:
+        """Note a request that was not begun at all."""
+        error.metadata.setdefault("request_id", received.request_id)
+        self._requests.add(received.face, FAILED, error.reason)
+
+    def admission(self, outcome: str) -> None:
+        self._admissions.add(outcome)
+
+    def placed_again(self, cause: str) -> None:
+        self._placed_again.add(cause)
+
+    def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
+        """Count a request that ended, and write its line."""
+        self._requests.add(request.received.face, outcome, reason)
+        total_us = 0
+        for name, cell in self._stages.items():
+            stage_us: int = getattr(clock, name)
+            total_us += stage_us
+            cell.observe(stage_us / 1e6)
+        self._e2e.observe(total_us / 1e6, outcome)
+        if request.tenant:
+            names = request.tenant_label, request.model_label
+            self._by_tenant.add(*names, outcome)
+            prompt, cached, output = request.tokens
+            self._tokens.add(*names, "prompt", amount=prompt)
+            self._tokens.add(*names, "cached", amount=cached)
+            self._tokens.add(*names, "output", amount=output)
+        if self._lines is not None and self._lines.take():
+            _write_line(request, outcome, reason, clock, total_us)
+
+    def pace(self, request: RequestTelemetry) -> TokenPace:
+        label = request.model_label
+        return TokenPace(
+            request.received.monotonic_s,
+            self._ttft.cell(label),
+            self._itl.cell(label),
+            self._tpot.cell(label),
+        )
+
+
+class RequestTelemetry:
+    """One request, from its receipt to its one end."""
+
+    __slots__ = (
+        "_owner", "_trace", "model", "model_label", "received", "tenant", "tenant_label", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, owner: GatewayTelemetry, received: Received) -> None:
+        self._owner = owner
+        self._trace = StageTrace.open(owner.tracing, received)
+        self.received = received
+        self.tenant = self.tenant_label = self.model = self.model_label = ""
+        self.tokens = (0, 0, 0)
+
+    def timer(self) -> StageTimer:
+        """Return the request's stage clock, started when it was received."""
+        return StageTimer(self.received.unix_us, self.received.monotonic_s, self._trace)
+
+    def accepted(self, tenant: str, model: str) -> None:
+        """The request was admitted: whose it is, and of which deployment, is known to be real."""
+        metrics = self._owner.metrics
+        self.tenant, self.tenant_label = tenant, metrics.tenants.of(tenant)
+        self.model, self.model_label = model, metrics.models.of(model)
+
+    def pace(self) -> TokenPace:
+        """Return what one choice notes its tokens by."""
+        return self._owner.pace(self)
+
+    def placed_again(self, cause: str) -> None:
+        self._owner.placed_again(cause)
+
+    def finished(self, finished: Finished) -> None:
+        usage = finished.usage
+        self.tokens = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        self._end(FINISHED, "FINISHED", finished.clock, finished.resumes)
+
+    def failed(self, error: FairwayError, clock: StageClock, tokens: tuple[int, int, int]) -> None:
+        """``tokens``: prompt, cached, output so far."""
+        self.tokens = tokens
+        self._end(FAILED, error.reason, clock, 0)
+
+    def _end(self, outcome: str, reason: str, clock: StageClock, resumes: int) -> None:
+        self._owner.ended(self, outcome, reason, clock)
+        if self._trace is not None:
+            self._trace.close(
+                self._owner.clock.monotonic_s(),
+                {
+                    "fairway.request_id": self.received.request_id,
+                    "fairway.tenant": self.tenant,
+                    "fairway.model": self.model,
+                    "fairway.reason": reason,
+                    "fairway.output_tokens": self.tokens[2],
+                    "fairway.resumes": resumes,
+                },
+                error="" if outcome == FINISHED else reason,
+            )
+
+
+class TokenPace:
+    """When the tokens of one choice came. Called once per frame: it must cost next to nothing."""
+
+    __slots__ = ("_first_s", "_itl", "_last_s", "_received_s", "_tpot", "_ttft")
+
+    def __init__(
+        self, received_s: float, ttft: HistogramCell, itl: HistogramCell, tpot: HistogramCell
+    ) -> None:
+        self._received_s = received_s
+        self._ttft, self._itl, self._tpot = ttft, itl, tpot
+        self._first_s = self._last_s = 0.0
+
+    def tokens(self, count: int, now_s: float) -> None:
+        """``count`` tokens came, at least one."""
+        last_s, self._last_s = self._last_s, now_s
+        if last_s:
+            self._itl.observe((now_s - last_s) / count, count)
+        elif count:
+            self._first_s = now_s
+            self._ttft.observe(now_s - self._received_s)
+
+    def finished(self, output_tokens: int, now_s: float) -> None:
+        if output_tokens > 1 and self._first_s:
+            self._tpot.observe((now_s - self._first_s) / (output_tokens - 1))
+
+
+def export_levels(
+    metrics: Metrics,
+    *,
+    running: Callable[[], int],
+    buffered_tokens: Callable[[], int],
+    http_connections: Callable[[], int],
+) -> None:
+    """Export what the gateway holds for its clients now."""
+    metrics.level(
+        "fairway_gateway_requests_running",
+        "Requests between receipt and terminal event",
+        lambda: float(running()),
+    )
+    metrics.level(
+        "fairway_gateway_buffered_tokens",
+        "Output tokens that came from workers and that no transport to a client has taken",
+        lambda: float(buffered_tokens()),
+    )
+    metrics.level(
+        "fairway_gateway_http_connections",
+        "Open connections of HTTP clients",
+        lambda: float(http_connections()),
+    )
+
+
+def export_upstream(
+    metrics: Metrics,
+    *,
+    worker_streams: Callable[[], int],
+    placements_pending: Callable[[], int],
+    scheduler_connected: Callable[[], bool],
+) -> None:
+    """Export how the gateway stands with those behind it."""
+    metrics.level(
+        "fairway_gateway_worker_streams", "Open streams to workers", lambda: float(worker_streams())
+    )
+    metrics.level(
+        "fairway_gateway_placements_pending",
+        "Sequences that wait for a place, on their way to the scheduler or in its queue",
+        lambda: float(placements_pending()),
+    )
+    metrics.level(
+        "fairway_gateway_scheduler_connected",
+        "1 while a stream to a leading scheduler is open, else 0: new requests wait then",
+        lambda: float(scheduler_connected()),
+    )
+
+
+def _write_line(
+    request: RequestTelemetry, outcome: str, reason: str, clock: StageClock, total_us: int
+) -> None:
+    prompt, cached, output = request.tokens
+    log.info(
+        f"request.{outcome}",
+        request_id=request.received.request_id,
+        face=request.received.face,
+        tenant=request.tenant,
+        model=request.model,
+        reason=reason,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        output_tokens=output,
+        total_ms=round(total_us / 1e3, 3),
+        **{name.removesuffix("_us") + "_ms": round(getattr(clock, name) / 1e3, 3) for name in _STAGES},
+    )

@@ -1,0 +1,163 @@
+"""Garbage collection: blobs that no version needs and that are old enough go, and nothing else.
+
+A publisher uploads first and makes the version after; the minimum age covers the time between. A version
+that is made while garbage is collected is either seen here or finds its chunks missing: ``sweep_fence.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from services.core.errors import Conflict, FailedPrecondition, IntegrityError, InvalidInput, NotFound
+from services.core.manifest import Manifest
+from services.core.records import MODELS, VersionRecord, load
+from services.ports.blob_store import BlobStore, StoredBlob
+from services.ports.clock import Clock
+from services.ports.store import Store
+from services.registry.sweep_fence import Deadline, SweepFence
+
+log = structlog.get_logger()
+
+DEFAULT_AGE_S: Final = 24 * 3600.0
+LEAST_AGE_S: Final = 3600.0
+_BATCH: Final = 128
+_SLICE: Final = 16  # what is deleted between two looks at the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection deleted, or would. ``young``: needed by no version, but not old enough."""
+
+    deleted_blobs: int = 0
+    deleted_bytes: int = 0
+    kept_blobs: int = 0
+    kept_bytes: int = 0
+    young_blobs: int = 0
+    deleted_leftovers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    doomed: tuple[StoredBlob, ...]
+    kept: tuple[int, int]
+    young: int
+
+
+class Collector:
+    """One per registry; ``manifest`` reads the manifest of a version digest."""
+
+    def __init__(
+        self,
+        store: Store,
+        blobs: BlobStore,
+        clock: Clock,
+        *,
+        fence: SweepFence,
+        manifest: Callable[[str], Awaitable[Manifest]],
+    ) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._clock = clock
+        self._fence = fence
+        self._manifest = manifest
+        self._running = asyncio.Lock()
+
+    async def collect(self, *, min_age_s: float = 0.0, dry_run: bool = False) -> Collected:
+        """Delete what no version needs and was written ``min_age_s`` ago or earlier; 0: the default age.
+
+        Raises InvalidInput for a smaller age than is safe, Conflict when a collection runs,
+        FailedPrecondition when a manifest cannot be read: what it needs is unknown, so nothing is deleted.
+        """
+        age_s = min_age_s or DEFAULT_AGE_S
+        if age_s < LEAST_AGE_S and not dry_run:
+            raise InvalidInput(f"min_age is at least {LEAST_AGE_S:g} s", field="min_age")
+        if self._running.locked():
+            raise Conflict("garbage is being collected already")
+        async with self._running:
+            before_unix_s = self._clock.unix_s() - age_s
+            needs = _Needs(self._store, self._manifest)
+            await needs.update()
+            found = await self._find(needs.digests, before_unix_s)
+            gone = found.doomed if dry_run else await self._delete(needs, found.doomed)
+            collected = Collected(
+                deleted_blobs=len(gone),
+                deleted_bytes=sum(blob.size_bytes for blob in gone),
+                kept_blobs=found.kept[0],
+                kept_bytes=found.kept[1],
+                young_blobs=found.young,
+                deleted_leftovers=await self._blobs.sweep(before_unix_s, dry_run=dry_run),
+            )
+        log.info("garbage.collected", dry_run=dry_run, blobs=len(gone), size_bytes=collected.deleted_bytes)
+        return collected
+
+    async def _find(self, needed: Iterable[str], before_unix_s: float) -> _Found:
+        doomed: list[StoredBlob] = []
+        kept_blobs = kept_bytes = young = 0
+        async with aclosing(self._blobs.stored()) as pages:
+            async for page in pages:
+                for blob in page:
+                    if blob.digest in needed:
+                        kept_blobs += 1
+                        kept_bytes += blob.size_bytes
+                    elif blob.written_unix_s > before_unix_s:
+                        young += 1
+                    else:
+                        doomed.append(blob)
+        return _Found(tuple(doomed), (kept_blobs, kept_bytes), young)
+
+    async def _delete(self, needs: _Needs, doomed: Sequence[StoredBlob]) -> Sequence[StoredBlob]:
+        gone: list[StoredBlob] = []
+        for start in range(0, len(doomed), _BATCH):
+            async with self._fence.sweeping() as deadline:
+                await needs.update()
+                batch = [blob for blob in doomed[start : start + _BATCH] if blob.digest not in needs.digests]
+                gone += await self._delete_batch(batch, deadline)
+        return gone
+
+    async def _delete_batch(self, batch: Sequence[StoredBlob], deadline: Deadline) -> list[StoredBlob]:
+        """What is not deleted in time is left to the next collection."""
+        gone: set[str] = set()
+        for start in range(0, len(batch), _SLICE):
+            if deadline.has_passed:
+                log.warning("garbage.batch_cut_short", left=len(batch) - start)
+                break
+            gone.update(await self._blobs.delete(batch[start : start + _SLICE]))
+        return [blob for blob in batch if blob.digest in gone]
+
+
+class _Needs:
+    """The digests that versions need. Versions come while this is used: ``update`` adds the new ones."""
+
+    def __init__(self, store: Store, manifest: Callable[[str], Awaitable[Manifest]]) -> None:
+        self.digests: set[str] = set()
+        self._store = store
+        self._manifest = manifest
+        self._versions: set[str] = set()
+
+    async def update(self) -> None:
+        for entry in (await self._store.list(MODELS)).entries:
+            model, kind, _ = entry.key.removeprefix(MODELS).split("/", 2)
+            if (
+                kind == "versions"
+                and (digest := load(entry.value, VersionRecord).digest) not in self._versions
+            ):
+                await self._add(model, digest)
+
+    async def _add(self, model: str, digest: str) -> None:
+        try:
+            manifest = await self._manifest(digest)
+        except (NotFound, IntegrityError) as error:
+            raise FailedPrecondition(
+                f"the manifest of {model} {digest} cannot be read: publish the version again or delete it",
+                model=model,
+                digest=digest,
+            ) from error
+        self.digests.add(digest)
+        self.digests.update(chunk for file in manifest.files for chunk in file.chunks)
+        self._versions.add(digest)

@@ -1,0 +1,95 @@
+"""Every byte of a version, read from the blob store and compared with its manifest before it exists."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import aclosing
+
+from fairway.formats.contents import Checker, ContentRefused, checker_for
+from services.adapters.threads import in_thread
+from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound
+from services.core.manifest import Manifest, ManifestFile
+from services.ports.blob_store import BlobStore
+
+
+async def verify(blobs: BlobStore, manifest: Manifest) -> None:
+    """Return if the files are what the manifest and their names say.
+
+    Raises InvalidInput for a file that no version may hold, IntegrityError for one that its chunks are not,
+    FailedPrecondition when stored chunks were lost or damaged: those count as missing from then on.
+    """
+    lost: list[str] = []
+    for file in manifest.files:
+        lost += await _File(file).verify(blobs)
+    if lost:
+        raise FailedPrecondition(
+            f"{len(lost)} stored chunks were lost or damaged, {lost[0]} among them: send them again",
+            missing=len(lost),
+            first=lost[0],
+        )
+
+
+class _File:
+    """One file while its chunks are read in order, each verified by the blob store."""
+
+    def __init__(self, file: ManifestFile) -> None:
+        self._file = file
+        self._whole = hashlib.sha256()
+        self._checker = _checker(file)
+
+    async def verify(self, blobs: BlobStore) -> list[str]:
+        """Return the chunks that the store cannot give; with any, the rest of the file stays unjudged."""
+        lost: list[str] = []
+        for index, chunk in enumerate(self._file.chunks):
+            try:
+                await self._read(blobs, index, chunk, judge=not lost)
+            except (NotFound, IntegrityError) as error:
+                if error.metadata.get("digest") != chunk:
+                    raise
+                lost.append(chunk)
+        if not lost:
+            await in_thread(self._finish)
+        return lost
+
+    async def _read(self, blobs: BlobStore, index: int, chunk: str, *, judge: bool) -> None:
+        size_bytes, expected_bytes = 0, self._file.chunk_bytes(index)
+        async with aclosing(blobs.get(chunk)) as pieces:
+            async for piece in pieces:
+                size_bytes += len(piece)
+                if judge:
+                    await in_thread(self._feed, piece)
+        if size_bytes != expected_bytes:
+            raise IntegrityError(
+                f"chunk {index} of {self._file.path} has {size_bytes} bytes, not {expected_bytes}",
+                path=self._file.path,
+                chunk=chunk,
+                size_bytes=size_bytes,
+                expected_bytes=expected_bytes,
+            )
+
+    def _feed(self, piece: bytes) -> None:
+        self._whole.update(piece)
+        try:
+            self._checker.feed(piece)
+        except ContentRefused as refused:
+            raise _refusal(refused) from refused
+
+    def _finish(self) -> None:
+        path, digest = self._file.path, self._file.digest
+        if "sha256:" + self._whole.hexdigest() != digest:
+            raise IntegrityError(f"the chunks of {path} are not the file {digest}", path=path)
+        try:
+            self._checker.finish()
+        except ContentRefused as refused:
+            raise _refusal(refused) from refused
+
+
+def _checker(file: ManifestFile) -> Checker:
+    try:
+        return checker_for(file.path, file.size_bytes)
+    except ContentRefused as refused:
+        raise _refusal(refused) from refused
+
+
+def _refusal(refused: ContentRefused) -> InvalidInput:
+    return InvalidInput(str(refused), field="manifest.files", path=refused.path)

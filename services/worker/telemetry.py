@@ -1,0 +1,258 @@
+"""What the worker tells of its engines and sequences: metrics, a line per sequence, spans.
+
+A step costs three binary searches, whatever its size; sequences are looked at when they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from services.core.generation import NotAdmittedReason
+from services.ports.clock import Clock
+from services.runtime.logging import LineBudget
+from services.runtime.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
+from services.runtime.tracing import Tracing
+from services.worker.engine_protocol import Stepped
+from services.worker.live_sequence import LiveSequence
+
+log = structlog.get_logger()
+
+_LOAD_S: Final = (*LATENCY_S, 1800.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLevels:
+    """How one version stands now. Blocks of KV, bytes, seconds."""
+
+    model: str
+    state: str
+    restarts: int
+    kv_blocks_used: int
+    kv_blocks_reserved: int
+    kv_blocks_total: int
+    running: int
+    waiting: int
+    queued_prefill_tokens: int
+    silent_s: float
+    rss_bytes: int
+    device_bytes: int
+
+
+class WorkerTelemetry:
+    """The instruments of a worker process."""
+
+    def __init__(
+        self,
+        metrics: Metrics | None = None,
+        *,
+        clock: Clock,
+        tracing: Tracing | None = None,
+        lines: LineBudget | None = None,
+    ) -> None:
+        """Without metrics it counts for nobody."""
+        self.clock = clock
+        self.metrics = metrics = metrics or Metrics()
+        self.tracing = tracing or Tracing(clock)
+        self._lines = lines
+        by_model: Labels = ("model",)
+        self.step_s = metrics.histogram(
+            "fairway_worker_step_seconds",
+            "One engine step: from the plan of its batch until its tokens are sampled",
+            by_model,
+            bounds=GAP_S,
+        )
+        self.batch = metrics.histogram(
+            "fairway_worker_step_sequences", "Sequences that got a token in a step", by_model, bounds=COUNTS
+        )
+        self.tokens = metrics.counter(
+            "fairway_worker_tokens_total", "Tokens computed: prefill and output", ("model", "kind")
+        )
+        self.preemptions = metrics.counter(
+            "fairway_worker_preemptions_total", "Sequences whose KV was taken for others", by_model
+        )
+        self._ended = metrics.counter(
+            "fairway_worker_sequences_ended_total",
+            "Sequences that ended here, by reason",
+            ("model", "reason"),
+        )
+        self._not_admitted = metrics.counter(
+            "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
+        )
+        self._load = metrics.histogram(
+            "fairway_worker_load_seconds",
+            "Time until a version is ready, by part: fetch of its files; start of its engine until READY",
+            ("model", "part"),
+            bounds=_LOAD_S,
+        )
+
+    def version(self, model: str) -> VersionTelemetry:
+        """Return what one engine is counted by."""
+        return VersionTelemetry(self, model, self.metrics.models.of(model))
+
+    def not_admitted(self, reason: NotAdmittedReason) -> None:
+        self._not_admitted.add(reason.value)
+
+    def loaded(self, model: str, part: str, elapsed_s: float) -> None:
+        self._load.observe(elapsed_s, self.metrics.models.of(model), part)
+
+    def ended(self, model: str, label: str, sequence: LiveSequence, reason: str) -> None:
+        self._ended.add(label, reason)
+        now_s = self.clock.monotonic_s()
+        spec = sequence.spec
+        if spec.traceparent:
+            self._trace(sequence, model, reason, now_s)
+        if self._lines is not None and self._lines.take():
+            log.info(
+                "sequence.ended",
+                request_id=spec.generation.request_id,
+                choice=spec.choice,
+                tenant=spec.tenant_id,
+                model=model,
+                reason=reason,
+                output_tokens=sequence.output_tokens,
+                engine_wait_ms=_ms(sequence.accepted_s, sequence.prefill_started_s),
+                prefill_ms=_ms(sequence.prefill_started_s, sequence.first_token_s),
+                decode_ms=_ms(sequence.first_token_s, now_s),
+            )
+
+    def _trace(self, sequence: LiveSequence, model: str, reason: str, now_s: float) -> None:
+        spec, record = sequence.spec, self.tracing.record
+        whole = record(
+            "sequence",
+            spec.traceparent,
+            (sequence.accepted_s, now_s),
+            attributes={
+                "fairway.request_id": spec.generation.request_id,
+                "fairway.choice": spec.choice,
+                "fairway.model": model,
+                "fairway.reason": reason,
+                "fairway.output_tokens": sequence.output_tokens,
+            },
+        )
+        started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
+        record("engine_wait", whole, (sequence.accepted_s, now_s if started_s is None else started_s))
+        if started_s is not None:
+            record("prefill", whole, (started_s, now_s if first_s is None else first_s))
+        if first_s is not None:
+            record("decode", whole, (first_s, now_s))
+
+
+class VersionTelemetry:
+    """One engine process of one version."""
+
+    __slots__ = (
+        "_batch",
+        "_label",
+        "_model",
+        "_output",
+        "_owner",
+        "_preempted",
+        "_preemptions",
+        "_prefill",
+        "_step_s",
+    )
+
+    def __init__(self, owner: WorkerTelemetry, model: str, label: str) -> None:
+        self._owner = owner
+        self._model = model
+        self._label = label
+        self._step_s = owner.step_s.cell(label)
+        self._batch = owner.batch.cell(label)
+        self._prefill = owner.tokens.cell(label, "prefill")
+        self._output = owner.tokens.cell(label, "output")
+        self._preemptions = owner.preemptions.cell(label)
+        self._preempted = 0
+
+    def stepped(self, event: Stepped) -> None:
+        count = len(event.handles)
+        self._step_s.observe(event.step_s)
+        if count:
+            self._batch.observe(count)
+            self._output.value += count
+        if event.prefill_tokens:
+            self._prefill.value += event.prefill_tokens
+        if event.preemptions != self._preempted:
+            self._preemptions.add(event.preemptions - self._preempted)
+            self._preempted = event.preemptions
+
+    def ended(self, sequence: LiveSequence, reason: str) -> None:
+        self._owner.ended(self._model, self._label, sequence, reason)
+
+
+def export_levels(metrics: Metrics, engines: Callable[[], Iterable[EngineLevels]]) -> None:
+    """Export how the versions of the worker stand."""
+    label = metrics.models.of
+
+    def read(of: Callable[[EngineLevels], float]) -> Callable[[], Reading]:
+        return lambda: [((label(engine.model),), of(engine)) for engine in engines()]
+
+    metrics.gauge(
+        "fairway_worker_kv_blocks",
+        "Blocks of KV: used by the engine, reserved for what runs, and all there are",
+        lambda: [
+            ((label(engine.model), state), float(count))
+            for engine in engines()
+            for state, count in (
+                ("used", engine.kv_blocks_used),
+                ("reserved", engine.kv_blocks_reserved),
+                ("total", engine.kv_blocks_total),
+            )
+        ],
+        ("model", "state"),
+    )
+    metrics.gauge(
+        "fairway_worker_sequences",
+        "Sequences here: waiting for their first token, and running after it",
+        lambda: [
+            ((label(engine.model), state), float(count))
+            for engine in engines()
+            for state, count in (("running", engine.running), ("waiting", engine.waiting))
+        ],
+        ("model", "state"),
+    )
+    metrics.gauge(
+        "fairway_worker_version_state",
+        "1 for the state that a version is in",
+        lambda: [((label(engine.model), engine.state), 1.0) for engine in engines()],
+        ("model", "state"),
+    )
+    metrics.counted(
+        "fairway_worker_engine_restarts_total",
+        "Times that an engine process of a version ended by itself or was killed because it hung",
+        read(lambda engine: float(engine.restarts)),
+        ("model",),
+    )
+    for name, text, of in _GAUGES:
+        metrics.gauge(name, text, read(of), ("model",))
+
+
+_GAUGES: Final[tuple[tuple[str, str, Callable[[EngineLevels], float]], ...]] = (
+    (
+        "fairway_worker_queued_prefill_tokens",
+        "Prompt tokens accepted and not yet prefilled",
+        lambda engine: float(engine.queued_prefill_tokens),
+    ),
+    (
+        "fairway_worker_engine_silence_seconds",
+        "Since the step loop of an engine was last heard; it speaks after each step, and each second",
+        lambda engine: engine.silent_s,
+    ),
+    (
+        "fairway_worker_engine_rss_bytes",
+        "Memory of an engine process that is resident",
+        lambda engine: float(engine.rss_bytes),
+    ),
+    (
+        "fairway_worker_device_memory_bytes",
+        "Device memory that the worker granted to an engine: weights and KV",
+        lambda engine: float(engine.device_bytes),
+    ),
+)
+
+
+def _ms(start_s: float | None, end_s: float | None) -> float:
+    return 0.0 if start_s is None or end_s is None else round((end_s - start_s) * 1e3, 3)

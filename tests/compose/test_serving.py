@@ -1,0 +1,78 @@
+"""What a user does with it: publish a model, make a key, stream with curl, the SDK and the stubs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.compose.fleet import ROOT, Fleet, command
+from tests.compose.load import MODEL, served
+
+OPENAI = ROOT / ".venv-openai" / "bin" / "python"
+
+
+async def test_the_stubs_stream(fleet: Fleet) -> None:
+    assert (await served(fleet)).complete
+
+
+def test_curl_streams(fleet: Fleet) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    body = {"model": MODEL, "prompt": "def fibonacci(n):", "max_tokens": 16, "stream": True}
+    answer = command(
+        "curl", "-sSN", "--fail", f"{fleet.http()}/v1/completions",
+        "-H", f"Authorization: Bearer {fleet.secret('api_key')}",
+        "-H", "Content-Type: application/json", "-d", json.dumps(body),
+    )  # fmt: skip
+    frames = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: ")]
+    assert frames[-1] == "[DONE]"
+    assert "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1])
+
+
+def test_the_openai_sdk_streams(fleet: Fleet) -> None:
+    if not OPENAI.exists():
+        pytest.skip("make e2e-env installs the SDK")
+    client = ROOT / "tests" / "e2e" / "openai_client.py"
+    done = subprocess.run(
+        [str(OPENAI), str(client), fleet.http(), fleet.secret("api_key"), MODEL],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    heard = json.loads(done.stdout.splitlines()[-1])
+    assert [each["got"] for each in heard["streams"]] == [each["asked"] for each in heard["streams"]]
+
+
+def test_a_model_of_ones_own_is_published(fleet: Fleet) -> None:
+    checkpoint = ROOT / "models" / "tiny" / "checkpoint"
+    fleet.run(
+        "run", "--rm", "-T", "-v", f"{checkpoint}:/model:ro", "cli",
+        "models", "publish", "/model", "--name", "own", profile="tools",
+    )  # fmt: skip
+    assert "own" in fleet.cli("models", "list")
+
+
+def test_a_key_opens_and_a_wrong_one_does_not(fleet: Fleet, tmp_path: Path) -> None:
+    made = fleet.cli("keys", "create", "second").split()[-1]
+    assert made.startswith("fw_second_")
+    for key, status in ((made, "200"), (made[:-4] + "aaaa", "401")):
+        found = command(
+            "curl", "-s", "--retry", "5", "-o", str(tmp_path / "out"), "-w", "%{http_code}",
+            f"{fleet.http()}/v1/models", "-H", f"Authorization: Bearer {key}",
+        )  # fmt: skip
+        assert found == status
+
+
+def test_metrics_and_readiness_answer_inside(fleet: Fleet) -> None:
+    code = (
+        "import urllib.request as u; "
+        "print(*(u.urlopen('http://127.0.0.1:9464/' + p).read().decode() for p in ('readyz', 'metrics')))"
+    )
+    for service in ("gateway", "scheduler", "worker-0", "registry", "controlplane"):
+        assert "# HELP fairway_" in fleet.execute(service, "python", "-c", code)

@@ -1,0 +1,25 @@
+"""The examples of docs/client.md do what the page says."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.integration.client.scripted import ScriptedGateway
+
+PAGE: Final = Path(__file__).parents[3] / "docs" / "client.md"
+EXAMPLES: Final = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+async def test_example_runs(gateways: tuple[ScriptedGateway, ScriptedGateway], number: int) -> None:
+    addresses = [gateway.address for gateway in gateways]
+    source = EXAMPLES[number].replace('["127.0.0.1:50051", "127.0.0.1:50052"]', "endpoints")
+    names: dict[str, Any] = {"endpoints": addresses, "api_key": "secret", "print": lambda *_, **__: None}
+    exec(f"async def example():\n{textwrap.indent(source, '    ')}", names)
+    await names["example"]()
+    assert sum(gateway.calls for gateway in gateways)

@@ -1,0 +1,70 @@
+"""Connections to Redis that are reset between two calls: an outage like any other, also under uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import uvloop
+
+from fairway.cli.embedded import free_port
+from services.adapters.redis_limiter import RedisLimiter
+from services.core.errors import StoreUnavailable
+from services.ports.limiter import Limits
+from services.runtime.clock import SystemClock
+from tests.chaos.proxy import Proxy, Rule
+
+CALLERS = 16
+CUTS = 3
+TIMEOUT_S = 30.0
+
+
+async def _ask_all_the_time(limiter: RedisLimiter, name: str, stop: asyncio.Event) -> int:
+    """Return how many calls were refused; any other error than the port's is raised."""
+    refused = 0
+    for number in itertools.count():
+        if stop.is_set():
+            break
+        try:
+            await limiter.admit("t", f"{name}-{number}", Limits())
+        except StoreUnavailable:
+            refused += 1
+        await asyncio.sleep(0)
+    return refused
+
+
+async def _reset_under_load(server_port: int) -> None:
+    proxy, port = Proxy(), free_port()
+    listener = await proxy.listen("redis", port, server_port)
+    limiter = RedisLimiter(f"redis://127.0.0.1:{port}/0", SystemClock(), timeout_s=5.0)
+    stop = asyncio.Event()
+    try:
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            asking = [group.create_task(_ask_all_the_time(limiter, f"c{n}", stop)) for n in range(CALLERS)]
+            for _ in range(CUTS):
+                await asyncio.sleep(0.02)
+                proxy.apply([Rule("*", "redis", "cut")])
+                await asyncio.sleep(0.002)
+                proxy.apply([])
+                await _answers(limiter)
+            stop.set()
+        assert sum(task.result() for task in asking) > 0, "no call met a cut"
+    finally:
+        await limiter.close()
+        listener.close()
+        proxy.apply([Rule("*", "*", "cut")])
+
+
+async def _answers(limiter: RedisLimiter) -> None:
+    """Return once Redis is asked again and answers."""
+    while True:
+        try:
+            await limiter.concurrency("t")
+            return
+        except StoreUnavailable:
+            await asyncio.sleep(0.05)
+
+
+def test_connections_reset_under_load_are_an_outage(own_redis: Any) -> None:
+    uvloop.run(_reset_under_load(own_redis.port))

@@ -1,0 +1,354 @@
+"""Gateways in this process on one Redis, with workers whose tokens depend on seed, choice and position alone."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from fairway.v1 import inference_pb2 as pb
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_idempotency import RedisIdempotency
+from services.adapters.redis_limiter import RedisLimiter
+from services.core import errors
+from services.core.generation import (
+    FinishReason,
+    GenerationSpec,
+    Grant,
+    PlaceSpec,
+    Principal,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
+from services.core.records import KeyRole, Meta, Tenant
+from services.gateway.catalog import PinnedVersion
+from services.gateway.events import Accepted, Finished, Received, Tokens
+from services.gateway.keyed_types import KeyedLimits
+from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.ports.idempotency import RecordLimits
+from services.ports.worker import SequenceSink
+from services.rpc.status import by_reason
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+
+CLOCK = SystemClock()
+
+
+def token(seed: int, choice: int, position: int) -> int:
+    return Random(f"{seed} {choice} {position}").randrange(50_000)
+
+
+@dataclass
+class Fleet:
+    """What the gateways of a test share: the versions that are served, and what engines did."""
+
+    tenant: str = field(default_factory=lambda: f"acme-{uuid.uuid4().hex}")
+    digest: str = "sha256:one"
+    gone: set[str] = field(default_factory=set)
+    step_s: float = 0.002
+    engine_tokens: int = 0
+    seeds: Random = field(default_factory=lambda: Random(0))
+    max_concurrency: int = 0
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    # Output offset at which engines wait for ``hold``; None: they do not.
+    hold_at: int | None = None
+    place_error: errors.FairwayError | None = None
+    diverge: bool = False
+
+
+class Validator:
+    """Takes the prompt's length for its tokens; refuses the model "none"."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def resolve(
+        self,
+        principal: Principal,
+        generation: pb.Generation,
+        request_id: str,
+        *,
+        pinned: PinnedVersion | None = None,
+    ) -> GenerationSpec:
+        if generation.model == "none":
+            raise errors.ModelNotFound("no model none", model="none")
+        digest = self._fleet.digest if pinned is None else pinned.version_digest
+        if digest in self._fleet.gone:
+            raise errors.VersionGone("the version is gone", version_digest=digest)
+        asked = generation.sampling
+        return GenerationSpec(
+            request_id=request_id,
+            model=generation.model,
+            version_digest=digest,
+            route_revision=1 if pinned is None else pinned.route_revision,
+            prompt_ids=list(range(len(generation.prompt))),
+            sampling=SamplingParams(
+                asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63)
+            ),
+            max_output_tokens=generation.max_output_tokens or 8,
+            choices=max(1, generation.choices),
+            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+        )
+
+
+class Identity:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def authorise_model(self, principal: Principal, model: str) -> None:
+        if principal.models and model not in principal.models:
+            raise errors.ModelNotFound(f"no model {model}")
+
+    def still_valid(self, principal: Principal) -> Tenant:
+        return Tenant(Meta(principal.tenant_id), max_concurrency=self._fleet.max_concurrency)
+
+
+class Placement:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def place(self, spec: PlaceSpec) -> Grant:
+        if self._fleet.place_error is not None:
+            raise self._fleet.place_error
+        return Grant("w0", "127.0.0.1:1", 1, 1, 1, 4, 5.0, spec.version_digest)
+
+    def give_back(self, grant: Grant) -> None: ...
+
+
+@dataclass
+class Running:
+    """Emits a token per step within its credit."""
+
+    spec: StartSpec
+    sink: SequenceSink
+    fleet: Fleet
+    workers: Workers
+    credits: int
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    live: bool = True
+
+    def credit(self, tokens: int) -> None:
+        self.credits += tokens
+        self.wake.set()
+
+    def cancel(self) -> None:
+        self.live = False
+        self.wake.set()
+
+    async def run(self) -> None:
+        self.sink.on_accepted()
+        generation, choice = self.spec.generation, self.spec.choice
+        position = len(self.spec.produced_ids)
+        chars = sum(len(f"{each} ") for each in self.spec.produced_ids)
+        assert chars == self.spec.delivered_chars, "a resume that would repeat or lose text"
+        while self.live and position < generation.max_output_tokens:
+            await asyncio.sleep(self.fleet.step_s)
+            while self.live and (self.credits <= 0 or self._held(position)):
+                self.wake.clear()
+                await asyncio.wait(
+                    [asyncio.ensure_future(self.wake.wait()), asyncio.ensure_future(self.fleet.hold.wait())],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            if not self.live:
+                return
+            self._emit(position, token(generation.sampling.seed, choice, position) + self.fleet.diverge)
+            position += 1
+        if self.live:
+            self.sink.on_finished(SequenceEnd(FinishReason.LENGTH, output_tokens=position))
+
+    def _held(self, position: int) -> bool:
+        held_at = self.fleet.hold_at
+        return held_at is not None and position >= held_at and not self.fleet.hold.is_set()
+
+    def _emit(self, position: int, found: int) -> None:
+        self.credits -= 1
+        self.fleet.engine_tokens += 1
+        top = TokenLogprobs(-0.5, (found,), (-0.5,), (f"{found} ",), f"{found} ")
+        logprobs = (top,) if self.spec.generation.logprobs is not None else ()
+        self.sink.on_tokens(position, [found], f"{found} ", logprobs)
+
+
+class Workers:
+    def __init__(self, fleet: Fleet, supervisor: Supervisor) -> None:
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self.started: list[Running] = []
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> Running:
+        running = Running(spec, sink, self._fleet, self, spec.initial_credit_tokens)
+        self.started.append(running)
+        self._supervisor.spawn("run", running.run())
+        return running
+
+
+@dataclass
+class Answer:
+    """What one client heard."""
+
+    accepted: Accepted | None = None
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    finished: Finished | None = None
+    error: errors.FairwayError | None = None
+
+    @property
+    def request_id(self) -> str:
+        assert self.accepted is not None
+        return self.accepted.request_id
+
+    def same_as(self, other: Answer) -> bool:
+        """Whether both are one result: tokens, text, log probabilities, ids, usage, reasons."""
+        assert self.accepted is not None
+        assert other.accepted is not None
+        assert self.finished is not None
+        assert other.finished is not None
+        mine, theirs = self.accepted, other.accepted
+        return (
+            (self.ids, self.text, self.logprobs) == (other.ids, other.text, other.logprobs)
+            and (mine.request_id, mine.seed, mine.version_digest, mine.prompt_tokens)
+            == (theirs.request_id, theirs.seed, theirs.version_digest, theirs.prompt_tokens)
+            and self.finished == other.finished
+        )
+
+
+@dataclass
+class Gateway:
+    name: str
+    fleet: Fleet
+    service: GatewayService
+    workers: Workers
+    supervisor: Supervisor
+    store: RedisIdempotency
+    limiter: RedisLimiter
+    requests: int = 0
+
+    def stream(
+        self, key: str, *, tenant: str = "", timeout_s: float = 60.0, models: tuple[str, ...] = (), **values: Any
+    ) -> Any:
+        self.requests += 1
+        generation = pb.Generation(
+            **{"model": "m", "prompt": "hello", "max_output_tokens": 20, "idempotency_key": key, **values}
+        )
+        return self.service.stream(
+            Principal("k", KeyRole.TENANT, tenant or self.fleet.tenant, models),
+            generation,
+            received=Received(CLOCK.monotonic_s(), 1, f"req_{self.name}_{self.requests}"),
+            timeout_s=timeout_s,
+        )
+
+    async def ask(self, key: str, *, until: int | None = None, **values: Any) -> Answer:
+        """Hear a request to its end, or leave once ``until`` tokens came."""
+        answer = Answer()
+        try:
+            async with aclosing(self.stream(key, **values)) as events:
+                async for event in events:
+                    if isinstance(event, Accepted):
+                        assert answer.accepted is None, "accepted twice"
+                        answer.accepted = event
+                    elif isinstance(event, Tokens):
+                        _add(answer, event)
+                        if until is not None and sum(map(len, answer.ids.values())) >= until:
+                            return answer
+                    elif isinstance(event, Finished):
+                        answer.finished = event
+        except errors.FairwayError as error:
+            answer.error = error
+        return answer
+
+    async def at_rest(self, timeout_s: float = 20.0) -> None:
+        """Return once nothing runs here and no slot is held."""
+        keyed = self.service._keyed
+        assert keyed is not None
+        async with asyncio.timeout(timeout_s):
+            while self.service.running or keyed.busy or await self._slots():
+                await asyncio.sleep(0.01)
+        keyed.check_integrity()
+
+    async def _slots(self) -> int:
+        """Return how many slots are held; one while nobody can tell."""
+        try:
+            return await self.limiter.concurrency(self.fleet.tenant)
+        except errors.StoreUnavailable:
+            return 1
+
+
+def _add(answer: Answer, event: Tokens) -> None:
+    got = answer.ids.setdefault(event.choice, [])
+    assert event.offset == len(got), "tokens repeated or lost"
+    got.extend(event.ids)
+    answer.text[event.choice] = answer.text.get(event.choice, "") + event.text
+    answer.logprobs.setdefault(event.choice, []).extend(event.logprobs)
+
+
+def keyed_limits(**changes: Any) -> KeyedLimits:
+    return KeyedLimits(**{"flush_s": 0.02, "renew_s": 0.3, "poll_s": 0.01, **changes})
+
+
+@asynccontextmanager
+async def gateways(
+    url: str,
+    fleet: Fleet,
+    count: int,
+    *,
+    keyed: KeyedLimits | None = None,
+    records: RecordLimits | None = None,
+    window_tokens: int = 256,
+) -> AsyncIterator[list[Gateway]]:
+    """Yield gateways that share a Redis; check on the way out that no task of theirs crashed."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                _gateway(url, fleet, f"g{number}", keyed or keyed_limits(), records, window_tokens)
+            )
+            for number in range(count)
+        ]
+
+
+@asynccontextmanager
+async def _gateway(
+    url: str,
+    fleet: Fleet,
+    name: str,
+    keyed: KeyedLimits,
+    records: RecordLimits | None,
+    window_tokens: int,
+) -> AsyncIterator[Gateway]:
+    supervisor = Supervisor(CLOCK)
+    limiter = RedisLimiter(url, CLOCK, timeout_s=2.0)
+    store = RedisIdempotency(url, CLOCK, records or RecordLimits(lease_s=1.0), timeout_s=2.0)
+    workers = Workers(fleet, supervisor)
+    service = GatewayService(
+        validator=Validator(fleet),  # type: ignore[arg-type]
+        identity=Identity(fleet),  # type: ignore[arg-type]
+        catalog=None,  # type: ignore[arg-type]
+        ports=Ports(
+            limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
+            placement=Placement(fleet),
+            workers=workers,
+            clock=CLOCK,
+            supervisor=supervisor,
+            rng=Random(0),
+            sign_ticket=lambda tenant, request, expiry: b"t",
+            new_incident=lambda: "inc_1",
+            error_of=by_reason,
+            idempotency=store,
+            gateway_id=name,
+        ),
+        limits=GatewayLimits(window_tokens=window_tokens, keyed=keyed),
+    )
+    supervisor.spawn(f"flush {name}", service.flush_forever())
+    try:
+        yield Gateway(name, fleet, service, workers, supervisor, store, limiter)
+        assert supervisor.healthy, supervisor.failures
+    finally:
+        await supervisor.close()
+        await store.close()
+        await limiter.close()

@@ -1,0 +1,40 @@
+"""Small model folders that a registry accepts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+
+def safetensors(size_bytes: int, seed: int = 7) -> bytes:
+    """Return a safetensors file of exactly that size, its one tensor filled with random bytes."""
+    for padding in range(16):
+        data_bytes = size_bytes - 8 - len(_header(0)) - padding
+        while data_bytes > 0:
+            header = _header(data_bytes).ljust(len(_header(data_bytes)) + padding)
+            surplus = 8 + len(header) + data_bytes - size_bytes
+            if not surplus:
+                return len(header).to_bytes(8, "little") + header + random.Random(seed).randbytes(data_bytes)
+            if surplus < 0:
+                break
+            data_bytes -= surplus
+    raise AssertionError(f"no file of {size_bytes} bytes")
+
+
+def _header(data_bytes: int) -> bytes:
+    tensor = {"dtype": "U8", "shape": [data_bytes], "data_offsets": [0, data_bytes]}
+    return json.dumps({"weight": tensor}).encode()
+
+
+def write_model(root: Path, *, weight_bytes: int = 4096, seed: int = 7) -> Path:
+    """Return a folder with one file of each kind that decides a behaviour."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.json").write_text('{"model_type": "llama"}')
+    (root / "tokenizer.json").write_text('{"version": "1.0"}')
+    (root / "chat_template.jinja").write_text("{{ messages }}")
+    (root / "generation_config.json").write_text('{"temperature": 0.5}')
+    (root / "safety_policy.json").write_text('{"blocked": []}')
+    (root / "engine_limits.json").write_text('{"max_context_tokens": 4096, "max_sequences": 8}')
+    (root / "model.safetensors").write_bytes(safetensors(weight_bytes, seed))
+    return root

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from fairway.client import convert
+from fairway.client.values import FinishReason, Message, Options, Priority, TokenLogprobs, Tokens
+from fairway.v1 import common_pb2 as common
+from fairway.v1 import inference_pb2 as pb
+
+EVERY = Options(
+    max_output_tokens=9,
+    min_output_tokens=2,
+    temperature=0.0,
+    top_p=0.5,
+    top_k=0,
+    min_p=0.25,
+    presence_penalty=1.0,
+    frequency_penalty=-1.0,
+    repetition_penalty=1.5,
+    logit_bias={7: -100.0},
+    seed=0,
+    stop=("a", "b"),
+    stop_token_ids=(3,),
+    choices=2,
+    logprobs=0,
+    priority=Priority.BATCH,
+    session_key="s",
+    ignore_eos=True,
+)
+
+
+def test_every_option_reaches_the_message_and_zeros_are_set() -> None:
+    found = convert.generation("tiny", "hi", EVERY, "key")
+    for option in fields(Options):
+        holder = found if option.name in found.DESCRIPTOR.fields_by_name else found.sampling
+        value, wanted = getattr(holder, option.name), getattr(EVERY, option.name)
+        if isinstance(wanted, Priority):
+            assert value == common.PRIORITY_BATCH
+        elif isinstance(wanted, dict):
+            assert dict(value) == wanted
+        elif isinstance(wanted, tuple):
+            assert tuple(value) == wanted
+        else:
+            assert value == wanted
+        if holder.DESCRIPTOR.fields_by_name[option.name].has_presence:
+            assert option.name in {field.name for field, _ in holder.ListFields()}
+    assert (found.model, found.prompt, found.idempotency_key) == ("tiny", "hi", "key")
+
+
+def test_options_that_are_not_given_are_absent() -> None:
+    found = convert.generation("tiny", "hi", Options(), "")
+    assert found == pb.Generation(model="tiny", prompt="hi", sampling=common.Sampling())
+
+
+def test_input_kinds() -> None:
+    chat = convert.generation("tiny", [Message("user", "hi", "ann")], Options(), "")
+    assert chat.chat.messages[0] == pb.ChatMessage(role="user", content="hi", name="ann")
+    assert list(convert.generation("tiny", [1, 2], Options(), "").token_ids.ids) == [1, 2]
+    with pytest.raises(ValueError, match="empty list"):
+        convert.generation("tiny", [], Options(), "")
+    with pytest.raises(TypeError, match="neither"):
+        convert.generation("tiny", [1, Message("user", "hi")], Options(), "")  # type: ignore[arg-type]
+
+
+def test_frame_columns_become_events() -> None:
+    frame = common.TokenFrame(
+        handles=[5 * 16, 6 * 16 + 3], offsets=[4, 0], counts=[2, 1], ids=[1, 2, 3], texts=["ab", ""]
+    )
+    top = common.TokenLogprobs(sampled=-0.5, token="c", top_ids=[3], top_logprobs=[-0.5], top_tokens=["c"])
+    frame.logprobs.add(entry=1, tokens=[top])
+    assert convert.frame(frame, 4) == [
+        (5, Tokens(0, 4, (1, 2), "ab")),
+        (6, Tokens(3, 0, (3,), "", (TokenLogprobs("c", -0.5, ((3, "c", -0.5),)),))),
+    ]
+
+
+def test_every_finish_reason_that_a_client_sees_has_a_name() -> None:
+    internal = {"UNSPECIFIED", "PREEMPTED", "ENGINE_LOST", "ERROR"}
+    for name, number in common.FinishReason.items():
+        message = pb.Finished(choices=[pb.ChoiceResult(finish_reason=number)])
+        found = convert.finished(message).choices[0].finish_reason
+        short = name.removeprefix("FINISH_REASON_")
+        assert found is (FinishReason.OTHER if short in internal else FinishReason[short])
+
+
+def test_clock_is_in_seconds() -> None:
+    message = pb.Finished(clock=common.StageClock(queue_us=1_500_000))
+    assert convert.finished(message).clock.queue_s == 1.5
+
+
+@pytest.mark.parametrize(("seconds", "millis"), [(0.0001, 1), (1.5, 1500), (1e9, 86_400_000)])
+def test_duration_is_what_the_server_takes(seconds: float, millis: int) -> None:
+    assert convert.duration(seconds).ToMilliseconds() == millis
