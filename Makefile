@@ -108,7 +108,7 @@ compose-down: ## Drain and stop the containers; their volumes stay
 	$(COMPOSE) down
 
 compose-test: setup-dev e2e-env ## Try the containers for real; exits 3 where no Docker engine answers
-	$(BIN)/python -m pytest tests/compose $(ARGS)
+	$(BIN)/python -m pytest tests/compose -o faulthandler_timeout=1800 $(ARGS)
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi

@@ -162,6 +162,7 @@ _STEPS: Final = {
     "NOT_FOUND": "`list` of the same command shows what is there",
     "MODEL_NOT_FOUND": "`fairway deployments list` and `fairway models list` show what is there",
     "ALREADY_EXISTS": "choose another name, or change the one that is there with `update`",
+    "FAILED_PRECONDITION": "do first what the message asks for, then try again",
     "ETAG_MISMATCH": "look at it with `show`, and repeat the change with the etag that it has now",
     "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` tell what is missing",
     "NO_LEADER": "a scheduler leads again within seconds; `fairway status` tells whether one runs",

@@ -74,11 +74,11 @@ async def until_drained(read: Callable[[], Awaitable[cp.Node]], show: Show, *, t
             return node
         why = "; ".join(drain.waiting_for)
         left = drain.assigned_versions + drain.ending_versions
-        show(name, None, f"{left} versions left" + (f": {why}" if why else ""))
+        show(name, None, f"versions left: {left}" + (f"; {why}" if why else ""))
         if time.monotonic() >= deadline:
             raise CliError(
                 "NOT_DRAINED_IN_TIME",
-                f"{name} is not drained after {timeout_s:g} s: {why or f'{left} versions are left'}",
+                f"{name} is not drained after {timeout_s:g} s: {why or f'versions left: {left}'}",
                 next_step="it goes on; add a worker or uncordon one, or wait with a longer --timeout",
             )
         await asyncio.sleep(POLL_S)
@@ -88,17 +88,21 @@ def _is_deployed(deployment: cp.Deployment) -> bool:
     """As many replicas as wanted, all READY and all of the wanted version: those before it are gone."""
     replicas = deployment.status.replicas
     return len(replicas) == deployment.replicas and all(
-        replica.state == worker_pb2.VERSION_STATE_READY
-        and replica.version_digest == deployment.version_digest
+        replica.state == worker_pb2.VERSION_STATE_READY and _is_wanted(deployment, replica)
         for replica in replicas
     )
 
 
 def _is_lost(deployment: cp.Deployment, replica: cp.ReplicaStatus) -> bool:
     """A replica of the wanted version that failed, and for which another attempt is no reason to hope."""
-    is_wanted = replica.version_digest == deployment.version_digest
     is_tried_again = replica.HasField("retry_time") and replica.failed_attempts < _MAX_FAILED_ATTEMPTS
-    return is_wanted and replica.state == worker_pb2.VERSION_STATE_FAILED and not is_tried_again
+    is_failed = replica.state == worker_pb2.VERSION_STATE_FAILED
+    return is_failed and _is_wanted(deployment, replica) and not is_tried_again
+
+
+def _is_wanted(deployment: cp.Deployment, replica: cp.ReplicaStatus) -> bool:
+    """A control plane that does not tell which version is assigned is believed to mean the wanted one."""
+    return replica.version_digest in ("", deployment.version_digest)
 
 
 def describe(deployment: cp.Deployment) -> str:

@@ -20,8 +20,7 @@ MAX_STREAM_ID: Final = 2**28 - 1
 _MAX_CREDIT: Final = 1_048_576
 _BATCH: Final = 4096
 _UNHEARD: Final = "Internal error from Core"
-_STATUS_POLL_S: Final = 0.005
-_STATUS_POLLS: Final = 50
+_PROBE_TIMEOUT_S: Final = 2.0
 
 
 class Entry:
@@ -97,6 +96,7 @@ class Link:
         self._wanted = asyncio.Event()
         self._next_id = 1
         self._ended: FairwayError | None = None
+        self._heard = False
         self.retired = False
 
     @property
@@ -169,11 +169,28 @@ class Link:
         except TimeoutError:
             return connection_lost(f"the gateway was silent for {silence_s:g} s")
         except grpc.aio.AioRpcError as error:
-            return from_rpc(await _heard(call, error))
+            return await self._why(error)
         except ValueError:
             return ServerBug("the gateway sent a message that makes no sense", reason="BAD_ANSWER")
 
+    async def _why(self, error: grpc.aio.AioRpcError) -> FairwayError:
+        """Return what the gateway meant by the status.
+
+        A write that fails makes grpc.aio lose the status: the call reports an internal error of gRPC instead.
+        A gateway that refuses the session, as for a wrong key, refuses a small call as well, and is heard.
+        """
+        if self._heard or _UNHEARD not in (error.details() or ""):
+            return from_rpc(error)
+        try:
+            await self.endpoint.stub.ListModels(
+                pb.ListModelsRequest(), timeout=_PROBE_TIMEOUT_S, metadata=self._core.metadata
+            )
+        except grpc.aio.AioRpcError as refusal:
+            return from_rpc(refusal)
+        return from_rpc(error)
+
     def _hear(self, message: pb.SessionResponse) -> None:
+        self._heard = True
         for accepted in message.accepted:
             self._push(accepted.stream_id, convert.accepted(accepted.accepted))
         if message.tokens.handles:
@@ -221,22 +238,6 @@ class Link:
                 del self._cancels[key]
             return pb.SessionRequest(cancel=pb.SessionCancel(stream_ids=cancelled))
         return None
-
-
-async def _heard(call: Any, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return the server's status also where a write failed first.
-
-    A failed write makes grpc.aio report "Internal error from Core" until the status, which is on its way, arrives
-    and replaces it. Without the wait, a refusal would look like a broken connection, and be sent again.
-    """
-    for _ in range(_STATUS_POLLS):
-        if error.code() is not grpc.StatusCode.INTERNAL or _UNHEARD not in (error.details() or ""):
-            break
-        await asyncio.sleep(_STATUS_POLL_S)
-        error = grpc.aio.AioRpcError(
-            await call.code(), grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
-        )
-    return error
 
 
 def _copy(error: FairwayError) -> FairwayError:

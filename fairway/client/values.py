@@ -209,7 +209,7 @@ class ClientOptions:
     generation_timeout_s: float = 300.0
     connect_timeout_s: float = 5.0
     silence_timeout_s: float = 20.0
-    idempotency: bool = False
+    idempotency: bool = True
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_message_bytes: int = 16 * 1024 * 1024
 

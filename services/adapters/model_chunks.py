@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 
 from services.adapters.threads import in_thread
-from services.core.errors import IntegrityError, Unavailable
+from services.core.errors import IntegrityError, NotFound, Unavailable
 from services.core.manifest import ManifestFile, sha256_of
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
@@ -16,7 +16,8 @@ from services.ports.registry import VersionSource
 log = structlog.get_logger()
 
 _CHUNK_TRIES: Final = 2
-_CONNECTION_TRIES: Final = 6
+# A registry that restarts is back within that; the caller decides what comes after.
+_PATIENCE_S: Final = 30.0
 _BACKOFF_FIRST_S: Final = 0.2
 _BACKOFF_MOST_S: Final = 5.0
 
@@ -43,21 +44,30 @@ class ChunkFetcher:
     async def _receive(self, file: ManifestFile, index: int) -> bytes:
         """Return what the registry sends, at most one byte over the chunk's size.
 
-        A broken connection is resumed at the byte where it broke, with capped backoff.
+        A broken connection is resumed at the byte where it broke, with capped backoff, until nothing came for
+        the length of the patience.
         """
         size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
-        for attempt in range(1, _CONNECTION_TRIES + 1):
+        heard_s = self._clock.monotonic_s()
+        while True:
             try:
                 async with aclosing(self._registry.download(file.chunks[index], len(received))) as pieces:
                     async for piece in pieces:
                         received += piece[: size + 1 - len(received)]
+                        heard_s, delay_s = self._clock.monotonic_s(), _BACKOFF_FIRST_S
                         if len(received) > size:
                             break
                 return bytes(received)
+            except NotFound as exc:
+                raise NotFound(
+                    f"the registry has chunk {index} of {file.path} no more: publish the version again",
+                    path=file.path,
+                    chunk=index,
+                    digest=file.chunks[index],
+                ) from exc
             except Unavailable as exc:
-                if attempt == _CONNECTION_TRIES:
+                if self._clock.monotonic_s() - heard_s > _PATIENCE_S:
                     raise
                 log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)
                 await self._clock.sleep(delay_s)
                 delay_s = min(_BACKOFF_MOST_S, delay_s * 2)
-        raise AssertionError("unreachable")

@@ -243,7 +243,8 @@ class ModelFiles:
         """Reserve the size, evicting what is least recently used. Raises when it can never fit."""
         if size_bytes > self._max_bytes:
             raise FailedPrecondition(
-                f"the version has {size_bytes} bytes; the cache of model files holds {self._max_bytes}",
+                f"the version has {size_bytes} bytes; the cache of model files holds {self._max_bytes}: "
+                "raise FAIRWAY_MODEL_CACHE_BYTES",
                 size_bytes=size_bytes,
                 max_bytes=self._max_bytes,
             )
@@ -263,9 +264,13 @@ class ModelFiles:
         ]
         if not idle:
             raise StoreUnavailable(
-                f"no room for {needed_bytes} bytes: every kept model is in use",
+                f"no room for {needed_bytes} bytes: of the {self._max_bytes} bytes of the cache of model files "
+                f"{self.kept_bytes} are in use; take a version off this worker or raise "
+                "FAIRWAY_MODEL_CACHE_BYTES",
                 retry_after_s=10.0,
                 needed_bytes=needed_bytes,
+                used_bytes=self.kept_bytes,
+                max_bytes=self._max_bytes,
             )
         name = min(idle)[1]
         del self._kept[name]
@@ -287,13 +292,16 @@ class ModelFiles:
             raise _disk_full(free, size_bytes)
 
     def _disk_error(self, exc: OSError) -> StoreUnavailable:
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = -1
             with suppress(OSError):
                 free = self._folders.free_bytes()
             return _disk_full(free, 0)
         if isinstance(exc, BlockingIOError):
-            return StoreUnavailable("the folder of model files is owned by another process")
+            return StoreUnavailable(
+                "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR",
+                retry_after_s=10.0,
+            )
         name = errno.errorcode.get(exc.errno or 0, "EIO")
         return StoreUnavailable(f"the disk of the model files answered {name}", errno=name)
 
@@ -317,7 +325,9 @@ def _silent(_: float) -> None:
 
 def _disk_full(free_bytes: int, needed_bytes: int) -> StoreUnavailable:
     return StoreUnavailable(
-        f"the disk of the model files is full: {free_bytes} bytes free; free some or move the folder",
+        f"the disk of the model files is full: {free_bytes} bytes free"
+        + (f", {needed_bytes} needed" if needed_bytes else "")
+        + "; free some, or point FAIRWAY_STATE_DIR to a larger disk",
         retry_after_s=30.0,
         free_bytes=free_bytes,
         needed_bytes=needed_bytes,

@@ -82,8 +82,11 @@ class ModelFolders:
     def write_manifest(self, digest: str, body: bytes) -> None:
         path = self._manifest_path(digest)
         staged = path.with_suffix(".part")
-        _write(staged, body, 0)
-        staged.replace(path)
+        try:
+            _write(staged, body, 0)
+            staged.replace(path)
+        finally:
+            staged.unlink(missing_ok=True)  # there only when the disk was full
 
     def forget_manifest(self, digest: str) -> None:
         self._manifest_path(digest).unlink(missing_ok=True)

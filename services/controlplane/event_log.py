@@ -108,6 +108,11 @@ class EventRecorder:
         self._lease = _Lease()
         self._since_trim = _TRIM_EVERY  # look once at the start
 
+    @property
+    def revision(self) -> int:
+        """Up to where the store was followed; 0 before the first read."""
+        return self._state.revision
+
     async def run(self) -> None:
         """Follow and write until cancelled; outlives the store's absence."""
         listed = False

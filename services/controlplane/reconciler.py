@@ -93,7 +93,8 @@ class Reconciler:
             )
             held = view.get(ASSIGNMENTS + worker_id)
             written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
-        await self._news.tell(unplaced, epoch, revision)
+        if self._leadership.epoch == epoch:
+            await self._news.tell(unplaced, epoch, revision)
         return written
 
     async def _write(self, action: Action, epoch: int, mod_revision: int) -> bool:

@@ -1,9 +1,9 @@
 """Resources as they change: what is there, then every change, with what the fleet makes of each.
 
-Level-triggered: after each batch of the store's changes the resources are looked at again, and those that
-differ from what was told last are told. So the status of a deployment is told when a worker moves it, and a
-reader that is slow gets fewer and later pictures, never an endless queue of them: what is not read is not
-made, since a batch is taken from the store only once the one before was written.
+Tenants, keys, versions and tags are told change by change. Deployments and nodes are told with what the fleet
+makes of them: after each batch of the store's changes they are looked at again, and those that differ from
+what was told last are told. Nothing is queued here: a batch is taken from the store once the one before was
+written, so a slow reader holds one batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
@@ -43,7 +43,7 @@ from services.core.records import (
     VersionRecord,
     load,
 )
-from services.ports.store import Changed, Compacted, Entry, Removed, Store
+from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
 
 log = structlog.get_logger()
 
@@ -60,16 +60,12 @@ class Kind(StrEnum):
 R = TypeVar("R")
 View = Stored[Tenant] | Stored[ApiKey] | DeploymentView | NodeView | VersionRecord | Tag
 Name = tuple[Kind, str]
-# The keys that say something of a kind, and the prefix after which such a key names the resource.
-_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS)
-_SOURCES: Final[Mapping[Kind, tuple[str, ...]]] = {
-    Kind.TENANT: (TENANTS,),
-    Kind.KEY: (KEYS,),
-    Kind.DEPLOYMENT: _FLEET,
-    Kind.NODE: (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS),
-    Kind.MODEL_VERSION: (MODELS,),
-    Kind.MODEL_TAG: (MODELS,),
+# What is told of these two is made of several records; under which prefixes a key has their name.
+_COMPOSED: Final[Mapping[Kind, tuple[str, ...]]] = {
+    Kind.DEPLOYMENT: (DEPLOYMENTS,),
+    Kind.NODE: (NODES, WORKERS, ASSIGNMENTS),
 }
+_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +94,15 @@ async def watch_resources(
     An empty ``Changes`` is a sign of life. Raises FailedPrecondition when ``after_revision`` is too far
     back: begin anew with 0.
     """
-    snapshot = await read_snapshot(store)
-    told: Mapping[Name, View] | None = None
-    missed: set[str] = set()
+    follower = _Follower(await read_snapshot(store), kinds, after_revision)
     if not after_revision:
-        told = views_of(snapshot, kinds)
-        yield Changes(snapshot.revision, _differences({}, told), snapshot_end=True)
-        after_revision = snapshot.revision
+        yield follower.begin()
     try:
-        async with aclosing(store.watch(ROOT, after_revision)) as batches:
+        async with aclosing(store.watch(ROOT, follower.revision)) as batches:
             async for batch in batches:
-                keys = missed | {_key_of(event) for event in batch.events}
-                if batch.revision < snapshot.revision:  # resuming: the snapshot is ahead of it
-                    missed = keys
-                    continue
-                missed = set()
-                snapshot = _advanced(snapshot, batch.revision, batch.events)
-                changes: tuple[Change, ...] = ()
-                if told is None or any(_concerns(key, kinds) for key in keys):
-                    views = views_of(snapshot, kinds)
-                    changes = _since(keys, views, kinds) if told is None else _differences(told, views)
-                    told = views
+                changes = follower.apply(batch)
                 if changes or not batch.events:
-                    yield Changes(batch.revision, changes)
+                    yield Changes(follower.revision, changes)
     except Compacted as exc:
         raise FailedPrecondition(
             f"revision {after_revision} is too old to resume from: watch again from 0",
@@ -128,34 +110,69 @@ async def watch_resources(
         ) from exc
 
 
-def views_of(snapshot: Snapshot, kinds: Collection[Kind]) -> dict[Name, View]:
-    """Return every resource of these kinds as it stands in the snapshot."""
+class _Follower:
+    """What one watch has told. ``revision``: everything up to there was told."""
+
+    def __init__(self, snapshot: Snapshot, kinds: Collection[Kind], after_revision: int) -> None:
+        self.revision = after_revision
+        self._snapshot = snapshot
+        self._plain = [kind for kind in Kind if kind in kinds and kind not in _COMPOSED]
+        self._composed = [kind for kind in _COMPOSED if kind in kinds]
+        self._told: Mapping[Name, View] | None = None  # of the composed kinds
+        self._missed: set[str] = set()
+
+    def begin(self) -> Changes:
+        """Return all that is there."""
+        self._told = composed_views(self._snapshot, self._composed)
+        self.revision = self._snapshot.revision
+        plain = [
+            change
+            for entry in self._snapshot.entries.values()
+            if (change := _change_of(entry.key, entry, self._plain)) is not None
+        ]
+        plain.sort(key=lambda change: (change.kind, change.name))
+        return Changes(self.revision, (*plain, *_differences({}, self._told)), snapshot_end=True)
+
+    def apply(self, batch: WatchBatch) -> tuple[Change, ...]:
+        """Take a batch over and return what it changed."""
+        plain = [
+            change
+            for event in batch.events
+            if (change := _change_of(_key_of(event), _entry_of(event), self._plain)) is not None
+        ]
+        if not self._composed:
+            self.revision = batch.revision
+            return tuple(plain)
+        keys = self._missed | {_key_of(event) for event in batch.events}
+        if batch.revision < self._snapshot.revision:  # resuming: the snapshot is ahead of the batch
+            self._missed = keys
+            return tuple(plain)  # its revision waits: what is missed is still to be told
+        self._missed = set()
+        self._snapshot = _advanced(self._snapshot, batch.revision, batch.events)
+        self.revision = batch.revision
+        return (*plain, *self._composed_changes(keys))
+
+    def _composed_changes(self, keys: Collection[str]) -> tuple[Change, ...]:
+        if self._told is not None and not any(key.startswith(_FLEET) for key in keys):
+            return ()
+        views = composed_views(self._snapshot, self._composed)
+        told, self._told = self._told, views
+        return _since(keys, views, self._composed) if told is None else _differences(told, views)
+
+
+def composed_views(snapshot: Snapshot, kinds: Collection[Kind]) -> dict[Name, View]:
+    """Return every deployment and node as it stands in the snapshot, as far as the kinds ask for them."""
     found: dict[Name, View] = {}
-    unplaced = unplaced_in(snapshot.fleet) if {Kind.DEPLOYMENT, Kind.NODE} & set(kinds) else {}
-    if Kind.TENANT in kinds:
-        for entry in snapshot.under(TENANTS):
-            if (tenant := _loaded(entry, Tenant)) is not None:
-                found[Kind.TENANT, tenant.meta.name] = _stored(tenant, entry)
-    if Kind.KEY in kinds:
-        for entry in snapshot.under(KEYS):
-            if (key := _loaded(entry, ApiKey)) is not None:
-                found[Kind.KEY, key.meta.name] = _stored(key, entry)
+    unplaced = unplaced_in(snapshot.fleet) if kinds else {}
     if Kind.DEPLOYMENT in kinds:
         for entry in snapshot.under(DEPLOYMENTS):
             if (deployment := _loaded(entry, Deployment)) is not None:
-                view = deployment_view(_stored(deployment, entry), snapshot, unplaced)
-                found[Kind.DEPLOYMENT, deployment.meta.name] = view
+                stored = Stored(deployment, entry.create_revision, entry.mod_revision)
+                found[Kind.DEPLOYMENT, deployment.meta.name] = deployment_view(stored, snapshot, unplaced)
     if Kind.NODE in kinds:
         for name in node_names(snapshot):
-            node = node_view(name, snapshot, unplaced)
-            if node is not None:
+            if (node := node_view(name, snapshot, unplaced)) is not None:
                 found[Kind.NODE, name] = node
-    for entry in snapshot.under(MODELS):
-        named = _model_name(entry.key)
-        if named is not None and named[0] in kinds:
-            model = _loaded(entry, Tag) if named[0] is Kind.MODEL_TAG else _loaded(entry, VersionRecord)
-            if model is not None:
-                found[named] = model
     return found
 
 
@@ -169,40 +186,49 @@ def _since(keys: Iterable[str], views: Mapping[Name, View], kinds: Collection[Ki
     """Return what may have changed when these keys did and nothing was told before: too much, never less."""
     names: set[Name] = set()
     for key in keys:
+        if key.startswith(_FLEET):
+            names |= views.keys()
         for kind in kinds:
-            if not _concerns(key, (kind,)):
-                continue
-            own = _own_name(kind, key)
+            own = next((key.removeprefix(one) for one in _COMPOSED[kind] if key.startswith(one)), None)
             if own is not None:
                 names.add((kind, own))
-            if kind in (Kind.DEPLOYMENT, Kind.NODE):
-                names |= {name for name in views if name[0] is kind}
     return tuple(Change(kind, name, views.get((kind, name))) for kind, name in sorted(names))
 
 
-def _own_name(kind: Kind, key: str) -> str | None:
-    """Return the name of the resource of this kind that the key is about."""
-    if key.startswith(MODELS):
-        named = _model_name(key)
-        return named[1] if named is not None and named[0] is kind else None
-    prefixes = {
-        Kind.TENANT: (TENANTS,),
-        Kind.KEY: (KEYS,),
-        Kind.DEPLOYMENT: (DEPLOYMENTS,),
-        Kind.NODE: (NODES, WORKERS, ASSIGNMENTS),
-    }.get(kind, ())
-    return next((key.removeprefix(prefix) for prefix in prefixes if key.startswith(prefix)), None)
+def _change_of(key: str, entry: Entry | None, kinds: Collection[Kind]) -> Change | None:
+    """Return what an entry, or its deletion, means for the kinds that are told as they are stored."""
+    named = _plain_name(key)
+    if named is None or named[0] not in kinds:
+        return None
+    kind, name = named
+    if entry is None:
+        return Change(kind, name, None)
+    view: View | None
+    match kind:
+        case Kind.TENANT:
+            tenant = _loaded(entry, Tenant)
+            view = None if tenant is None else Stored(tenant, entry.create_revision, entry.mod_revision)
+        case Kind.KEY:
+            api_key = _loaded(entry, ApiKey)
+            view = None if api_key is None else Stored(api_key, entry.create_revision, entry.mod_revision)
+        case Kind.MODEL_TAG:
+            view = _loaded(entry, Tag)
+        case _:
+            view = _loaded(entry, VersionRecord)
+    return None if view is None else Change(kind, name, view)
 
 
-def _model_name(key: str) -> Name | None:
+def _plain_name(key: str) -> Name | None:
+    if key.startswith(TENANTS):
+        return Kind.TENANT, key.removeprefix(TENANTS)
+    if key.startswith(KEYS):
+        return Kind.KEY, key.removeprefix(KEYS)
+    if not key.startswith(MODELS):
+        return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]
     if kind == "versions":
         return Kind.MODEL_VERSION, f"{model}/{name}"
     return (Kind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
-
-
-def _concerns(key: str, kinds: Collection[Kind]) -> bool:
-    return any(key.startswith(prefix) for kind in kinds for prefix in _SOURCES[kind])
 
 
 def _advanced(snapshot: Snapshot, revision: int, events: Iterable[Changed | Removed]) -> Snapshot:
@@ -227,8 +253,8 @@ def _key_of(event: Changed | Removed) -> str:
     return event.key if isinstance(event, Removed) else event.entry.key
 
 
-def _stored(record: R, entry: Entry) -> Stored[Any]:
-    return Stored(record, entry.create_revision, entry.mod_revision)
+def _entry_of(event: Changed | Removed) -> Entry | None:
+    return None if isinstance(event, Removed) else event.entry
 
 
 def _loaded(entry: Entry, kind: type[R]) -> R | None:

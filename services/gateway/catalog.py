@@ -16,8 +16,8 @@ from typing import Final, Protocol
 
 import structlog
 
-from services.core.errors import FairwayError, Unavailable, VersionGone
-from services.core.records import DEPLOYMENTS, Deployment, Meta, VersionState, Worker
+from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.records import DEPLOYMENTS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway.text_model import TextModel, is_text_file, load_text_model
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
@@ -30,17 +30,31 @@ MAX_LOADED: Final = 32
 MAX_REMEMBERED: Final = 512
 LOAD_TIMEOUT_S: Final = 60.0
 WARM_S: Final = 1.0
+MIN_RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why no replica could be loaded. ``retry_unix_s`` is 0 when time alone brings no new attempt."""
+
+    reason: str
+    retry_unix_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``model`` is the name that clients ask for; ``route_revision`` counts the deployment's changes."""
+    """``model`` is the name that clients ask for; ``route_revision`` counts the deployment's changes.
+
+    ``failure`` is set when every replica failed: why, in a stable word, and when the next attempt is made.
+    """
 
     model: str
     deployment: Deployment
     version_digest: str
     route_revision: int
     ready_replicas: int
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +134,20 @@ class ModelCatalog:
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, 0)
         self._remember(deployment)
         return self._route(deployment, pinned.route_revision)
+
+    def require_hope(self, route: Route) -> None:
+        """Return unless every replica failed. Raises NoWorkerAvailable: nobody is to queue for nothing."""
+        failure = route.failure
+        if failure is None:
+            return
+        left_s = failure.retry_unix_s - self._clock.unix_s() if failure.retry_unix_s else MAX_RETRY_S
+        raise NoWorkerAvailable(
+            f"{route.model} could not be loaded on any of its workers ({failure.reason}); "
+            "its deployment's status says why",
+            retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, left_s)),
+            model=route.model,
+            cause=failure.reason,
+        )
 
     def routes(self) -> list[Route]:
         """Return every route, by name."""
@@ -209,12 +237,16 @@ class ModelCatalog:
             self._models.popitem(last=False)
 
     def _route(self, deployment: Deployment, mod_revision: int) -> Route:
+        known = self._ready(deployment.version_digest)
+        # Fewer failures than replicas: one may be on its way that no worker speaks of yet.
+        failed = not known.hopes and known.failed >= max(1, min(deployment.replicas, len(self._workers.view)))
         return Route(
             model=deployment.meta.name,
             deployment=deployment,
             version_digest=deployment.version_digest,
             route_revision=mod_revision,
-            ready_replicas=self._ready(deployment.version_digest).replicas,
+            ready_replicas=known.replicas,
+            failure=known.failure if failed else None,
         )
 
     def _ready(self, version_digest: str) -> _Ready:
@@ -230,21 +262,38 @@ _LEAVING: Final = (VersionState.DRAINING, VersionState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """Where a version runs: on how many workers, and the longest sequence that one of them holds."""
+    """Where a version runs: on how many workers, and the longest sequence that one of them holds.
 
-    replicas: int
-    max_model_len: int
+    ``hopes``: workers on which it runs or may come to run; ``failed``: those on which it failed.
+    """
+
+    replicas: int = 0
+    max_model_len: int = 0
+    hopes: int = 0
+    failed: int = 0
+    failure: Failure | None = None
+
+    def joined(self, version: LoadedVersion) -> _Ready:
+        if version.state is VersionState.READY:
+            longest = max(self.max_model_len, version.max_model_len)
+            return replace(self, replicas=self.replicas + 1, max_model_len=longest, hopes=self.hopes + 1)
+        if version.state is not VersionState.FAILED:
+            return replace(self, hopes=self.hopes + (version.state is not VersionState.DRAINING))
+        retries = [one for one in (version.retry_unix_s, _retry_of(self.failure)) if one]
+        failure = Failure(version.reason or VersionState.FAILED.upper(), min(retries, default=0.0))
+        return replace(self, failed=self.failed + 1, failure=failure)
 
 
-_NOWHERE: Final = _Ready(0, 0)
+def _retry_of(failure: Failure | None) -> float:
+    return 0.0 if failure is None else failure.retry_unix_s
+
+
+_NOWHERE: Final = _Ready()
 
 
 def _index(workers: Mapping[str, Versioned[Worker]]) -> dict[str, _Ready]:
     found: dict[str, _Ready] = {}
     for held in workers.values():
         for version in held.record.versions if not held.record.draining else ():
-            if version.state is VersionState.READY:
-                known = found.get(version.version_digest, _NOWHERE)
-                longest = max(known.max_model_len, version.max_model_len)
-                found[version.version_digest] = _Ready(known.replicas + 1, longest)
+            found[version.version_digest] = found.get(version.version_digest, _NOWHERE).joined(version)
     return found

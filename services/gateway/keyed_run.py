@@ -78,7 +78,7 @@ class KeyedRun:
         """``departed`` hears of every client that is done."""
         self.key = key
         self.phase = Phase.CLAIMING
-        self.audience = Audience(ports.limits.window_tokens, self._left)
+        self.audience = Audience(ports.window_tokens, self._left)
         self.hold: Hold | None = None
         self.unwritten: Ending | None = None
         self._fingerprint = fingerprint

@@ -28,7 +28,6 @@ class KeyedLimits:
     flush_s: float = 0.1
     renew_s: float = 1.5
     poll_s: float = 0.05
-    window_tokens: int = 256
     max_log_bytes: int = 16 * 1024**2
     max_logs_bytes: int = 512 * 1024**2
     max_tenant_followers: int = 1024
@@ -73,4 +72,5 @@ class KeyedPorts:
     limiter: Limiter
     clock: Clock
     owner: str
+    window_tokens: int
     limits: KeyedLimits

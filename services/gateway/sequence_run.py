@@ -14,6 +14,7 @@ from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
+    NoLeader,
     NoWorkerAvailable,
     QueueTimeout,
     SlowReader,
@@ -184,7 +185,7 @@ class SequenceRun:
             return await context.placement.place(
                 replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s)
             )
-        except (QueueTimeout, NoWorkerAvailable):
+        except (QueueTimeout, NoWorkerAvailable, NoLeader):
             if not excluded:
                 raise
             return await context.placement.place(spec)

@@ -127,7 +127,14 @@ class GatewayService:
         self._draining = False
         self._keyed = None
         if ports.idempotency is not None:
-            keyed = KeyedPorts(ports.idempotency, ports.limiter, ports.clock, ports.gateway_id, limits.keyed)
+            keyed = KeyedPorts(
+                store=ports.idempotency,
+                limiter=ports.limiter,
+                clock=ports.clock,
+                owner=ports.gateway_id,
+                window_tokens=limits.window_tokens,
+                limits=limits.keyed,
+            )
             self._keyed = Idempotent(keyed, ports.supervisor)
 
     @property
@@ -254,13 +261,16 @@ class GatewayService:
         """
         while True:
             await self._ports.clock.sleep(self._limits.renew_s)
-            held = [request.reservation for request in self._requests if request.reservation is not None]
-            for start in range(0, max(1, len(held)), self._limits.renew_batch):
-                try:
-                    await self._ports.limiter.renew(held[start : start + self._limits.renew_batch])
-                except StoreUnavailable as error:
-                    log.warning("reservations.renew_failed", count=len(held), reason=error.reason)
-                    break
+            await self._renew()
+
+    async def _renew(self) -> None:
+        held = [request.reservation for request in self._requests if request.reservation is not None]
+        for start in range(0, max(1, len(held)), self._limits.renew_batch):
+            try:
+                await self._ports.limiter.renew(held[start : start + self._limits.renew_batch])
+            except StoreUnavailable as error:
+                log.warning("reservations.renew_failed", count=len(held), reason=error.reason)
+                break
 
     async def flush_forever(self) -> None:
         """Write the records of requests under keys behind them; a task of the process."""
@@ -283,6 +293,7 @@ class GatewayService:
             self._keyed.stop(Draining("this gateway is shutting down; send it again", retry_after_s=1.0))
         while self._busy() and self._ports.clock.monotonic_s() < deadline_s + 5.0:
             await self._ports.clock.sleep(0.01)
+        await self._renew()  # what was kept for a store that was away would end with this process
         return len(left)
 
     def _busy(self) -> bool:

@@ -67,11 +67,12 @@ class Validator:
 
         ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more.
 
-        Raises InvalidInput, PromptTooLong, ModelNotFound, PermissionDenied, or what
-        fetching the model's tokenizer raises.
+        Raises InvalidInput, PromptTooLong, ModelNotFound, PermissionDenied, NoWorkerAvailable when every
+        replica failed, or what fetching the model's tokenizer raises.
         """
         bounds.check(generation)
         route = self._route(principal, generation.model, pinned)
+        self._catalog.require_hope(route)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
-from typing import Final, Literal
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final, Literal
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
@@ -44,6 +44,17 @@ class LineBudget:
         return True
 
 
+def _named(role: str) -> structlog.typing.Processor:
+    """Return what puts the role into each line."""
+
+    def name(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if role:
+            event["role"] = role
+        return event
+
+    return name
+
+
 def configure(level: str = "info", output: Literal["json", "console"] = "json", *, role: str = "") -> None:
     """Make structlog and the standard library's loggers write one line per event to stderr."""
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -51,6 +62,7 @@ def configure(level: str = "info", output: Literal["json", "console"] = "json", 
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _named(role),  # not a context variable: tasks that grpc starts have a context of their own
     ]
     if output == "json":
         rendering: list[structlog.typing.Processor] = [
@@ -71,5 +83,3 @@ def configure(level: str = "info", output: Literal["json", "console"] = "json", 
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(name)s %(message)s")
-    if role:
-        structlog.contextvars.bind_contextvars(role=role)

@@ -17,14 +17,13 @@ from services.worker import engine_protocol as wire
 from services.worker.detokenizer import Vocabulary
 from services.worker.live_sequence import LiveSequence
 from services.worker.outbox import Outbox
+from services.worker.policy.engine_silence import EngineSilence
 from services.worker.submit import submit_command
 from services.worker.tally import Tally
 from services.worker.telemetry import VersionTelemetry
 from services.worker.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
-# An engine speaks once a second, unless a step takes longer: one that is silent for so long gets no new work.
-STALL_S: Final = 3.0
 # The stream ends here for the client, so what was held back is final text. A sequence that is placed
 # again goes on elsewhere with its own hold-back.
 FLUSHED: Final = frozenset(
@@ -95,8 +94,7 @@ class SequenceTable:
         self._live: dict[int, LiveSequence] = {}
         self._unprefilled: dict[int, LiveSequence] = {}  # no token yet, in order of submission
         self._last_number = 0
-        self._heard_s = clock.monotonic_s()
-        self.stalled = False  # the engine is silent: what runs waits for it, what comes goes elsewhere
+        self._silence = EngineSilence(clock.monotonic_s())
 
     def __len__(self) -> int:
         return len(self._live)
@@ -108,6 +106,11 @@ class SequenceTable:
     def waiting(self) -> int:
         """Return how many have no token yet."""
         return len(self._unprefilled)
+
+    @property
+    def stalled(self) -> bool:
+        """The engine is silent: what runs waits for it, what comes goes elsewhere."""
+        return self._silence.stalled
 
     # --- the gateway's side ---------------------------------------------------------------------
 
@@ -166,9 +169,7 @@ class SequenceTable:
 
     def sweep(self, now_s: float) -> None:
         """End what is past its deadline or was not read for too long. Called several times a second."""
-        if not self.stalled and now_s - self._heard_s > STALL_S:
-            self.stalled = True
-            self._changed()
+        self._watch_engine(now_s)
         ended: list[tuple[LiveSequence, FinishReason]] = []
         for sequence in self._live.values():
             if now_s >= sequence.deadline_s:
@@ -184,13 +185,23 @@ class SequenceTable:
                 self._end(sequence, reason)
             self._changed()
 
+    def _watch_engine(self, now_s: float) -> None:
+        """Take nothing new while the engine is silent; give back what it has when it is silent for long."""
+        if self._silence.begins(now_s):
+            self._changed()
+        if self._live and self._silence.lets_go(now_s):
+            self._send(wire.Cancel(list(self._live)))  # what it reads first when it wakes up
+            for sequence in list(self._live.values()):
+                self._end(sequence, FinishReason.ENGINE_LOST)
+            self._changed()
+
     # --- the engine's side ----------------------------------------------------------------------
 
     def on_stepped(self, event: wire.Stepped) -> None:
         """Pass a step's tokens on. A sequence unknown here was cancelled while the step ran."""
         live = self._live
         texts = self._texts
-        self._hear()
+        self._hear(event.step_s)
         self._note_step(event)
         for number in event.finished:  # their last token may have to stay without text
             if number in live:
@@ -227,10 +238,8 @@ class SequenceTable:
         self.stats.running = event.running
         self.stats.waiting = event.waiting
 
-    def _hear(self) -> None:
-        self._heard_s = self._clock.monotonic_s()
-        if self.stalled:
-            self.stalled = False
+    def _hear(self, step_s: float = 0.0) -> None:
+        if self._silence.heard(self._clock.monotonic_s(), step_s):
             self._changed()
 
     def lost(self) -> None:

@@ -40,6 +40,8 @@ FREEZE_S: Final = 10.0
 STORE_FREEZE_S: Final = 5.0
 CUT_S: Final = 5.0
 HOLE_S: Final = 9.0
+# After so much silence an agent kills its engine.
+ENGINE_SILENCE_S: Final = 20.0
 # A gateway that was killed gives its slots back by their lease.
 LEASE_S: Final = 65.0
 
@@ -52,6 +54,8 @@ def _process_drills() -> Iterator[Drill]:
                 replaced=("gateway-1",))  # fmt: skip
     yield Drill("scheduler-kill", (Kill("scheduler:leader"),), 0, 8, 15)
     yield Drill("worker-kill", (Kill("worker-1"),), 0, 6, 25, replaced=("worker-1",))
+    both = (Kill("worker-0"), Kill("scheduler:leader"))
+    yield Drill("worker-and-scheduler-kill", both, 0, 10, 30, replaced=("worker-0",))
     yield Drill("registry-kill", (LoseModels("worker-0"), Kill("registry")), 0, 6, 30, replaced=("registry",))
     yield Drill("controlplane-kill", (Kill("controlplane:leader"),), 0, 4, 15)
     yield Drill("engine-term", (Term("engine:worker-1"),), 0, 6, 20, replaced=("engine:worker-1",))
@@ -61,6 +65,7 @@ def _process_drills() -> Iterator[Drill]:
     yield Drill("registry-term", (LoseModels("worker-1"), Term("registry")), 0, 6, 30, replaced=("registry",))
     yield Drill("controlplane-term", (Term("controlplane:leader"),), 0, 4, 15)
     yield Drill("engine-stop", (Freeze("engine:worker-1"),), FREEZE_S, 9, 20)
+    yield Drill("engine-hang", (Freeze(ENGINE),), ENGINE_SILENCE_S + 4, 9, 30, replaced=(ENGINE,))
     yield Drill("gateway-stop", (Freeze("gateway"),), FREEZE_S, FREEZE_S + 5, 15, ("gateway",))
     yield Drill("scheduler-stop", (Freeze("scheduler:leader"),), FREEZE_S, 9, 15)
     yield Drill("worker-stop", (Freeze("worker-0"),), FREEZE_S, 9, 20)

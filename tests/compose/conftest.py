@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.fleet import Fleet, why_not
+from tests.compose.fleet import IMAGE, Fleet, command, compose_command, why_not
 
 NO_ENGINE = 3
 _counts: pytest.StashKey[Counter[str]] = pytest.StashKey()
@@ -29,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if reason := session.config.stash[_missing]:
         pytest.exit(f"SKIPPED, nothing was tested: {reason}", returncode=NO_ENGINE)
+    # Here and not in the fixture: the first build takes minutes, and the limits of a test do not hold for it.
+    words = compose_command()
+    assert words is not None
+    environment = {**os.environ, "FLEET_IMAGE": IMAGE}
+    command(*words, "build", "registry", timeout_s=3600, env=environment)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,7 +70,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The whole installation with two workers; the run leaves nothing of it."""
     running = Fleet.at(tmp_path_factory.mktemp("compose"), f"fairway-test-{os.getpid()}")
     try:
-        running.run("build", "registry", timeout_s=1800)
         running.up()
         yield running
     finally:

@@ -213,7 +213,9 @@ class Fleet:
         return True
 
     def redis(self, *words: str) -> str:
-        return self.execute("redis", "redis-cli", "--no-auth-warning", "-a", self.secret("redis_password"), *words)
+        return self.execute(
+            "redis", "redis-cli", "--no-auth-warning", "-a", self.secret("redis_password"), *words
+        )
 
     def secret(self, name: str) -> str:
         return (self.folder / "state" / "secrets" / name).read_text().strip()

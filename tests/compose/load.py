@@ -44,15 +44,18 @@ def request(number: int, tokens: int = TOKENS) -> pb.GenerateRequest:
 
 
 async def stream(
-    fleet: Fleet, number: int, *, tokens: int = TOKENS, gateway: int = 0, seen: Callable[[int], None] | None = None
+    fleet: Fleet,
+    number: int,
+    *,
+    tokens: int = TOKENS,
+    gateway: int = 0,
+    seen: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Return what one stream came to; it ends by itself or by its deadline."""
     outcome = Outcome()
     async with grpc.aio.insecure_channel(fleet.grpc(gateway)) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        call = stub.Generate(
-            request(number, tokens), metadata=metadata(fleet.secret("api_key")), timeout=240
-        )
+        call = stub.Generate(request(number, tokens), metadata=metadata(fleet.secret("api_key")), timeout=240)
         try:
             async for event in call:
                 assert outcome.finished is None, "an event after the terminal one"

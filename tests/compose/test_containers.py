@@ -100,7 +100,11 @@ def test_redis_opens_to_the_password_alone_and_keeps_every_write(fleet: Fleet) -
     asked = ("redis-cli", "--no-auth-warning", "--user", "health", "--pass", "x")
     assert fleet.execute("redis", *asked, "ping").strip() == "PONG"
     assert "NOPERM" in fleet.execute("redis", *asked, "dbsize")
-    for name, value in {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}.items():
+    for name, value in {
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "maxmemory-policy": "noeviction",
+    }.items():
         assert fleet.redis("config", "get", name).split() == [name, value]
 
 

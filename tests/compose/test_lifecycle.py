@@ -1,4 +1,4 @@
-"""Scaling, a rolling replacement under load, backup and restore, stop and start: as the pages describe them."""
+"""Scaling, a rolling replacement under load, backup and restore, stop and start: as the pages say."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_the_profile_scale_adds_gateways_and_workers(fleet: Fleet) -> None
 
 
 class Client:
-    """Streams without end, as a client with two endpoints does: an UNAVAILABLE before any token tries the other."""
+    """Streams without end, as a client with two endpoints: UNAVAILABLE before any token tries the other."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

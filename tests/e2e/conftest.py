@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.fixtures import stack
+from tests.support.stack import Stack
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One installation for the whole suite, with two workers and two replicas of the bundled model.
+
+    A test that changes it leaves it as it was.
+    """
+    state = tmp_path_factory.mktemp("fairway") / "state"
+    with Stack.started(state, workers=2, replicas=2) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +30,3 @@ def openai_python() -> str:
     if not python.exists():
         pytest.fail("the OpenAI SDK's environment is missing: run `make e2e-env`")
     return str(python)
-
-
-__all__ = ["openai_python", "stack"]

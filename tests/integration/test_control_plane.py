@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ import pytest_asyncio
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc, worker_pb2
+from services.adapters.grpc_queues import GrpcQueues
 from services.adapters.memory_store import MemoryStore
+from services.adapters.scheduler_directory import SchedulerDirectory
 from services.controlplane.bootstrap import bootstrap
+from services.controlplane.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import (
@@ -54,7 +58,7 @@ from services.core.records import (
     tag_key,
     version_key,
 )
-from services.ports.store import Put
+from services.ports.store import Delete, Put
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
@@ -62,6 +66,7 @@ from services.runtime import secrets
 from services.runtime.clock import SystemClock
 
 ADMIN = auth_metadata("admin")
+SEALER = Sealer(b"k" * 32)
 DIGEST, OTHER = sha256_of(b"1"), sha256_of(b"2")
 
 
@@ -141,12 +146,13 @@ async def plane() -> AsyncIterator[Plane]:
         record = VersionRecord("tiny", digest, 1, 0.0)
         await store.commit([Put(version_key("tiny", digest), dump(record))])
     await store.commit([Put(tag_key("tiny", "prod"), dump(Tag("tiny", "prod", DIGEST)))])
+    queues = GrpcQueues(SchedulerDirectory(store, clock), "t" * 40, clock, timeout_s=0.2)
     server = RpcServer(
         [
             Service(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-                ControlPlaneServicer(ControlPlaneService(store, clock), store),
+                ControlPlaneServicer(ControlPlaneService(store, clock, SEALER), store, queues),
             )
         ],
         listen="127.0.0.1:0",
@@ -314,15 +320,83 @@ async def test_a_key_is_narrowed_and_keeps_its_secret_role_and_tenant(plane: Pla
         await plane.call("UpdateKey", pb.UpdateKeyRequest(key=wanted))
 
 
-async def test_repeated_key_request_gives_a_working_secret_and_keeps_the_first(plane: Plane) -> None:
+async def test_a_repeated_key_request_has_the_same_secret_and_the_store_does_not(plane: Plane) -> None:
     await plane.tenant("acme")
-    first = secrets.parse_key((await plane.key("k", "acme", "r1")).secret)[1]
-    second = secrets.parse_key((await plane.key("k", "acme", "r1")).secret)[1]
-    stored = await plane.stored_key("k")
-    assert secrets.verify(second, stored.secret_hash)
-    assert secrets.verify(first, stored.previous_secret_hash)
+    first = await plane.key("k", "acme", "r1")
+    await plane.call("DeleteKey", pb.DeleteKeyRequest(name="k"))
+    assert await plane.key("k", "acme", "r1") == first, "the first answer, though the key is gone"
     with pytest.raises(Conflict):
         await plane.key("k2", "acme", "r1")
+    secret = secrets.parse_key(first.secret)[1]
+    stored = b"".join(entry.value for entry in (await plane.store.list("/")).entries)
+    assert secret.encode() not in stored
+    raw = base64.b32decode(secret.upper() + "====")
+    assert raw not in stored
+    assert raw.hex().encode() not in stored
+
+
+async def test_a_repeated_rotation_rotates_once_and_costs_nobody_the_grace(plane: Plane) -> None:
+    await plane.tenant("acme")
+    old = secrets.parse_key((await plane.key("k", "acme")).secret)[1]
+    request = pb.RotateKeyRequest(name="k", request_id="r1")
+    request.grace.FromSeconds(60)
+    answers = await asyncio.gather(*(plane.call("RotateKey", request) for _ in range(6)))
+    assert all(answer == answers[0] for answer in answers)
+    new = secrets.parse_key(answers[0].secret)[1]  # type: ignore[attr-defined]
+    stored = await plane.stored_key("k")
+    assert secrets.verify(new, stored.secret_hash)
+    assert secrets.verify(old, stored.previous_secret_hash)
+    request.grace.FromSeconds(61)
+    with pytest.raises(Conflict):
+        await plane.call("RotateKey", request)
+    with pytest.raises(EtagMismatch):
+        await plane.call("RotateKey", pb.RotateKeyRequest(name="k", etag="1"))
+
+
+async def test_every_repeated_deletion_and_node_request_is_answered_once(plane: Plane) -> None:
+    await plane.tenant("acme")
+    delete = pb.DeleteTenantRequest(name="acme", request_id="r1")
+    await plane.call("DeleteTenant", delete)
+    await plane.tenant("acme", requests_per_minute=7)
+    await plane.call("DeleteTenant", delete)
+    assert (await plane.call("GetTenant", pb.GetTenantRequest(name="acme"))).tenant.requests_per_minute == 7  # type: ignore[attr-defined]
+    await plane.put(WORKERS + "w0", Worker("w0", "x"))
+    cordon = pb.CordonNodeRequest(name="w0", request_id="r1")
+    first = (await plane.call("CordonNode", cordon)).node  # type: ignore[attr-defined]
+    await plane.call("UncordonNode", pb.UncordonNodeRequest(name="w0"))
+    again = (await plane.call("CordonNode", cordon)).node  # type: ignore[attr-defined]
+    assert (again.cordoned, again.metadata.etag) == (True, first.metadata.etag), "the first answer"
+    now = (await plane.call("GetNode", pb.GetNodeRequest(name="w0"))).node  # type: ignore[attr-defined]
+    assert not now.cordoned, "and nothing was done again"
+    with pytest.raises(EtagMismatch):
+        await plane.call("DrainNode", pb.DrainNodeRequest(name="w0", etag=first.metadata.etag))
+    with pytest.raises(Conflict):
+        await plane.call("DrainNode", pb.DrainNodeRequest(name="w0", request_id="r1"))
+
+
+async def test_a_deployment_request_is_answered_as_it_was_though_its_tag_moved(plane: Plane) -> None:
+    made = await plane.deployment("d", "prod", "r1")
+    await plane.put(tag_key("tiny", "prod"), Tag("tiny", "prod", OTHER))
+    again = await plane.deployment("d", "prod", "r1")
+    assert (again.version_digest, again.metadata.etag) == (DIGEST, made.metadata.etag)
+    assert again.status.tag_digest == OTHER, "the tag is somewhere else now"
+    update = pb.UpdateDeploymentRequest(deployment=again, request_id="r2")
+    moved = (await plane.call("UpdateDeployment", update)).deployment  # type: ignore[attr-defined]
+    assert moved.version_digest == OTHER
+
+
+async def test_a_version_that_is_deleted_meanwhile_is_not_deployed(plane: Plane) -> None:
+    store = Interleaving(plane.clock)
+    await store.commit([Put(version_key("tiny", DIGEST), dump(VersionRecord("tiny", DIGEST, 1, 0.0)))])
+    service = ControlPlaneService(store, plane.clock, SEALER)
+
+    async def forget() -> None:
+        await store.commit([Delete(version_key("tiny", DIGEST))])
+
+    store.between = forget  # type: ignore[assignment]
+    with pytest.raises(Conflict):
+        await service.deployments.create(Deployment(Meta("d"), "tiny", DIGEST, "", 1))
+    assert (await store.list(DEPLOYMENTS)).entries == ()
 
 
 async def test_keys_need_a_role_and_an_owner(plane: Plane) -> None:
@@ -367,29 +441,29 @@ class Interleaving(MemoryStore):
 
 async def test_key_made_while_its_tenant_is_deleted_leaves_no_orphan(plane: Plane) -> None:
     store = Interleaving(plane.clock)
-    service = ControlPlaneService(store, plane.clock)
-    await service.create_tenant(Tenant(Meta("acme")))
+    service = ControlPlaneService(store, plane.clock, SEALER)
+    await service.accounts.create_tenant(Tenant(Meta("acme")))
 
     async def make() -> None:
-        await service.create_key(ApiKey(Meta("k"), KeyRole.TENANT, "", tenant="acme"))
+        await service.accounts.create_key(ApiKey(Meta("k"), KeyRole.TENANT, "", tenant="acme"))
 
     store.between = make  # type: ignore[assignment]
     with pytest.raises(Conflict):
-        await service.delete_tenant("acme")
+        await service.accounts.delete_tenant("acme")
     assert await store.get(TENANTS + "acme") is not None
     assert await store.get(KEYS + "k") is not None
 
 
 async def test_marker_of_a_request_is_part_of_its_write(plane: Plane) -> None:
     store = Interleaving(plane.clock)
-    service = ControlPlaneService(store, plane.clock)
+    service = ControlPlaneService(store, plane.clock, SEALER)
 
     async def other() -> None:
-        await service.create_tenant(Tenant(Meta("b")), request_id="r1")
+        await service.accounts.create_tenant(Tenant(Meta("b")), request_id="r1")
 
     store.between = other  # type: ignore[assignment]
     with pytest.raises(Conflict):
-        await service.create_tenant(Tenant(Meta("a")), request_id="r1")
+        await service.accounts.create_tenant(Tenant(Meta("a")), request_id="r1")
     assert [entry.key for entry in (await store.list(TENANTS)).entries] == [TENANTS + "b"]
 
 

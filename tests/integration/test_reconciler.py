@@ -12,6 +12,7 @@ import pytest
 
 from services.adapters.etcd_store import EtcdStore
 from services.adapters.memory_store import MemoryStore
+from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord, decode
 from services.controlplane.reconciler import Reconciler
 from services.core.records import (
@@ -58,7 +59,7 @@ async def control_plane(store: Store, name: str) -> AsyncIterator[Plane]:
     supervisor = Supervisor(CLOCK)
     informer = fleet_informer(store)
     election = Election(store, KEY, dump(Leader(name, "")), 2, CLOCK)
-    reconciler = Reconciler(store, informer, election, KEY, CLOCK)
+    reconciler = Reconciler(store, informer, election, KEY, CLOCK, chronicle=EventRecorder(store, CLOCK))
     supervisor.spawn("informer", informer.run())
     campaign = supervisor.spawn("election", election.run())
     supervisor.spawn("reconciler", reconciler.run())
@@ -151,7 +152,9 @@ async def test_deposed_leader_writes_nothing() -> None:
         entry = await store.get(KEY)
         assert entry is not None
         informer = await synced(store, supervisor)
-        reconciler = Reconciler(store, informer, Deposed(entry.create_revision), KEY, CLOCK)
+        reconciler = Reconciler(
+            store, informer, Deposed(entry.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
+        )
         await store.commit([Delete(KEY)])
         assert not await reconciler.reconcile(entry.create_revision)
         assert await assignments(store) == {}
@@ -160,7 +163,9 @@ async def test_deposed_leader_writes_nothing() -> None:
         assert await assignments(store) == {}
         new = await store.get(KEY)
         assert new is not None
-        reconciler = Reconciler(store, informer, Deposed(new.create_revision), KEY, CLOCK)
+        reconciler = Reconciler(
+            store, informer, Deposed(new.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
+        )
         assert await reconciler.reconcile(new.create_revision)
         assert await assignments(store) == {"w0": ["d"]}
     finally:
@@ -177,7 +182,9 @@ async def test_write_on_an_old_view_is_refused_and_planned_again() -> None:
         entry = await store.get(KEY)
         assert entry is not None
         informer = await synced(store, supervisor)
-        reconciler = Reconciler(store, informer, Deposed(entry.create_revision), KEY, CLOCK)
+        reconciler = Reconciler(
+            store, informer, Deposed(entry.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
+        )
         other = Assignment("w0", (AssignedVersion("d", "m", "sha256:0"),))
         await put(store, ASSIGNMENTS + "w0", other)  # the view does not know it yet
         assert not await reconciler.reconcile(entry.create_revision)
@@ -207,7 +214,14 @@ async def test_epoch_is_asked_before_each_write(epoch: int | None) -> None:
         entry = await store.get(KEY)
         assert entry is not None
         leadership = Deposed(entry.create_revision)
-        reconciler = Reconciler(store, await synced(store, supervisor), leadership, KEY, CLOCK)
+        reconciler = Reconciler(
+            store,
+            await synced(store, supervisor),
+            leadership,
+            KEY,
+            CLOCK,
+            chronicle=EventRecorder(store, CLOCK),
+        )
         leadership.epoch = epoch
         assert not await reconciler.reconcile(entry.create_revision)
         assert await assignments(store) == {}

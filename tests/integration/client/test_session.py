@@ -17,6 +17,7 @@ from fairway.client import (
     DeadlineExceeded,
     GenerationStream,
     InvalidRequest,
+    NoGateway,
     Options,
     RetryPolicy,
     SessionOptions,
@@ -143,14 +144,14 @@ async def test_an_error_of_one_generation_is_its_own(gateways: Pair) -> None:
 
 async def test_a_draining_gateway_keeps_what_runs_and_gets_nothing_new(gateways: Pair) -> None:
     async with client(*gateways) as opened, opened.session(SessionOptions(window_tokens=4)) as session:
-        old = session.generate("tiny", "hi", Options(max_output_tokens=100))
+        old = session.generate("tiny", "hi", Options(max_output_tokens=5))  # the last one waits for credit
         await anext(old)
         draining, other = gateways if gateways[0].sessions else gateways[::-1]
         draining.faults.append(Refuse(grpc.StatusCode.UNAVAILABLE, "DRAINING", retry_after_s=60))
         new = session.generate("tiny", "hi", Options(max_output_tokens=100))
         assert len(await ids(new)) == 100
         assert (draining.calls, other.calls) == (2, 1)
-        assert len(await ids(old)) == 100
+        assert len(await ids(old)) == 5
         await until(lambda: len(session._tasks) == 1)  # the old stream ended with its last generation
 
 
@@ -178,9 +179,23 @@ async def test_closing_the_session_ends_readers_and_tasks(gateways: Pair) -> Non
     await until(lambda: len(asyncio.all_tasks()) <= len(before))
 
 
+async def test_a_generation_that_cannot_be_sent_leaves_its_slot(gateways: Pair) -> None:
+    await gateways[0].stop()
+    async with (
+        client(gateways[0], connect_timeout_s=0.1) as opened,
+        opened.session(SessionOptions(max_concurrency=1)) as session,
+    ):
+        for _ in range(2):
+            with pytest.raises(NoGateway):
+                await ids(session.generate("tiny", "hi", timeout_s=5))
+
+
 async def test_a_refused_session_is_the_error_of_each_generation() -> None:
     class Refusing(ScriptedGateway):
         async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no such key")
+
+        async def ListModels(self, request: Any, context: Any) -> Any:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no such key")
 
     gateway = Refusing(Fleet())

@@ -20,7 +20,7 @@ def test_every_role_is_killed_frozen_and_ended() -> None:
     for role in ("gateway", "scheduler", "worker", "engine", "registry", "controlplane"):
         assert {f"{role}-kill", f"{role}-stop", f"{role}-term"} <= names
     assert {"etcd-freeze", "etcd-kill", "redis-freeze", "redis-kill", "redis-empty"} <= names
-    assert "worker-disk-full" in names
+    assert {"worker-disk-full", "engine-hang"} <= names
 
 
 def _edges(mode: str) -> set[tuple[str, str]]:

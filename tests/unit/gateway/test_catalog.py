@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.core.errors import FairwayError, IntegrityError, ModelNotFound
+from services.core.errors import FairwayError, IntegrityError, ModelNotFound, NoWorkerAvailable
 from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog
@@ -49,6 +49,24 @@ def test_only_ready_versions_on_workers_that_stay_count(fleet: Any) -> None:
     fleet.workers.records = {}
     assert fleet.catalog.resolve("chat-small").ready_replicas == 0
     assert fleet.catalog.max_context_tokens(DIGEST) == 0
+
+
+def test_a_model_that_failed_everywhere_is_refused_at_once_with_the_reason(fleet: Any) -> None:
+    failed = LoadedVersion(
+        "chat-small", "tiny", DIGEST, VersionState.FAILED, "a path and figures", reason="DOES_NOT_FIT"
+    )
+    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+    fleet.workers.records = {}
+    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))  # nobody has said anything yet
+    fleet.workers.put(WORKERS + "w1", Worker("w1", "w1:1", versions=(failed,)))
+    with pytest.raises(NoWorkerAvailable) as caught:
+        fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+    assert caught.value.metadata["cause"] == "DOES_NOT_FIT"
+    assert "path" not in caught.value.message
+    assert caught.value.retry_after_s == module.MAX_RETRY_S
+    loading = LoadedVersion("chat-small", "tiny", DIGEST, VersionState.LOADING)
+    fleet.workers.put(WORKERS + "w2", Worker("w2", "w2:1", versions=(loading,)))
+    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
 
 
 async def test_the_context_is_bounded_by_model_and_workers(fleet: Any) -> None:

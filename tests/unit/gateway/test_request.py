@@ -69,12 +69,13 @@ class Placement:
         self.hold = asyncio.Event()
         self.hold.set()
         self.only_worker = ""
+        self.refusal: errors.FairwayError = errors.QueueTimeout("no other worker took it")
 
     async def place(self, spec: PlaceSpec) -> Grant:
         self.asked.append(spec)
         await self.hold.wait()
         if self.only_worker in spec.excluded_workers:
-            raise errors.QueueTimeout("no other worker took it")
+            raise self.refusal
         return Grant("w0", "127.0.0.1:1", 1, 1, len(self.asked), 4, 5.0, spec.version_digest)
 
     def give_back(self, grant: Grant) -> None: ...
@@ -230,9 +231,13 @@ async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> No
     assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
 
 
-async def test_the_only_worker_is_taken_again_when_no_other_is_there() -> None:
+@pytest.mark.parametrize("refusal", [errors.QueueTimeout, errors.NoWorkerAvailable, errors.NoLeader])
+async def test_the_only_worker_is_taken_again_when_no_other_is_there(
+    refusal: type[errors.FairwayError],
+) -> None:
     harness = Harness(emit(2, "gone"), emit(1, ended(3)))
     harness.placement.only_worker = "w0"
+    harness.placement.refusal = refusal("no other worker took it")
     end = await harness.run()
     assert isinstance(end, Finished)
     waits = [(spec.excluded_workers, spec.queue_ttl_s) for spec in harness.placement.asked]

@@ -111,6 +111,7 @@ class Bench:
         prefill_tokens: int = 0,
         logprobs: dict[int, wire.TokenLogprobs] | None = None,
         errors: dict[int, str] | None = None,
+        step_s: float = 0.01,
     ) -> None:
         """One engine step that made these tokens, by the engine's handle."""
         self.step += 1
@@ -119,7 +120,7 @@ class Bench:
         self.table.on_stepped(
             wire.Stepped(
                 step=self.step,
-                step_s=0.01,
+                step_s=step_s,
                 handles=list(tokens),
                 tokens=list(tokens.values()),
                 finished=finished or {},

@@ -16,12 +16,13 @@ from services.core.generation import FinishReason, NotAdmittedReason, SequenceEn
 from services.ports.worker_stream import StepFrame
 from services.worker import engine_protocol as wire
 from services.worker.outbox import MAX_FRAME_TOKENS
+from services.worker.policy.engine_silence import HAND_BACK_S, HAND_BACK_STEPS, STALL_S
 from services.worker.report import take_snapshot
-from services.worker.sequences import STALL_S
 from tests.unit.worker.bench import Bench
 
 A, B, C = 0x61, 0x62, 0x63
 EOS = 300
+IDLE_BEAT = wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0)
 
 
 class Reader:
@@ -295,6 +296,8 @@ def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench: Bench,
     reader.stream.start(2, bench.spec(credit=1))
     bench.stepped({1: A, 2: A})
     bench.host.sweep(100.0)
+    bench.clock.now_s = 129.0
+    bench.table.on_heartbeat(IDLE_BEAT)  # the engine is well, it waits for credit
     bench.host.sweep(129.9)
     assert len(bench.table) == 2
     reader.stream.credit([2], [1])
@@ -303,6 +306,8 @@ def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench: Bench,
     reader.read()
     assert {handle: end.reason for handle, end in reader.ends.items()} == {1: FinishReason.SLOW_READER}
     assert bench.commands(wire.Cancel) == [wire.Cancel([1])]
+    bench.clock.now_s = 159.0
+    bench.table.on_heartbeat(IDLE_BEAT)
     bench.host.sweep(159.9)
     assert len(bench.table) == 1
     bench.host.sweep(160.0)
@@ -474,9 +479,41 @@ def test_a_silent_engine_gets_no_new_work_until_it_speaks(bench: Bench) -> None:
     reader.read()
     assert reader.accepted == [1]
     assert reader.refused == {2: NotAdmittedReason.NOT_READY}
-    bench.table.on_heartbeat(wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0))
+    bench.table.on_heartbeat(IDLE_BEAT)
     assert bench.changes > changes, "nobody was told that it takes work again"
     assert take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
     reader.stream.start(3, bench.spec())
     reader.read()
     assert reader.accepted == [1, 3]
+
+
+def test_an_engine_silent_for_long_gives_its_sequences_back(bench: Bench) -> None:
+    reader = Reader(bench)
+    reader.stream.start(1, bench.spec())
+    bench.stepped({1: A})
+    reader.read()
+    bench.clock.now_s += HAND_BACK_S + 0.1
+    bench.host.sweep(bench.clock.now_s)
+    reader.read()
+    assert reader.ends[1].reason is FinishReason.ENGINE_LOST
+    assert bench.table.reserved == 0
+    assert bench.commands(wire.Cancel)[-1].handles == [1]
+    bench.stepped({1: B})  # the step that it was stopped in
+    assert reader.read() == []
+    reader.stream.start(2, bench.spec())
+    reader.read()
+    assert reader.accepted == [1, 2]
+
+
+def test_an_engine_with_long_steps_has_more_time(bench: Bench) -> None:
+    reader = Reader(bench)
+    reader.stream.start(1, bench.spec())
+    bench.stepped({1: A}, step_s=2.0)
+    bench.clock.now_s += HAND_BACK_S + 0.1
+    bench.host.sweep(bench.clock.now_s)
+    reader.read()
+    assert reader.ends == {}
+    bench.clock.now_s += HAND_BACK_STEPS * 2.0
+    bench.host.sweep(bench.clock.now_s)
+    reader.read()
+    assert reader.ends[1].reason is FinishReason.ENGINE_LOST

@@ -1,0 +1,374 @@
+"""The command line against a whole installation: outputs in every format, exit codes, and the next step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fairway.cli.fleet.options import bundled_checkpoint
+from tests.support.command_line import CommandLine
+from tests.support.stack import Stack
+
+PATIENCE_S = 60
+LISTS = ("nodes", "deployments", "tenants", "keys", "models")
+AWAY = ("--controlplane", "127.0.0.1:9", "--admin-key", "k")
+
+
+@pytest.fixture
+def cli(stack: Stack) -> CommandLine:
+    return CommandLine(stack.state)
+
+
+@pytest.fixture
+def tenant(cli: CommandLine) -> Iterator[str]:
+    """A tenant of the test's own, gone afterwards with its keys."""
+    cli("tenants", "create", "acme", "--requests-per-minute", "600", "--label", "tier=gold")
+    yield "acme"
+    for key in cli("keys", "list", "-o", "json").json["keys"]:
+        if key["tenant"] == "acme":
+            cli("keys", "revoke", key["metadata"]["name"])
+    cli("tenants", "delete", "acme")
+
+
+# --- lists ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resource", LISTS)
+def test_list_says_the_same_in_every_format(cli: CommandLine, resource: str) -> None:
+    narrow = cli(resource, "list").rows
+    wide = cli(resource, "list", "-o", "wide").rows
+    items = cli(resource, "list", "-o", "json").json[resource]
+    assert cli(resource, "list", "-o", "yaml").yaml[resource] == items
+    names = [item.get("metadata", item)["name"] for item in items]
+    assert [row[0] for row in narrow] == [row[0] for row in wide] == names
+    assert len(wide[0]) > len(narrow[0])
+    assert [row[: len(narrow[0])] for row in wide] == narrow
+
+
+@pytest.mark.parametrize("resource", [name for name in LISTS if name != "models"])
+def test_show_is_an_entry_of_the_list(cli: CommandLine, resource: str) -> None:
+    first = cli(resource, "list", "-o", "json").json[resource][0]
+    name = first["metadata"]["name"]
+    shown = cli(resource, "show", name, "-o", "json").json
+    assert shown["metadata"] == first["metadata"]
+    assert cli(resource, "show", name).yaml == shown
+    assert cli(resource, "show", name, "-o", "table").rows[0][0] == name
+
+
+@pytest.mark.parametrize("resource", [*LISTS, "queue"])
+def test_watch_tells_what_is_there(cli: CommandLine, resource: str) -> None:
+    command = [resource] if resource == "queue" else [resource, "list"]
+    with cli.process(*command, "--watch", "-o", "json") as process:
+        assert process.stdout is not None
+        found = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert found["deleted"] is False
+    assert set(found) == {"deleted", resource.removesuffix("s")}
+    assert (process.returncode, "Traceback" in errors) == (130, False)
+
+
+def test_watch_tells_changes_and_deletions(cli: CommandLine) -> None:
+    with cli.process("tenants", "list", "--watch") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("default\t")
+        cli("tenants", "create", "fleeting")
+        assert process.stdout.readline().startswith("fleeting\t")
+        cli("tenants", "update", "fleeting", "--max-concurrency", "3")
+        assert process.stdout.readline().split("\t")[3] == "3"
+        cli("tenants", "delete", "fleeting")
+        assert process.stdout.readline() == "fleeting\tdeleted\n"
+
+
+def test_watch_tells_replicas_of_deployments(cli: CommandLine, stack: Stack) -> None:
+    with cli.process("deployments", "list", "--watch") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().split("\t")[3] == "2/2"
+        cli("deployments", "scale", stack.model, "1", "--wait")
+        until(process, lambda row: row[3] == "1/1")
+        cli("deployments", "scale", stack.model, "2", "--wait")
+        until(process, lambda row: row[3] == "2/2")
+
+
+def until(process: subprocess.Popen[str], holds: Any) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if holds(line.split("\t")):
+            return
+    raise AssertionError("the watch ended")
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason", "step"),
+    [
+        (("nodes", "list", "--admin-key", "fw_x_y"), 5, "UNAUTHENTICATED", "--admin-key"),
+        (("models", "list", "--admin-key", "fw_x_y"), 5, "UNAUTHENTICATED", "--admin-key"),
+        (("complete", "x", "--api-key", "fw_x_y"), 5, "UNAUTHENTICATED", "--api-key"),
+        (("nodes", "list", *AWAY), 6, "UNAVAILABLE", "fairway up"),
+        (("events", "--watch", *AWAY), 6, "UNAVAILABLE", "fairway up"),
+        (("tenants", "list", "--watch", *AWAY), 6, "UNAVAILABLE", "fairway up"),
+        (("tenants", "show", "nobody"), 4, "NOT_FOUND", "list"),
+        (("keys", "rotate", "nobody"), 4, "NOT_FOUND", "list"),
+        (("nodes", "drain", "nobody"), 4, "NOT_FOUND", "list"),
+        (("models", "show", "nobody"), 4, "NOT_FOUND", "models list"),
+        (("models", "delete", "fairway-tiny", "abcdef"), 4, "NOT_FOUND", "models versions"),
+        (("deployments", "create", "x", "--model", "nobody"), 4, "NOT_FOUND", "list"),
+        (("complete", "x", "--model", "nobody"), 4, "MODEL_NOT_FOUND", "deployments list"),
+        (("nodes", "delete", "worker-0"), 4, "FAILED_PRECONDITION", "message"),
+        (("tenants", "create", "default"), 4, "ALREADY_EXISTS", "update"),
+        (("tenants", "create", "Not_A_Name"), 4, "INVALID_INPUT", "change the request"),
+        (("tenants", "update", "default", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("keys", "update", "local", "--etag", "1", "--no-expiry"), 4, "ETAG_MISMATCH", "show"),
+        (("keys", "revoke", "local", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("deployments", "scale", "fairway-tiny", "1", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("deployments", "delete", "fairway-tiny", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("nodes", "cordon", "worker-0", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("nodes", "show"), 2, "USAGE", "fairway nodes show --help"),
+        (("nodes", "lst"), 2, "USAGE", "fairway nodes --help"),
+        (("nodes", "list", "-o", "xml"), 2, "USAGE", "fairway nodes list --help"),
+        (("keys", "create", "x", "--expires", "soon"), 2, "USAGE", "fairway keys create --help"),
+        (("deployments", "create", "x", "--selector", "gpu"), 2, "USAGE", "--help"),
+        (("complete", "x", "--file", "nowhere"), 2, "USAGE", "--help"),
+        (("complete", "--file", "nowhere"), 2, "FILE_UNREADABLE", "name a file"),
+    ],
+)
+def test_error_has_its_code_its_reason_and_the_next_step(
+    cli: CommandLine, arguments: tuple[str, ...], code: int, reason: str, step: str
+) -> None:
+    said = cli(*arguments, code=code)
+    assert said.out == ""
+    error, _, following = said.err.partition("next: ")
+    assert error.startswith(f"error {reason}: ")
+    assert step in following
+
+
+def test_reader_that_goes_away_is_no_error(cli: CommandLine) -> None:
+    with cli.process("events", "--watch") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        cli("tenants", "create", "noise")  # an event that nobody reads any more
+        cli("tenants", "delete", "noise")
+        assert process.wait(timeout=PATIENCE_S) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+# --- changes -------------------------------------------------------------------------------------
+
+
+def test_tenant_is_changed_field_by_field(cli: CommandLine, tenant: str) -> None:
+    made = cli("tenants", "show", tenant, "-o", "json").json
+    assert (made["requests_per_minute"], made["metadata"]["labels"]) == (600, {"tier": "gold"})
+    update = ("--max-concurrency", "8", "--max-priority", "interactive", "--etag", made["metadata"]["etag"])
+    changed = cli("tenants", "update", tenant, *update, "-o", "json").json
+    assert (changed["max_concurrency"], changed["requests_per_minute"]) == (8, 600)
+    assert changed["max_priority"] == "PRIORITY_INTERACTIVE"
+    assert changed["metadata"]["labels"] == {"tier": "gold"}
+    assert cli("tenants", "disable", tenant).rows[0][4] == "disabled"
+    assert cli("tenants", "enable", tenant, "-o", "yaml").yaml["disabled"] is False
+
+
+def test_key_lives_from_creation_to_revocation(cli: CommandLine, tenant: str, stack: Stack) -> None:
+    scoped = ("--tenant", tenant, "--model", "another", "--expires", "90d")
+    first = cli("keys", "create", "ci", *scoped).out.strip()
+    assert first.startswith("fw_ci_")
+    complete = ("complete", "x = ", "--max-tokens", "2")
+    eventually(lambda: cli(*complete, "--api-key", first, code=4))  # a model that it may not use
+    cli("keys", "update", "ci", "--model", stack.model, "--no-expiry")
+    eventually(lambda: cli(*complete, "--api-key", first))
+    shown = cli("keys", "show", "ci", "-o", "json").json
+    assert (shown["models"], shown.get("expire_time")) == ([stack.model], None)
+    rotated = cli("keys", "rotate", "ci", "--grace", "1h", "-o", "json").json
+    assert rotated["secret"] != first
+    eventually(lambda: cli(*complete, "--api-key", rotated["secret"]))
+    cli(*complete, "--api-key", first)
+    assert cli("keys", "revoke", "ci").out == "ci\n"
+    eventually(lambda: cli(*complete, "--api-key", first, code=5))
+
+
+def eventually(holds: Any) -> None:
+    """Return once ``holds`` no longer fails: gateways hear of keys a moment later."""
+    for _ in range(60):
+        try:
+            holds()
+        except AssertionError:
+            continue
+        return
+    holds()
+
+
+def test_model_lives_from_publication_to_deletion(cli: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(bundled_checkpoint(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"name_of_the_copy": "second"}))
+    published = cli("models", "publish", str(folder), "--name", "copy", "--tag", "v1")
+    digest = published.out.strip()
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
+    assert "uploading" in published.err
+    again = cli("models", "publish", str(folder), "--name", "copy", "--tag", "", "-o", "json").json
+    assert (again["digest"], again["created"], again["uploaded_chunks"]) == (digest, False, 0)
+    listed = cli("models", "versions", "copy", "-o", "json").json["versions"]
+    assert [(each["digest"], each["tags"]) for each in listed] == [(digest, ["v1"])]
+    assert cli("models", "tag", "copy", digest[7:15], "stable", "-o", "json").json["digest"] == digest
+    manifest = cli("models", "show", "copy", "stable").yaml["manifest"]
+    assert "model.safetensors" in {file["path"] for file in manifest["files"]}
+    assert "FAILED_PRECONDITION" in cli("models", "delete", "copy", "v1", code=4).err
+    for tag in ("v1", "stable"):
+        cli("models", "untag", "copy", tag)
+    assert cli("models", "delete", "copy", digest, "-o", "json").json == {"name": digest, "deleted": True}
+    assert "copy" not in [row[0] for row in cli("models", "list").rows]
+
+
+def test_deployment_that_cannot_be_placed_says_why_in_time(cli: CommandLine, stack: Stack) -> None:
+    arguments = ("--model", stack.model, "--selector", "gpu=none", "--executor", "null")
+    said = cli("deployments", "create", "extra", *arguments, "--wait", "--timeout", "1s", code=1)
+    assert "NOT_READY_IN_TIME" in said.err
+    assert "no worker for 1 replicas" in said.err
+    row = cli("deployments", "list").rows[0]
+    assert (row[0], row[3]) == ("extra", "0/1")
+    updated = cli("deployments", "update", "extra", "--replicas", "0", "--wait", "-o", "json").json
+    assert (updated["replicas"], updated["version_digest"].startswith("sha256:")) == (0, True)
+    assert cli("deployments", "delete", "extra", "-o", "json").json == {"name": "extra", "deleted": True}
+
+
+def test_node_is_drained_and_comes_back(cli: CommandLine, stack: Stack) -> None:
+    assert cli("nodes", "cordon", "worker-1").rows[0][3] == "cordoned"
+    late = cli("nodes", "drain", "worker-1", "--wait", "--timeout", "1s", code=1)
+    assert "NOT_DRAINED_IN_TIME" in late.err  # its replica has nowhere to go
+    cli("deployments", "scale", stack.model, "1", "--wait")
+    drained = cli("nodes", "drain", "worker-1", "--wait", "-o", "json").json
+    assert drained["drain"]["done"] is True
+    assert drained["versions"] == []
+    assert cli("nodes", "uncordon", "worker-1").rows[0][3] == "open"
+    scaled = cli("deployments", "scale", stack.model, "2", "--wait")
+    assert scaled.rows[0][3] == "2/2"
+    assert "ready" in scaled.err
+
+
+# --- what happens --------------------------------------------------------------------------------
+
+
+def test_queue_names_pools_and_workers(cli: CommandLine, stack: Stack) -> None:
+    assert [row[0] for row in cli("queue").rows] == [stack.model]
+    (pool,) = cli("queue", "-o", "yaml").yaml["queues"]
+    assert pool["deployments"] == [stack.model]
+    assert pool["pool"]["serving_workers"] == 2
+
+
+def test_events_are_listed_and_followed(cli: CommandLine) -> None:
+    cli("tenants", "create", "eventful")
+    with cli.process("events", "--watch", "--resource", "eventful", "-o", "yaml") as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        while not lines[-1].startswith("message"):
+            lines.append(process.stdout.readline())
+    (seen,) = yaml.safe_load_all("".join(lines))
+    assert (seen["resource"], seen["kind"]) == ("eventful", "RESOURCE_KIND_TENANT")
+    cli("tenants", "delete", "eventful")
+    eventually(lambda: _reasons(cli, ["TENANT_CREATED", "TENANT_DELETED"]))
+    assert cli("events", "--since", "2099-01-01", "-o", "json").json == {"events": []}
+    assert len(cli("events", "--limit", "1", "--kind", "node").rows) == 1
+
+
+def _reasons(cli: CommandLine, expected: list[str]) -> None:
+    found = cli("events", "--since", "10m", "--resource", "eventful", "-o", "json").json["events"]
+    assert [event["reason"] for event in found][-2:] == expected
+
+
+def test_status_names_every_part(cli: CommandLine) -> None:
+    parts = cli("status", "-o", "json").json["processes"]
+    assert {"etcd", "redis", "gateway", "scheduler", "worker-0", "worker-1"} <= set(parts)
+    assert cli("status", "--json").json["processes"] == cli("status", "-o", "yaml").yaml["processes"] == parts
+    assert {row[3] for row in cli("status").rows} == {"serving"}
+    assert cli("status", "-o", "wide").rows[0][4].endswith(".log")
+
+
+# --- generation ----------------------------------------------------------------------------------
+
+SEEDED = ("--seed", "7", "--max-tokens", "12")
+
+
+def test_completion_is_the_same_whole_streamed_and_as_json(cli: CommandLine, tmp_path: Path) -> None:
+    streamed = cli("complete", "def f(x):", *SEEDED)
+    assert "12 output tokens" in streamed.err
+    assert cli("complete", "def f(x):", "--no-stream", *SEEDED).out == streamed.out
+    whole = cli("complete", "def f(x):", "--json", *SEEDED).json
+    assert whole["text"] + "\n" == streamed.out
+    assert whole["usage"]["output_tokens"] == 12
+    assert whole["finish_reason"] == "length"
+    assert whole["clock"]["decode_s"] > 0
+    lines = cli("complete", "def f(x):", "--json", "--stream", *SEEDED).out.splitlines()
+    assert (
+        "".join(json.loads(line)["text"] for line in lines[:-1])
+        == json.loads(lines[-1])["text"]
+        == whole["text"]
+    )
+    (tmp_path / "prompt").write_text("def f(x):")
+    assert cli("complete", "-f", str(tmp_path / "prompt"), *SEEDED).out == streamed.out
+    with cli.process("complete", *SEEDED) as process:
+        assert process.communicate("def f(x):", timeout=PATIENCE_S)[0] == streamed.out
+
+
+def test_chat_through_pipes(cli: CommandLine, stack: Stack) -> None:
+    lines = (
+        "Write a loop.",
+        "/help",
+        "/model",
+        "/model nobody",
+        "/system Be brief.",
+        "/nothing",
+        "/reset",
+        "Again.",
+    )
+    with cli.process("chat", *SEEDED) as process:
+        answers, said = process.communicate("\n".join(lines) + "\n/quit\nnot said\n", timeout=PATIENCE_S)
+    assert process.returncode == 0, said
+    assert answers.strip()
+    assert said.count("12 output tokens") == 2
+    for text in ("/reset", f"* {stack.model}", "no model nobody", "no /nothing", "begins anew"):
+        assert text in said
+
+
+def test_chat_leaves_out_what_does_not_fit(cli: CommandLine, stack: Stack) -> None:
+    question = "def function(value):" * 60
+    with cli.process("chat", "--max-tokens", "8", "--seed", "1") as process:
+        _, said = process.communicate(f"{question}\n" * 4, timeout=PATIENCE_S)
+    assert process.returncode == 0, said
+    assert "messages are left out" in said
+
+
+def test_interrupt_stops_the_answer_and_not_the_chat(cli: CommandLine) -> None:
+    with cli.process("chat", "--max-tokens", "900", "--temperature", "1.5") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("Write a very long module.\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate("/help\n/quit\n", timeout=PATIENCE_S)
+    assert process.returncode == 0, said
+    assert "(stopped)" in said
+    assert "/reset" in said
+
+
+def test_interrupt_ends_a_completion(cli: CommandLine) -> None:
+    with cli.process("complete", "x", "--max-tokens", "900", "--temperature", "1.5") as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, "Traceback" in said) == (130, False)

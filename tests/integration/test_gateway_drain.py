@@ -1,0 +1,57 @@
+"""A gateway that drains after an outage of Redis leaves nothing behind there."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import RedisLimiter
+from services.core.generation import Usage
+from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.ports.limiter import Limits
+from services.rpc.status import by_reason
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+
+CLOCK = SystemClock()
+
+
+def _service(limiter: FallbackLimiter) -> GatewayService:
+    nobody: Any = None
+    ports = Ports(
+        limiter=limiter,
+        placement=nobody,
+        workers=nobody,
+        clock=CLOCK,
+        supervisor=Supervisor(CLOCK),
+        rng=Random(0),
+        sign_ticket=lambda tenant, request, expiry: b"t",
+        new_incident=lambda: "inc_1",
+        error_of=by_reason,
+    )
+    return GatewayService(
+        validator=nobody, identity=nobody, catalog=nobody, ports=ports, limits=GatewayLimits()
+    )
+
+
+async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> None:
+    shared = RedisLimiter(f"redis://{own_redis.address}/0", CLOCK, timeout_s=2.0)
+    limiter = FallbackLimiter(shared, MemoryLimiter(CLOCK, local=True), CLOCK)
+    try:
+        reservation = await limiter.admit("t", "r", Limits())
+        own_redis.kill()
+        await limiter.settle(reservation, Usage(prompt_tokens=3, output_tokens=4))
+        own_redis.start()
+        assert limiter.unsettled == 1
+        async with asyncio.timeout(30):
+            while await shared.concurrency("t") != 1:  # it answers again, and holds the slot
+                await asyncio.sleep(0.05)
+        await _service(limiter).drain(0.0)
+        assert limiter.unsettled == 0
+        assert await shared.concurrency("t") == 0
+        assert (await shared.usage("t")).output_tokens == 4
+    finally:
+        await shared.close()

@@ -1,0 +1,78 @@
+"""What the tests read of metrics: the documented ones, the exported ones, those that an expression names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+_NAME = re.compile(r"\bfairway_[a-z0-9_]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One metric; ``roles`` are those that export it, ``labels`` without a histogram's own."""
+
+    kind: str
+    text: str
+    labels: frozenset[str]
+    roles: frozenset[str]
+
+
+def documented(everyone: frozenset[str]) -> dict[str, Described]:
+    """Return the tables of docs/metrics.md by name; "all" in them means ``everyone``."""
+    found: dict[str, Described] = {}
+    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" |")]
+        if not line.startswith("| `fairway_"):
+            continue
+        assert len(cells) == 6, line
+        name, kind, labels, by, text, question = cells
+        assert question.endswith(("?", ".")), f"{name} answers no question"
+        found[name.strip("`")] = Described(
+            kind.partition(",")[0],
+            text,
+            frozenset(filter(None, labels.split(", "))),
+            everyone if by == "all" else frozenset(by.split(", ")),
+        )
+    return found
+
+
+def exported(text: str) -> dict[str, Described]:
+    """Return what one process exports by name; labels are known only of what has a value."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = frozenset(label for sample in family.samples for label in sample.labels) - {"le"}
+        found[name] = Described(family.type, family.documentation, labels, frozenset())
+    return found
+
+
+def values(text: str, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """Return the samples of a metric by their labels, sorted."""
+    return {
+        tuple(sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def named(expression: str) -> set[str]:
+    """Return the metrics that an expression is about."""
+    return {re.sub(r"_(bucket|count|sum)$", "", found) for found in _NAME.findall(expression)}
+
+
+def dashboard_expressions(path: Path) -> Iterator[str]:
+    board: dict[str, Any] = json.loads(path.read_text())
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+    for variable in board["templating"]["list"]:
+        yield variable["query"]
