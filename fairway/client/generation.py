@@ -56,8 +56,10 @@ class GenerationStream:
 
     Every token comes once and in order per choice, also when the generation is continued at another gateway.
     ``Accepted`` may come again while nothing was delivered: the last one counts. Leaving the block, or
-    ``aclose``, cancels what still runs; so does dropping the last reference, once it is collected. One task
-    reads at a time; ``aclose`` may come from another one of the same loop, whose reader then gets Closed.
+    ``aclose``, ends the stream and tells the gateway; so does dropping the last reference, once it is
+    collected. A generation with a key then runs on for the server's grace, unless it is one of a session.
+
+    One task reads at a time; ``aclose`` may come from another one of the same loop: the reader gets Closed.
     """
 
     def __init__(self, core: Core, carrier: Carrier, generation: pb.Generation, timeout_s: float) -> None:

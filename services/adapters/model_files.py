@@ -37,6 +37,7 @@ Chooser = Callable[[str], bool]
 _HEX_DIGITS: Final = 64  # of the version, at the beginning of a folder's name
 _STALE_PARTIALS: Final = 8
 _RESERVE_BYTES: Final = 64 * 1024 * 1024
+_OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
 
 
 @dataclass(slots=True)
@@ -75,6 +76,18 @@ class ModelFiles:
         self._uses = 0
         self._opened = False
         self._room = asyncio.Lock()
+
+    async def own(self) -> None:
+        """The root is ours, if its disk answers; a disk that does not is met again at the first fetch.
+
+        Raises FailedPrecondition when another process owns it.
+        """
+        try:
+            await self._open()
+        except BlockingIOError as exc:
+            raise FailedPrecondition(_OWNED) from exc
+        except OSError as exc:
+            log.warning("model_files.unusable", error=repr(exc))
 
     async def fetch(
         self, model: str, digest: str, *, only: Chooser | None = None, progress: Progress | None = None
@@ -298,10 +311,7 @@ class ModelFiles:
                 free = self._folders.free_bytes()
             return _disk_full(free, 0)
         if isinstance(exc, BlockingIOError):
-            return StoreUnavailable(
-                "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR",
-                retry_after_s=10.0,
-            )
+            return StoreUnavailable(_OWNED, retry_after_s=10.0)
         name = errno.errorcode.get(exc.errno or 0, "EIO")
         return StoreUnavailable(f"the disk of the model files answered {name}", errno=name)
 

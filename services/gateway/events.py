@@ -36,6 +36,7 @@ class Accepted:
     """First event: what was resolved and drawn for the request.
 
     ``replayed``: an earlier request with the same idempotency key was, and this is its answer.
+    ``received_unix_us``: when it was accepted, of a request with a key.
     """
 
     request_id: str

@@ -169,9 +169,9 @@ class OpenAiFace:
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
+        key = exchange.headers.idempotency_key()
         body = await read_body(exchange.headers, exchange.receive, self.limits)
         wanted = replace(parse(body), stage_clock=exchange.headers.wants_stage_clock())
-        key = exchange.headers.idempotency_key()
         for generation in wanted.generations:
             generation.idempotency_key = key
             if session_key is not None:
@@ -185,8 +185,9 @@ class OpenAiFace:
         )
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
         first = completions[0].accepted
-        if first.replayed:
+        if first.received_unix_us:
             request_id, created_unix_s = original(first, 0)
+        if first.replayed:
             exchange.reply.add_header(*REPLAYED)
         await exchange.reply.json(200, whole_answer(wanted, completions, created_unix_s, request_id))
 

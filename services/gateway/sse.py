@@ -79,8 +79,9 @@ class EventStream:
     async def _on_accepted(self, number: int, event: Accepted) -> None:
         if self._frames is None:
             request_id, created_unix_s = self._request_id, self._created_unix_s
-            if event.replayed:
+            if event.received_unix_us:
                 request_id, created_unix_s = original(event, number)
+            if event.replayed:
                 self._reply.add_header(*REPLAYED)
             identity = Identity(request_id, created_unix_s, event.model, event.version_digest)
             self._frames = Frames(self._wanted, identity)

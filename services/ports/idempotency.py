@@ -36,7 +36,7 @@ class RecordLimits:
     tombstone_s: float = 86_400.0
     max_record_bytes: int = 4 * 1024**2
     max_tenant_bytes: int = 256 * 1024**2
-    max_tenant_keys: int = 250_000
+    max_tenant_keys: int = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

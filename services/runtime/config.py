@@ -76,7 +76,7 @@ class Settings(BaseModel):
     idempotency_lease_s: float = Field(default=5.0, ge=1, le=60)
     idempotency_body_s: float = Field(default=3600.0, ge=10, le=86_400)
     idempotency_tombstone_s: float = Field(default=86_400.0, ge=10, le=2_592_000)
-    idempotency_tenant_keys: int = Field(default=250_000, ge=1, le=10_000_000)
+    idempotency_tenant_keys: int = Field(default=1_000_000, ge=1, le=10_000_000)
     idempotency_tenant_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
 
     @field_validator("etcd_endpoints", mode="before")

@@ -95,7 +95,7 @@ class LoopWatch:
                 continue
             if not told:
                 told = True
-                log.error("loop.stalled", quiet_s=round(quiet_s, 1), stack=self._stack())
+                log.error("loop.stalled", quiet_s=round(quiet_s, 1), at=self._stack())
             if quiet_s >= self._fatal_s:
                 log.critical("loop.stuck", quiet_s=round(quiet_s, 1), exit_code=EXIT_STUCK)
                 self._end(EXIT_STUCK)

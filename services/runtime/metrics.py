@@ -121,7 +121,7 @@ class Histogram:
 
     def collect(self) -> Metric:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         for values, cell in self._cells.items():
             family.add_metric(values, list(zip(names, accumulate(cell.counts), strict=True)), cell.total)
         return family

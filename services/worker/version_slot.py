@@ -15,6 +15,7 @@ from services.core.records import AssignedVersion, LoadedVersion, VersionState
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.worker.detokenizer import Vocabulary, load_vocabulary
+from services.worker.engine_limits import limited, read_limits
 from services.worker.engine_process import (
     Crashed,
     EngineEvents,
@@ -114,6 +115,7 @@ class VersionSlot:
         self._phase_s = context.clock.monotonic_s()
         self._folder: Path | None = None
         self._vocabulary: Vocabulary | None = None
+        self._max_sequences = 0
         self._engine: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -248,6 +250,7 @@ class VersionSlot:
     async def _config(self, folder: Path) -> EngineConfig:
         """Return the configuration, its memory granted."""
         settings = self._context.settings
+        limits = await asyncio.to_thread(read_limits, folder)
         kv_bytes = settings.kv_memory_bytes
         if self.version.executor != "null":  # a null engine allocates nothing
             weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
@@ -260,7 +263,7 @@ class VersionSlot:
             )
             kv_bytes = grant.kv_bytes
             self._context.woke()  # others may wait for it to have its memory
-        return EngineConfig(
+        config = EngineConfig(
             socket_path="",
             model_dir=str(folder),
             executor="null" if self.version.executor == "null" else "torch",
@@ -274,6 +277,9 @@ class VersionSlot:
             null_step_s=settings.null_step_s,
             request_log_per_s=settings.request_log_per_s,
         )
+        config = limited(config, limits)
+        self._max_sequences = config.max_sequences
+        return config
 
     # --- what the engine says -------------------------------------------------------------------
 
@@ -303,7 +309,7 @@ class VersionSlot:
                 event.kv_blocks_total,
                 event.block_size,
                 event.max_model_len,
-                self._context.settings.max_sequences,
+                self._max_sequences,
             ),
             vocabulary=self._vocabulary,
             send=self._engine.send,

@@ -29,13 +29,14 @@ import structlog
 from tests.chaos.drills import Drill, matrix
 from tests.chaos.driver import Bench
 from tests.chaos.fleet import Fleet, Shape
-from tests.chaos.load import Client, make_specs, references
+from tests.chaos.load import CLIENT_TIMEOUT_S, Client, make_specs, references
 from tests.chaos.report import Row, failures, line, result
 from tests.support.stack import ROOT
 
 SUITES: Final = {
     "suite-kill-32-streams": "tests/chaos/test_kill.py",
     "suite-kv-pressure": "tests/chaos/test_pressure.py",
+    "suite-gateway-keys": "tests/chaos/test_gateway_keys.py",
 }
 SUITE_S: Final = 900
 
@@ -62,7 +63,7 @@ async def run_drills(drills: Sequence[Drill], options: argparse.Namespace, root:
 async def run_on(fleet: Fleet, left: list[Drill], rows: list[Row], options: argparse.Namespace) -> None:
     """Take drills from ``left`` until one fails or none is left."""
     keys = await fleet.create_tenants([drill.name for drill in left] + ["reference"])
-    client = Client(fleet.gateways, fleet.options.model_name)
+    client = Client(fleet.gateways, fleet.options.model_name, timeout_s=CLIENT_TIMEOUT_S * options.patience)
     watching: list[asyncio.Task[None]] = []
     specs = make_specs()
     try:

@@ -67,9 +67,10 @@ def make_specs() -> tuple[Spec, ...]:
 class Client:
     """Sends requests to gateways; one that is refused before it was accepted goes to another gateway."""
 
-    def __init__(self, gateways: Mapping[str, str], model: str) -> None:
-        """``gateways``: address by name."""
+    def __init__(self, gateways: Mapping[str, str], model: str, *, timeout_s: float) -> None:
+        """``gateways``: address by name. A request is given up after ``timeout_s``."""
         self.names = tuple(gateways)
+        self.timeout_s = timeout_s
         self.model = model
         self._channels = {
             name: grpc.aio.insecure_channel(address, options=_OPTIONS) for name, address in gateways.items()
@@ -95,13 +96,13 @@ class Client:
         seen: Callable[[Outcome], None] = lambda outcome: None,
         cancel_at: int | None = None,
         slow: bool = False,
-        timeout_s: float = CLIENT_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Outcome:
         """Return what became of one request. ``seen`` hears of it at once."""
         outcome = Outcome(next(self._numbers), spec.number, gateway, now_s(), slow=slow)
         seen(outcome)
         heard = _Heard(outcome)
-        deadline_s = outcome.began_s + timeout_s
+        deadline_s = outcome.began_s + (timeout_s or self.timeout_s)
         while True:
             call = self._stubs[outcome.gateway].Generate(
                 pb.GenerateRequest(generation=spec.generation(self.model)),
@@ -228,7 +229,7 @@ class Traffic:
             self._task.cancel()
             await asyncio.wait((self._task,))
         if self._running:
-            await asyncio.wait(self._running, timeout=CLIENT_TIMEOUT_S + 15)
+            await asyncio.wait(self._running, timeout=self._client.timeout_s + 15)
         for task in self._running:
             if not task.done():
                 task.cancel()

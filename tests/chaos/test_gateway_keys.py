@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 import psutil

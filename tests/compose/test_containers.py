@@ -52,7 +52,7 @@ def test_its_process_is_nobody_and_writes_nowhere_else(fleet: Fleet, service: st
     assert set(fields["Uid"].split()) == {fleet.variables["FLEET_UID"]}
     assert int(fields["CapEff"], 16) == 0
     assert fields["NoNewPrivs"] == "1"
-    for path in ("/opt/fairway/x", "/etc/x", "/x"):
+    for path in ("/srv/fairway/x", "/etc/x", "/x"):
         with pytest.raises(Failed, match="Read-only file system"):
             fleet.execute(service, "touch", path)
     for tool in ("cc", "gcc", "make"):
@@ -78,7 +78,7 @@ def test_the_image_has_no_secret_and_little_else(fleet: Fleet) -> None:
     history = command("docker", "history", "--no-trunc", image) + command("docker", "inspect", image)
     assert [name for name in SECRETS if fleet.secret(name).splitlines()[0] in history] == []
     assert json.loads(command("docker", "inspect", image))[0]["Config"]["User"] == "10001:10001"
-    found = fleet.execute("gateway", "find", "/opt/fairway", "-maxdepth", "1", "-printf", "%f\n").split()
+    found = fleet.execute("gateway", "find", "/srv/fairway", "-maxdepth", "1", "-printf", "%f\n").split()
     assert {"tests", "scripts", ".git", ".env", ".fairway"}.isdisjoint(found)
 
 

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import os
 import resource
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from services.adapters.s3_blobs import S3Blobs
 from services.core.errors import IntegrityError, InvalidInput, NotFound, StoreUnavailable
 from services.ports.blob_store import BlobStore, StoredBlob
 from tests.support.object_store import ObjectStore
+from tests.support.tiny_disk import tiny_disk
 
 PIECE_BYTES = 256 * 1024
 
@@ -402,20 +402,6 @@ async def test_a_damaged_blob_that_was_put_again_meanwhile_stays(tmp_path: Path)
     await second.put(digest, pieces(b"right"), 5)
     first._set_aside(digest, inode)  # the first one found the damage, too, and is late
     assert await read(first, digest) == [b"right"]
-
-
-@contextmanager
-def tiny_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    """A file system of that size at the folder. Skips where the system lets nobody mount."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], capture_output=True, timeout=30, check=True)
 
 
 async def test_a_disk_that_is_really_full_is_said_clearly_and_leaves_nothing(tmp_path: Path) -> None:

@@ -386,14 +386,14 @@ async def test_a_deployment_request_is_answered_as_it_was_though_its_tag_moved(p
 
 
 async def test_a_version_that_is_deleted_meanwhile_is_not_deployed(plane: Plane) -> None:
-    store = Interleaving(plane.clock)
+    store: MemoryStore = (interleaving := Interleaving(plane.clock))
     await store.commit([Put(version_key("tiny", DIGEST), dump(VersionRecord("tiny", DIGEST, 1, 0.0)))])
     service = ControlPlaneService(store, plane.clock, SEALER)
 
     async def forget() -> None:
         await store.commit([Delete(version_key("tiny", DIGEST))])
 
-    store.between = forget  # type: ignore[assignment]
+    interleaving.between = forget  # type: ignore[assignment]
     with pytest.raises(Conflict):
         await service.deployments.create(Deployment(Meta("d"), "tiny", DIGEST, "", 1))
     assert (await store.list(DEPLOYMENTS)).entries == ()

@@ -373,6 +373,7 @@ async def test_two_recorders_write_each_event_once_and_they_can_be_filtered(plan
     assert pages == [event.name for event in events if event.resource == "d"]
     entries = (await plane.store.list(EVENTS)).entries
     assert all(entry.lease_id for entry in entries), "every event has its time to live"
+    assert all(entry.mod_revision == entry.create_revision for entry in entries), "one was written again"
     with pytest.raises(InvalidInput):
         await plane.call("ListEvents", pb.ListEventsRequest(kinds=[pb.RESOURCE_KIND_BUDGET]))
 
@@ -390,7 +391,8 @@ async def test_events_are_watched_from_the_newest_and_resumed(plane: Plane) -> N
     batch: Any = await stream.read()
     assert [event.resource for event in batch.events] == ["b", "c"]
     await plane.deploy("d")
-    seen, revision = [], 0
+    seen: list[str] = []
+    revision = 0
     while not seen:
         batch = await stream.read()
         seen, revision = [event.resource for event in batch.events], batch.revision

@@ -331,9 +331,7 @@ async def test_a_continuation_that_differs_fails_whom_it_was_told_otherwise(
         assert await usage(left) == Usage(5, 20)
 
 
-async def test_a_slow_reader_holds_up_neither_the_run_nor_its_neighbour(
-    redis_url: str, fleet: Fleet
-) -> None:
+async def test_a_slow_reader_holds_up_neither_the_run_nor_its_neighbour(redis_url: str, fleet: Fleet) -> None:
     async with gateways(redis_url, fleet, 1, window_tokens=8) as (gateway,):
         slow = gateway.stream("k", max_output_tokens=100)
         await anext(slow)

@@ -37,7 +37,8 @@ class Collector(services.TraceServiceServicer):
 
     def start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(2))
-        services.add_TraceServiceServicer_to_server(self, self._server)
+        add: Any = services.add_TraceServiceServicer_to_server
+        add(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         self._server.start()
 

@@ -1,4 +1,4 @@
-"""The command line under test: in this process where only its answer matters, as a process of its own else."""
+"""The command line under test: in this process for its answer alone, else as a process of its own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class CommandLine:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 main([*arguments, "--state-dir", str(self.state)])
         except SystemExit as end:
-            said = Said(int(end.code or 0), out.getvalue(), err.getvalue())
+            ended = int(end.code or 0)
+        else:
+            raise AssertionError("main returned")
+        said = Said(ended, out.getvalue(), err.getvalue())
         assert said.code == code, f"fairway {' '.join(arguments)}: {said}"
         assert "Traceback" not in said.err
         assert (said.code == 0) == ("error " not in said.err), said.err

@@ -51,7 +51,7 @@ class Bench:
 @asynccontextmanager
 async def memory_bench(limits: RecordLimits) -> AsyncIterator[Bench]:
     clock = HandClock()
-    limiter = MemoryLimiter(clock, lease_s=1e9)
+    limiter = MemoryLimiter(clock, lease_s=1e12)
 
     async def leases() -> None:
         clock.now_s += limits.lease_s

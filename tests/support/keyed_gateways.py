@@ -1,4 +1,4 @@
-"""Gateways in this process on one Redis, with workers whose tokens depend on seed, choice and position alone."""
+"""Gateways in this process on one Redis; the tokens of their workers depend on seed, choice and position."""
 
 from __future__ import annotations
 
@@ -131,16 +131,13 @@ class Running:
     fleet: Fleet
     workers: Workers
     credits: int
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
     live: bool = True
 
     def credit(self, tokens: int) -> None:
         self.credits += tokens
-        self.wake.set()
 
     def cancel(self) -> None:
         self.live = False
-        self.wake.set()
 
     async def run(self) -> None:
         self.sink.on_accepted()
@@ -150,12 +147,8 @@ class Running:
         assert chars == self.spec.delivered_chars, "a resume that would repeat or lose text"
         while self.live and position < generation.max_output_tokens:
             await asyncio.sleep(self.fleet.step_s)
-            while self.live and (self.credits <= 0 or self._held(position)):
-                self.wake.clear()
-                await asyncio.wait(
-                    [asyncio.ensure_future(self.wake.wait()), asyncio.ensure_future(self.fleet.hold.wait())],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+            if self.credits <= 0 or self._held(position):
+                continue
             if not self.live:
                 return
             self._emit(position, token(generation.sampling.seed, choice, position) + self.fleet.diverge)
@@ -231,7 +224,13 @@ class Gateway:
     requests: int = 0
 
     def stream(
-        self, key: str, *, tenant: str = "", timeout_s: float = 60.0, models: tuple[str, ...] = (), **values: Any
+        self,
+        key: str,
+        *,
+        tenant: str = "",
+        timeout_s: float = 60.0,
+        models: tuple[str, ...] = (),
+        **values: Any,
     ) -> Any:
         self.requests += 1
         generation = pb.Generation(

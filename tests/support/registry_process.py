@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,6 +25,14 @@ from services.runtime.clock import SystemClock
 from tests.tidy.sources import ROOT
 
 TOKEN: Final = "t" * 40
+# Said by the child: gRPC's threads make it unsafe to run anything between a fork and an exec.
+_PROGRAM: Final = """
+import runpy, sys
+from fairway.cli import embedded
+embedded.die_with_parent()
+sys.argv = ["services", "registry"]
+runpy.run_module("services", run_name="__main__")
+"""
 
 
 class RegistryProcess:
@@ -55,8 +63,16 @@ class RegistryProcess:
         return f"{embedded.LOOPBACK}:{self.port}"
 
     def start(self) -> None:
-        """Return once it serves. Blocks: in a test that goes on meanwhile, call it in a thread."""
+        """Return once it serves. Blocks."""
         self._launch()
+        self._wait()
+
+    async def start_beside(self) -> None:
+        """The same while the loop goes on. The process ends with the thread that launches it: this one."""
+        self._launch()
+        await asyncio.to_thread(self._wait)
+
+    def _wait(self) -> None:
         assert self._process is not None
         deadline_s = time.monotonic() + 100
         while not self._is_serving():
@@ -67,13 +83,12 @@ class RegistryProcess:
     def _launch(self) -> None:
         with (self._folder / "registry.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services", "registry"],
+                [sys.executable, "-c", _PROGRAM],
                 cwd=ROOT,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=embedded.die_with_parent,
             )
 
     def kill(self) -> None:
@@ -96,7 +111,8 @@ class RegistryProcess:
 
     def _is_serving(self) -> bool:
         with suppress(grpc.RpcError), grpc.insecure_channel(self.address) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
 

@@ -37,9 +37,13 @@ def bootstrap(
 ) -> None:
     """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
 
-    Every step may be repeated: what is there already stays. The control plane was started with the same
-    admin key. Example: fairway bootstrap --registry registry:9091 --controlplane controlplane:9090
-    --gateway gateway:50051 --replicas 2
+    For a fleet that was started by other means. Every step may be repeated; the deployment gets the version
+    and the replicas that are asked for.
+
+    \b
+    Examples:
+      fairway bootstrap --registry registry:9091 --controlplane controlplane:9090 --gateway gateway:50051
+      fairway bootstrap --registry r:9091 --controlplane c:9090 --gateway g-0:50051 --no-model
     """
     state = StateDir.at(state_dir)
     if not read_secret(state, "admin_key"):

@@ -73,6 +73,11 @@ def up(
         controlplanes=controlplanes,
         settings=tuple(_setting(text) for text in settings or ()),
     )
+    _up(options, state, detach=detach)
+
+
+def _up(options: UpOptions, state: StateDir, *, detach: bool) -> None:
+    """Start it, or say that it runs."""
     if (running := running_endpoints(state)) is not None:
         _show_running(running, state)
         return

@@ -13,12 +13,13 @@ from services.adapters.fallback_limiter import FallbackLimiter
 from services.adapters.grpc_placement import GrpcPlacement
 from services.adapters.grpc_worker import GrpcWorkers
 from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.model_files import ModelFiles
 from services.adapters.observed_limiter import ObservedLimiter
 from services.adapters.redis_idempotency import RedisIdempotency
 from services.adapters.redis_limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import nothing, open_directory, open_model_files
+from services.app.roles.shared import open_directory, open_model_files
 from services.core.records import (
     DEPLOYMENTS,
     WORKERS,
@@ -51,7 +52,8 @@ def gateway(environment: Environment) -> Role:
     """The gateway: both faces over one service."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     identity = environment.identity()
-    service = _gateway_service(environment, identity)
+    files = open_model_files(environment)
+    service = _gateway_service(environment, identity, files)
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -101,7 +103,7 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    return Role(server, start=nothing, open=open_doors, drain=drain, checks=(draining,))
+    return Role(server, start=files.own, open=open_doors, drain=drain, checks=(draining,))
 
 
 def _http_observer(metrics: Metrics) -> ObserveExchange:
@@ -113,14 +115,14 @@ def _http_observer(metrics: Metrics) -> ObserveExchange:
     return lambda route, status, elapsed_s: exchanges.observe(elapsed_s, route, str(status))
 
 
-def _gateway_service(environment: Environment, identity: KeyDirectory) -> GatewayService:
+def _gateway_service(environment: Environment, identity: KeyDirectory, files: ModelFiles) -> GatewayService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
     catalog = ModelCatalog(
         environment.informer(DEPLOYMENTS, Deployment),
         environment.informer(WORKERS, Worker),
-        open_model_files(environment),
+        files,
         clock,
         executor=threads,
     )

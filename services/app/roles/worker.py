@@ -10,7 +10,7 @@ from services.adapters.grpc_reporter import Reporter
 from services.adapters.model_files import ModelFiles
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import nothing, open_directory, open_model_files
+from services.app.roles.shared import open_directory, open_model_files
 from services.rpc.server import Service
 from services.runtime.health import Check
 from services.runtime.machine import default_engine_threads
@@ -85,7 +85,7 @@ def worker(environment: Environment) -> Role:
     )
     return Role(
         server,
-        start=nothing,
+        start=files.own,
         open=open_doors,
         drain=agent.drain,
         checks=(Check("engines", agent.problem),),

@@ -106,6 +106,7 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
         self.most_running = 0
         self.unread: dict[int, int] = {}
         self.key = ""
+        self.time_left_s: float | None = None
         self._server = grpc.aio.server()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         self.port = 0
@@ -153,6 +154,7 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
         self.calls += 1
         sent = dict(context.invocation_metadata() or ())
         self.key = str(sent.get("authorization", ""))
+        self.time_left_s = context.time_remaining()
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, Refuse) and fault.after_tokens is None:
             await context.abort_with_status(status(fault))

@@ -51,14 +51,17 @@ def run_of(seed: int, count: int) -> list[int]:
 
 async def test_stream_has_typed_events_and_the_key_goes_along(gateways: Pair) -> None:
     async with client(gateways[0]) as opened:
-        stream = opened.generate("tiny", "hi", Options(max_output_tokens=5))
+        stream = opened.generate("tiny", "hi", Options(max_output_tokens=5), timeout_s=60)
         events = [event async for event in stream]
+        assert [one.in_flight for one in opened._core().pool._endpoints.values()] == [0]
     assert [type(event).__name__ for event in events] == ["Accepted", *["Tokens"] * 5, "Finished"]
     assert ids(events) == run_of(1, 5)
     assert isinstance(events[-1], Finished)
     assert stream.finished is events[-1]
     assert stream.idempotency_key == gateways[0].fleet.bodies[0].idempotency_key != ""
     assert gateways[0].key == "Bearer secret"
+    assert gateways[0].time_left_s is not None
+    assert 0 < gateways[0].time_left_s <= 60
 
 
 async def test_text_collect_complete_count_and_list(gateways: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -141,8 +142,9 @@ async def test_a_publisher_that_checks_nothing_is_refused_by_the_registry(
         )
     )  # fmt: skip
     pins = {"tokenizer.json": "tokenizer_digest", "engine_limits.json": "engine_limits_digest"}
-    pinned = {pins[path]: sha256_of(data)} if path in pins else {}
-    manifest = Manifest(files, weights_digest=weights_digest_of(files), **pinned)
+    manifest = Manifest(files, weights_digest=weights_digest_of(files))
+    if path in pins:
+        manifest = replace(manifest, **{pins[path]: sha256_of(data)})  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=problem):
         await registry.service.create_version("tiny", manifest)
     assert await registry.service.list_models() == ((), "")

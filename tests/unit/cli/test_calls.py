@@ -54,7 +54,7 @@ async def _error(address: str, name: str) -> CliError:
 @pytest.mark.parametrize(
     ("name", "reason", "code", "step"),
     [
-        ("missing", "NOT_FOUND", ExitCode.REFUSED, "change the request"),
+        ("missing", "NOT_FOUND", ExitCode.REFUSED, "list"),
         ("busy", "REQUEST_RATE_EXCEEDED", ExitCode.UNAVAILABLE, "try again in 1.5 s"),
         ("closed", "UNAUTHENTICATED", ExitCode.UNAUTHENTICATED, "--api-key"),
         ("denied", "PERMISSION_DENIED", ExitCode.UNAUTHENTICATED, "--admin-key"),
@@ -66,6 +66,14 @@ async def test_reason_and_next_step(address: str, name: str, reason: str, code: 
     assert (error.reason, error.exit_code) == (reason, code)
     assert error.message.startswith("cannot look: ")
     assert step in error.next_step
+
+
+async def test_first_of_several_servers_that_answers_is_asked(address: str) -> None:
+    error = await _error(f"127.0.0.1:9,nowhere.invalid:1,localhost:{address.rpartition(':')[2]}", "missing")
+    assert error.reason == "NOT_FOUND"
+    with pytest.raises(CliError, match="can be resolved") as caught:
+        await _error("nowhere.invalid:1,nobody.invalid:2", "missing")
+    assert caught.value.exit_code is ExitCode.UNAVAILABLE
 
 
 async def test_unreachable_server_says_how_to_start_one() -> None:
@@ -84,6 +92,12 @@ async def test_unreachable_server_says_how_to_start_one() -> None:
             ExitCode.USAGE,
             ("NO_MODEL", "--model"),
         ),
+        (["chat"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--grpc")),
+        (["queue"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--controlplane")),
+        (["events", "--watch"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--controlplane")),
+        (["up", "--set", "worker"], ExitCode.USAGE, ("--set", "worker-1:FAIRWAY_DRAIN_S=5")),
+        (["up", "--set", "worker-9:FAIRWAY_ZONE=a"], ExitCode.USAGE, ("NO_SUCH_PROCESS", "worker-0")),
+        (["complete", "x", "-f", "y"], ExitCode.USAGE, ("USAGE", "fairway complete --help")),
         (["keys", "list"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--controlplane")),
         (["models", "list"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--registry")),
         (["status"], ExitCode.NOT_RUNNING, ("NOT_RUNNING", "fairway up")),

@@ -286,7 +286,7 @@ def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:
 
 
 async def test_logs_are_bounded_while_their_process_writes(tmp_path: Path) -> None:
-    flood = "import sys\nfor n in range(200_000): print('line', n, '.' * 80, flush=True)\nimport time\ntime.sleep(300)"
+    flood = "import time\nfor n in range(200_000): print('line', n, '.' * 80, flush=True)\ntime.sleep(300)"
     (spec,) = _specs(tmp_path, "loud")
     loud = ProcessSpec(
         **{**{name: getattr(spec, name) for name in spec.__slots__}, "probe": _content}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,7 @@ class FakeClock:
 
     async def sleep(self, seconds: float) -> None:
         self.now_s += seconds
+        await asyncio.sleep(0)
 
 
 @dataclass

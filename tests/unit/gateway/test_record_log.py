@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -153,10 +154,8 @@ def test_entries_survive_their_encoding() -> None:
 
 @given(st.binary(max_size=64))
 def test_bytes_that_are_no_chunk_are_refused_or_read(data: bytes) -> None:
-    try:
-        decode(data)
-    except IntegrityError as error:
-        assert error.message
+    with contextlib.suppress(IntegrityError):
+        assert isinstance(decode(data), tuple)
 
 
 class Sink:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.config import ConfigError, Settings, load, read_secret
+from services.runtime.config import ConfigError, Settings, load, read_password, read_secret
 
 
 def test_what_is_not_said_has_its_default() -> None:
@@ -59,3 +59,15 @@ def test_a_short_or_missing_secret_is_refused_without_its_text(tmp_path: Path) -
     assert "hunter2" not in str(caught.value)
     path.write_text("x" * 40 + "\n")
     assert read_secret(path) == "x" * 40
+
+
+def test_a_password_may_be_short_but_not_empty(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            read_password(path)
+        assert str(path) in str(caught.value)
+        path.unlink(missing_ok=True)
+    path.write_text("hunter2\n")
+    assert read_password(path) == "hunter2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -152,6 +153,7 @@ class FakeClock:
 
     async def sleep(self, seconds: float) -> None:
         self.now_s += seconds
+        await asyncio.sleep(0)
 
 
 def new_bench(byte_level: Tokenizer) -> Bench:

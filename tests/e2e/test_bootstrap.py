@@ -1,0 +1,50 @@
+"""`fairway bootstrap` on a fleet that something else started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.stack import ROOT, Stack, fairway
+
+
+def bootstrap(stack: Stack, state: Path) -> list[str]:
+    found = stack.endpoints
+    return [
+        "bootstrap",
+        f"--state-dir={state}",
+        f"--registry={found['registry']}",
+        f"--controlplane={found['controlplane']}",
+        f"--gateway={found['grpc']}",
+        "--replicas=2",
+    ]
+
+
+def test_bootstrap_may_be_repeated_and_keeps_the_key(stack: Stack, tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    for name in ("admin_key", "api_key"):
+        (secrets / name).write_text(stack.endpoints[name])
+    for _ in range(2):
+        fairway(*bootstrap(stack, tmp_path))
+        written = json.loads((tmp_path / "endpoints.json").read_text())
+        assert written["api_key"] == stack.api_key
+        assert written["model"] == stack.model
+        assert (tmp_path / "endpoints.json").stat().st_mode & 0o077 == 0
+    models = fairway("models", "list", "--state-dir", str(tmp_path)).stdout
+    assert stack.model in models
+
+
+def test_bootstrap_without_an_admin_key_says_where_it_belongs(stack: Stack, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fairway.cli.main", *bootstrap(stack, tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert str(tmp_path / "secrets" / "admin_key") in done.stderr.replace("\n", "")
+    assert "FAIRWAY_ADMIN_KEY_FILE" in done.stderr

@@ -1,0 +1,244 @@
+"""Idempotency keys as the clients of each face send them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from structlog.testing import capture_logs
+
+from fairway.v1 import inference_pb2 as pb
+from fairway.v1 import inference_pb2_grpc
+from services.core import errors
+from services.core.generation import Principal
+from services.core.records import KeyRole
+from services.gateway.events import Received
+from services.gateway.http_server import HttpServer
+from services.gateway.openai_http import build_app
+from services.gateway.servicer import InferenceServicer
+from services.rpc.server import RpcServer, Service
+from services.rpc.status import from_rpc_error
+from services.runtime.clock import SystemClock
+from services.runtime.ids import Ids
+from tests.support.keyed_gateways import Fleet, Gateway, gateways
+
+CLOCK = SystemClock()
+AUTH = (("authorization", "Bearer key"),)
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
+TEXTS = {"model": "m", "prompt": ["one", "three"], "max_tokens": 6}
+
+
+@dataclass
+class Faces:
+    """Two gateways, of each a gRPC and an HTTP face."""
+
+    fleet: Fleet
+    gateways: list[Gateway]
+    stubs: list[inference_pb2_grpc.InferenceServiceAsyncStub]
+    urls: list[str]
+
+    async def post(self, gateway: int, path: str, body: Any, *keys: str) -> tuple[int, dict[str, str], bytes]:
+        request = urllib.request.Request(self.urls[gateway] + path, json.dumps(body).encode())
+        request.add_header("authorization", "Bearer key")
+        request.add_header("content-type", "application/json")
+        for key in keys:
+            request.add_unredirected_header("idempotency-key", key)
+
+        def send() -> tuple[int, dict[str, str], bytes]:
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return answer.status, dict(answer.headers), answer.read()
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, dict(error.headers), error.read()
+
+        return await asyncio.to_thread(send)
+
+
+class Caller:
+    """Every key is the tenant's."""
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+
+    def authenticate(self, credentials: str | None) -> Principal:
+        return Principal("k", KeyRole.TENANT, self._tenant)
+
+
+@pytest_asyncio.fixture
+async def faces(redis_url: str) -> AsyncIterator[Faces]:
+    fleet = Fleet()
+    async with AsyncExitStack() as stack:
+        pair = await stack.enter_async_context(gateways(redis_url, fleet, 2))
+        stubs = [await stack.enter_async_context(_grpc(gateway)) for gateway in pair]
+        urls = [await stack.enter_async_context(_http(gateway)) for gateway in pair]
+        yield Faces(fleet, pair, stubs, urls)
+
+
+@asynccontextmanager
+async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
+    numbers = count()
+    server = RpcServer(
+        [
+            Service(
+                pb.DESCRIPTOR.services_by_name["InferenceService"],
+                inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                InferenceServicer(
+                    gateway.service,
+                    lambda: Received(CLOCK.monotonic_s(), 1, f"req_{gateway.name}_{next(numbers)}"),
+                    heartbeat_s=5.0,
+                ),
+            )
+        ],
+        listen="127.0.0.1:0",
+        internal_token="i" * 32,
+        new_incident=lambda: "inc_2",
+        authenticate=lambda token: Principal("k", KeyRole.TENANT, gateway.fleet.tenant),
+    )
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            yield inference_pb2_grpc.InferenceServiceStub(channel)
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def _http(gateway: Gateway) -> AsyncIterator[str]:
+    app = build_app(gateway.service, Caller(gateway.fleet.tenant), CLOCK, Ids(), max_body_bytes=100_000)
+    server = HttpServer(app, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0.5)
+
+
+def generation(key: str, **values: Any) -> pb.Generation:
+    return pb.Generation(
+        **{"model": "m", "prompt": "hello", "max_output_tokens": 12, "idempotency_key": key, **values}
+    )
+
+
+async def test_accepted_says_that_it_was_before(faces: Faces) -> None:
+    left, right = faces.stubs
+    request = pb.CompleteRequest(generation=generation("k", choices=2))
+    first = await left.Complete(request, metadata=AUTH)
+    again = await right.Complete(request, metadata=AUTH)
+    assert (first.accepted.replayed, again.accepted.replayed) == (False, True)
+    again.accepted.replayed = False
+    assert again == first
+    assert faces.fleet.engine_tokens == 24
+
+
+async def test_a_conflict_is_not_to_be_sent_again(faces: Faces) -> None:
+    left, _ = faces.stubs
+    await left.Complete(pb.CompleteRequest(generation=generation("k")), metadata=AUTH)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await left.Complete(pb.CompleteRequest(generation=generation("k", prompt="hi")), metadata=AUTH)
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert isinstance(from_rpc_error(caught.value), errors.IdempotencyConflict)
+
+
+async def test_generations_of_a_session_have_keys(faces: Faces) -> None:
+    ends: list[Any] = []
+    for stub in faces.stubs:
+        call = stub.Session(metadata=AUTH)
+        for number in range(3):  # two with one key, one with another
+            start = pb.SessionStart(
+                stream_id=number, generation=generation(f"k{number // 2}"), initial_credit_tokens=64
+            )
+            await call.write(pb.SessionRequest(start=start))
+        await call.done_writing()
+        accepted, finished = {}, {}
+        async for message in call:
+            accepted.update({each.stream_id: each.accepted.request_id for each in message.accepted})
+            finished.update({each.stream_id: each.finished.usage.output_tokens for each in message.finished})
+        assert finished == {0: 12, 1: 12, 2: 12}
+        assert accepted[0] == accepted[1] != accepted[2]
+        ends.append(accepted)
+    assert ends[0] == ends[1]
+    assert faces.fleet.engine_tokens == 24
+
+
+async def test_a_session_that_withdraws_ends_what_it_alone_follows(faces: Faces) -> None:
+    faces.fleet.hold_at = 4
+    call = faces.stubs[0].Session(metadata=AUTH)
+    await call.write(pb.SessionRequest(start=pb.SessionStart(stream_id=1, generation=generation("k"))))
+    async with asyncio.timeout(60):
+        while faces.fleet.engine_tokens < 4:
+            await asyncio.sleep(0.01)
+        await call.write(pb.SessionRequest(cancel=pb.SessionCancel(stream_ids=[1])))
+        reasons: list[str] = []
+        while not reasons:
+            message: Any = await call.read()
+            reasons = [each.error.reason for each in message.finished]
+    assert reasons == ["CANCELLED"]
+    await faces.gateways[0].at_rest()
+    assert not faces.gateways[0].workers.started[0].live
+    call.cancel()
+
+
+async def test_a_whole_answer_is_replayed_to_the_byte(faces: Faces) -> None:
+    status, headers, first = await faces.post(0, "/v1/chat/completions", CHAT, "k")
+    assert (status, headers.get("idempotent-replayed")) == (200, None)
+    for gateway in (0, 1):
+        status, headers, again = await faces.post(gateway, "/v1/chat/completions", CHAT, "k")
+        assert (status, headers["idempotent-replayed"]) == (200, "true")
+        assert again == first
+    assert faces.fleet.engine_tokens == 12
+
+
+async def test_a_stream_is_replayed_also_where_it_was_a_whole_answer(faces: Faces) -> None:
+    _, _, whole = await faces.post(0, "/v1/chat/completions", CHAT, "k")
+    status, headers, stream = await faces.post(1, "/v1/chat/completions", {**CHAT, "stream": True}, "k")
+    assert (status, headers["idempotent-replayed"]) == (200, "true")
+    events = [json.loads(line[6:]) for line in stream.decode().split("\n\n") if line.startswith("data: {")]
+    text = "".join(choice["delta"].get("content", "") for each in events for choice in each["choices"])
+    assert text == json.loads(whole)["choices"][0]["message"]["content"]
+    assert {each["id"] for each in events} == {json.loads(whole)["id"]}
+    assert stream.endswith(b"data: [DONE]\n\n")
+
+
+async def test_prompts_of_one_request_are_replayed_together(faces: Faces) -> None:
+    _, _, first = await faces.post(0, "/v1/completions", TEXTS, "k")
+    status, headers, again = await faces.post(1, "/v1/completions", TEXTS, "k")
+    assert (status, headers["idempotent-replayed"]) == (200, "true")
+    assert json.loads(again)["choices"] == json.loads(first)["choices"]
+    assert json.loads(again)["id"] == json.loads(first)["id"]
+    assert faces.fleet.engine_tokens == 12
+    for other in ("one", ["one"], ["one", "two"], ["one", "three", "four"]):
+        status, headers, _ = await faces.post(0, "/v1/completions", {**TEXTS, "prompt": other}, "k")
+        assert (status, headers["x-should-retry"]) == (409, "false"), other
+
+
+@pytest.mark.parametrize("key", ["", "k" * 129, "a b", "\u00fc"])
+async def test_a_key_that_is_none_is_refused(faces: Faces, key: str) -> None:
+    status, _, body = await faces.post(0, "/v1/chat/completions", CHAT, key)
+    assert status == 400
+    assert json.loads(body)["error"]["param"] == "idempotency-key"
+
+
+async def test_keys_are_not_in_the_logs_nor_in_the_store(faces: Faces, redis_url: str) -> None:
+    with capture_logs() as logs:
+        await faces.stubs[0].Complete(
+            pb.CompleteRequest(generation=generation("order-of-ann")), metadata=AUTH
+        )
+    assert "idempotency.claimed" in [entry["event"] for entry in logs]
+    assert "order-of-ann" not in repr(logs)
+    redis = faces.gateways[0].store._scripts._redis
+    names = [name async for name in redis.scan_iter(match=f"fw:{{{faces.fleet.tenant}}}*")]
+    assert names
+    assert not any(b"order-of-ann" in name for name in names)
+    for name in names:
+        assert await redis.pttl(name) > 0, name

@@ -1,0 +1,161 @@
+"""Every command says how it is used; nothing ends in a traceback; a terminal is asked, a pipe is not."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fairway.cli.changes import confirm
+from fairway.cli.errors import ExitCode
+from fairway.cli.main import app, main
+
+ROOT = Path(__file__).resolve().parents[3]
+GROUPS = {
+    "models": {"list", "publish", "versions", "show", "tag", "untag", "delete"},
+    "deployments": {"list", "show", "create", "update", "scale", "delete"},
+    "tenants": {"list", "show", "create", "update", "disable", "enable", "delete"},
+    "keys": {"list", "show", "create", "rotate", "update", "revoke"},
+    "nodes": {"list", "show", "cordon", "uncordon", "drain", "delete"},
+}
+SINGLE = {"up", "down", "status", "complete", "chat", "queue", "events", "version"}
+
+
+def _commands() -> dict[str, Any]:
+    """Every command by its words."""
+    root: Any = typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in root.commands.items():
+        if hasattr(command, "commands"):
+            found |= {f"{name} {inner}": each for inner, each in command.commands.items()}
+        else:
+            found[name] = command
+    return found
+
+
+def test_every_command_is_there() -> None:
+    wanted = SINGLE | {f"{group} {name}" for group, names in GROUPS.items() for name in names}
+    assert wanted <= set(_commands())
+
+
+@pytest.mark.parametrize("name", sorted(set(_commands()) - {"bootstrap"}))
+def test_help_has_examples_and_a_text_for_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*name.split(), "--help"])
+    assert not caught.value.code
+    said = capsys.readouterr().out
+    assert f"Usage: fairway {name}" in said
+    assert f"fairway {name}" in said.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("arguments", [["--nope"], ["nodes"], [], ["nodes", "list", "--timeout", "x"]])
+def test_wrong_use_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == ExitCode.USAGE
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert "--help" in said.out + said.err
+
+
+def test_what_nobody_thought_of_ends_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endpoints.json").write_text('{"http": "", "grpc": "not an address", "api_key": "k"}')
+    monkeypatch.delenv("FAIRWAY_CLI_DEBUG", raising=False)
+    arguments = ["complete", "x", "--model", "m", "--grpc", "not an address", "--api-key", "ü"]
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--timeout", "2s", "--state-dir", str(tmp_path)])
+    assert int(caught.value.code or 0) in (ExitCode.FAILED, ExitCode.UNAVAILABLE)
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "next: " in said
+
+
+def test_nobody_is_asked_without_a_terminal() -> None:
+    confirm("Delete everything?", yes=False)
+
+
+@contextmanager
+def _terminal(*arguments: str, settings: dict[str, str] | None = None) -> Iterator[tuple[Any, int]]:
+    """A command whose three streams are one terminal, and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[3] &= ~termios.ECHO
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **(settings or {})}
+    with subprocess.Popen(
+        [sys.executable, "-m", "fairway.cli.main", *arguments],
+        cwd=ROOT,
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def _read_until(terminal: int, text: str) -> str:
+    """Return what came up to and with ``text``, or until the end."""
+    said = b""
+    while text.encode() not in said:
+        try:
+            piece = os.read(terminal, 1024)
+        except OSError:  # Linux says EIO when the other end is closed
+            break
+        said += piece
+    return said.decode()
+
+
+AWAY = ("--controlplane", "127.0.0.1:9", "--admin-key", "k")
+
+
+@pytest.mark.parametrize(("answer", "reason", "code"), [("n", "NOT_CONFIRMED", 1), ("y", "UNAVAILABLE", 6)])
+def test_terminal_is_asked_before_something_goes(answer: str, reason: str, code: int) -> None:
+    with _terminal("tenants", "delete", "acme", *AWAY) as (process, terminal):
+        assert "Delete the tenant acme? [y/N]" in _read_until(terminal, "[y/N]")
+        os.write(terminal, f"{answer}\n".encode())
+        assert reason in _read_until(terminal, "next")
+        assert process.wait(timeout=60) == code
+
+
+def test_yes_is_not_asked() -> None:
+    with _terminal("keys", "revoke", "ci", "--yes", *AWAY) as (process, terminal):
+        said = _read_until(terminal, "next")
+        assert "[y/N]" not in said
+        assert process.wait(timeout=60) == 6
+
+
+@pytest.mark.parametrize(("settings", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_color_is_for_terminals_that_want_it(settings: dict[str, str], colored: bool) -> None:
+    with _terminal("nodes", "list", *AWAY, settings=settings) as (_, terminal):
+        assert ("\x1b[1;31m" in _read_until(terminal, "next")) == colored
+
+
+def test_interrupt_at_the_prompt_of_a_terminal_asks_for_another_one() -> None:
+    chat = ("chat", "--grpc", "127.0.0.1:9", "--api-key", "k", "--model", "m")
+    with _terminal(*chat) as (process, terminal):
+        _read_until(terminal, "> ")
+        os.killpg(process.pid, signal.SIGINT)
+        assert "Ctrl-D or /quit ends" in _read_until(terminal, "once more.")
+        _read_until(terminal, "> ")
+        os.write(terminal, b"/help\n")
+        assert "/reset" in _read_until(terminal, "stops an answer.")
+        os.write(terminal, b"/quit\n")
+        assert process.wait(timeout=60) == 0

@@ -1,0 +1,149 @@
+"""Waiting for deployments and drains, told what a control plane would answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from fairway.cli.changes import read_and_change
+from fairway.cli.errors import CliError
+from fairway.cli.waiting import show_replicas, until_deployed, until_drained
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import worker_pb2
+
+T = TypeVar("T")
+READY, LOADING, FAILED = (
+    worker_pb2.VERSION_STATE_READY,
+    worker_pb2.VERSION_STATE_LOADING,
+    worker_pb2.VERSION_STATE_FAILED,
+)
+
+
+def answers(*states: T) -> Callable[[], Awaitable[T]]:
+    """The states one after the other; the last one stays."""
+    left = list(states)
+
+    async def read() -> T:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return read
+
+
+def deployment(*replicas: cp.ReplicaStatus, wanted: int = 2, message: str = "") -> cp.Deployment:
+    ready = sum(replica.state == READY for replica in replicas)
+    return cp.Deployment(
+        metadata=cp.Metadata(name="chat"),
+        replicas=wanted,
+        version_digest="new",
+        status=cp.DeploymentStatus(ready_replicas=ready, replicas=replicas, message=message),
+    )
+
+
+def replica(
+    worker: str, state: worker_pb2.VersionState.ValueType, digest: str = "new", **values: object
+) -> cp.ReplicaStatus:
+    return cp.ReplicaStatus(worker_id=worker, state=state, version_digest=digest, **values)  # type: ignore[arg-type]
+
+
+async def test_deployment_is_ready_once_all_run_the_wanted_version() -> None:
+    told: list[tuple[str, float | None, str]] = []
+    read = answers(
+        deployment(replica("a", READY, "old"), replica("b", READY, "old")),
+        deployment(replica("a", READY), message="no worker for 1 replicas"),
+        deployment(
+            replica("a", READY), replica("b", LOADING, progress_ratio=0.5), replica("c", READY, "old")
+        ),
+        deployment(replica("a", READY), replica("b", READY)),
+    )
+    report = show_replicas(lambda name, ratio, detail: told.append((name, ratio, detail)))
+    found = await until_deployed(read, report, timeout_s=60)
+    assert {each.version_digest for each in found.status.replicas} == {"new"}
+    assert ("b", 0.5, "loading") in told
+    assert ("chat", None, "no worker for 1 replicas") in told
+
+
+async def test_deployment_without_replicas_is_reached_once_none_is_left() -> None:
+    read = answers(deployment(replica("a", READY), wanted=0), deployment(wanted=0))
+    assert not (await until_deployed(read, lambda _: None, timeout_s=60)).status.replicas
+
+
+async def test_replica_that_fails_for_good_ends_the_wait() -> None:
+    gone = replica("a", FAILED, message="it needs 9 GiB, 2 GiB are free", reason="DOES_NOT_FIT")
+    with pytest.raises(CliError, match="9 GiB") as caught:
+        await until_deployed(answers(deployment(gone)), lambda _: None, timeout_s=60)
+    assert caught.value.reason == "DOES_NOT_FIT"
+
+
+async def test_replica_that_is_tried_again_is_waited_for_a_few_times() -> None:
+    again = replica("a", FAILED, failed_attempts=1, retry_time=Timestamp(seconds=1))
+    last = replica("a", FAILED, failed_attempts=3, retry_time=Timestamp(seconds=9), message="exit code 1")
+    read = answers(deployment(again), deployment(again), deployment(last))
+    with pytest.raises(CliError, match="exit code 1"):
+        await until_deployed(read, lambda _: None, timeout_s=60)
+
+
+async def test_failure_of_the_version_before_ends_nothing() -> None:
+    read = answers(
+        deployment(replica("a", FAILED, "old"), wanted=1), deployment(replica("a", READY), wanted=1)
+    )
+    await until_deployed(read, lambda _: None, timeout_s=60)
+
+
+async def test_wait_that_is_over_says_what_is_missing() -> None:
+    read = answers(deployment(message="no worker for 2 replicas: 1 cordoned"))
+    with pytest.raises(CliError, match=r"0 of 2 replicas.*1 cordoned") as caught:
+        await until_deployed(read, lambda _: None, timeout_s=0)
+    assert caught.value.reason == "NOT_READY_IN_TIME"
+
+
+def node(*, draining: bool = True, **values: object) -> cp.Node:
+    found = cp.Node(metadata=cp.Metadata(name="w"), draining=draining)
+    if draining:
+        found.drain.CopyFrom(cp.DrainProgress(**values))  # type: ignore[arg-type]
+    return found
+
+
+async def test_drain_is_done_when_the_node_says_so() -> None:
+    read = answers(node(assigned_versions=1), node(ending_versions=1), node(done=True))
+    assert (await until_drained(read, lambda *_: None, timeout_s=60)).drain.done
+
+
+async def test_drain_that_somebody_ends_or_that_takes_too_long() -> None:
+    with pytest.raises(CliError, match="uncordoned") as caught:
+        await until_drained(
+            answers(node(assigned_versions=1), node(draining=False)), lambda *_: None, timeout_s=60
+        )
+    assert caught.value.reason == "DRAIN_ENDED"
+    stuck = node(assigned_versions=1, waiting_for=["chat: no worker for 1 replicas"])
+    with pytest.raises(CliError, match="chat: no worker") as caught:
+        await until_drained(answers(stuck), lambda *_: None, timeout_s=0)
+    assert caught.value.reason == "NOT_DRAINED_IN_TIME"
+
+
+async def test_change_by_someone_else_is_read_and_the_own_one_made_again() -> None:
+    stored = {"etag": "1", "value": 0}
+    races = [2, 3]
+
+    async def read() -> dict[str, object]:
+        return dict(stored)
+
+    async def write(found: dict[str, object], etag: str) -> dict[str, object]:
+        if races:  # somebody is faster
+            stored["etag"] = str(races.pop(0))
+        if etag != stored["etag"]:
+            raise CliError("ETAG_MISMATCH", "it has another etag")
+        stored["value"] = 7
+        return dict(stored)
+
+    done = await read_and_change("", read, write, lambda found: str(found["etag"]))
+    assert done["value"] == 7
+    races += [4]
+    with pytest.raises(CliError, match="etag"):
+        await read_and_change("3", read, write, lambda found: str(found["etag"]))
+    races += [5, 6, 7, 8]
+    with pytest.raises(CliError, match="etag"):
+        await read_and_change("", read, write, lambda found: str(found["etag"]))
+    assert races == []

@@ -1,0 +1,138 @@
+"""docker-compose.yml without an engine: its settings are known, and no container has more than it needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from services.app.compose import ROLES
+from services.runtime import config
+
+ROOT: Final = Path(__file__).parents[3]
+COMPOSE: Final = ROOT / "deploy" / "compose"
+TEXT: Final = (ROOT / "docker-compose.yml").read_text()
+FILE: Final[dict[str, Any]] = yaml.safe_load(TEXT)
+SERVICES: Final[dict[str, dict[str, Any]]] = FILE["services"]
+ROLE_NAMES: Final = [
+    name for name, each in SERVICES.items() if each.get("command", [""])[:2] == ["python", "-m"]
+]
+
+
+def filled(value: object) -> str:
+    """A value with the defaults of its variables."""
+    return re.sub(r"\$\{[A-Z0-9_]+:-([^}]*)\}", r"\1", str(value))
+
+
+def seconds(text: str) -> float:
+    assert text.endswith("s")
+    return float(text[:-1])
+
+
+def test_every_role_is_there_twice_but_the_registry() -> None:
+    counted = {role: [SERVICES[name]["command"][3] for name in ROLE_NAMES].count(role) for role in ROLES}
+    assert counted == {"registry": 1, "controlplane": 2, "scheduler": 2, "worker": 4, "gateway": 2}
+
+
+@pytest.mark.parametrize("name", ROLE_NAMES)
+def test_the_settings_of_a_role_are_valid(name: str) -> None:
+    environment = {key: filled(value) for key, value in SERVICES[name]["environment"].items()}
+    settings = config.load(environment)
+    assert settings.advertised == f"{name}:{settings.listen.rpartition(':')[2]}"
+    assert seconds(SERVICES[name]["stop_grace_period"]) > settings.drain_s + 2 + 5
+    probed = SERVICES[name]["healthcheck"]["test"]
+    assert probed[1:4] == ["python", "-m", "services.rpc.probe"]
+    assert probed[4].rpartition(":")[2] == settings.listen.rpartition(":")[2]
+    given = {f"/run/secrets/{secret}" for secret in SERVICES[name]["secrets"]}
+    assert {value for key, value in environment.items() if key.endswith("_FILE")} == given
+    if "worker_id" in settings.model_fields_set:
+        assert settings.worker_id == name
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_has_limits_and_no_rights(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"]
+    assert service["pids_limit"]
+    assert service["logging"]["options"]["max-size"]
+    root = str(service["user"]).startswith("0")
+    assert root == (name == "volumes")
+    if root:
+        assert service["network_mode"] == "none"
+    else:
+        assert "cap_add" not in service
+    assert "privileged" not in service
+
+
+def test_images_are_pinned_and_ports_are_on_the_loopback() -> None:
+    for name, service in SERVICES.items():
+        tag = filled(service["image"]).rpartition(":")[2]
+        assert re.search(r"\d+\.\d+", tag), f"{name}: {service['image']}"
+        for port in service.get("ports", ()):
+            assert filled(port).startswith("127.0.0.1:"), f"{name}: {port}"
+    assert FILE["networks"]["fleet"]["internal"] is True
+    assert FILE["networks"]["state"]["internal"] is True
+
+
+def test_no_secret_is_a_variable() -> None:
+    for name, service in SERVICES.items():
+        for key in service.get("environment", {}):
+            secret = re.search(r"PASSWORD|TOKEN|SECRET|ADMIN_KEY|API_KEY", key)
+            assert not secret or key.endswith("_FILE"), f"{name}: {key}"
+
+
+def test_every_volume_is_given_to_its_user() -> None:
+    given = {each.partition(":")[0] for each in SERVICES["volumes"]["volumes"]}
+    used = {
+        each.partition(":")[0]
+        for name, service in SERVICES.items()
+        if name != "volumes" and service["user"] == SERVICES["gateway"]["user"]
+        for each in service.get("volumes", ())
+        if each.partition(":")[0] in FILE["volumes"]
+    }
+    assert given == used
+    assert all(
+        each.endswith(":nocopy")
+        for name in [*ROLE_NAMES, "etcd", "redis"]
+        for each in SERVICES[name].get("volumes", ())
+    )
+
+
+def test_what_is_mounted_from_the_tree_is_there() -> None:
+    mounted = re.findall(r"^ +- (\./[^:]+):", TEXT, re.MULTILINE)
+    assert len(mounted) >= 5
+    assert [path for path in mounted if not (ROOT / path).exists()] == []
+
+
+def test_variables_are_on_the_page() -> None:
+    page = (ROOT / "docs" / "operations" / "compose.md").read_text()
+    images = set(re.findall(r"\$\{(FLEET_\w+_IMAGE):-", TEXT))
+    asked = set(re.findall(r"\$\{(FLEET_\w+):-", TEXT)) - images
+    assert asked - set(re.findall(r"FLEET_\w+", page)) == set()
+
+
+def test_prometheus_asks_every_role() -> None:
+    scraped = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["scrape_configs"][0]
+    (found,) = scraped["dns_sd_configs"]
+    assert sorted(found["names"]) == sorted(ROLE_NAMES)
+    ports = {
+        SERVICES[name]["environment"]["FAIRWAY_METRICS_LISTEN"].rpartition(":")[2] for name in ROLE_NAMES
+    }
+    assert ports == {str(found["port"])}
+
+
+def test_spans_find_their_way_to_the_store() -> None:
+    collector = yaml.safe_load((COMPOSE / "otel-collector.yml").read_text())
+    (pipeline,) = collector["service"]["pipelines"].values()
+    assert set(pipeline["receivers"]) == set(collector["receivers"])
+    assert set(pipeline["processors"]) == set(collector["processors"])
+    assert set(pipeline["exporters"]) == set(collector["exporters"])
+    assert collector["exporters"]["otlp"]["endpoint"].partition(":")[0] in SERVICES
+    for source in yaml.safe_load((COMPOSE / "grafana/datasources/fairway.yml").read_text())["datasources"]:
+        assert source["url"].removeprefix("http://").partition(":")[0] in SERVICES

@@ -1,0 +1,172 @@
+"""What a request leaves behind: its clock to the end, its counts, its line, its spans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import generate_latest
+from structlog.testing import capture_logs
+
+from services.core import errors
+from services.core.generation import GenerationSpec, SamplingParams, TokenLogprobs, Usage
+from services.gateway.events import Accepted, Finished, Received
+from services.gateway.request import Admitted, Request
+from services.gateway.sequence_run import RunContext
+from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.telemetry import GatewayTelemetry
+from services.ports.limiter import Limits, Reservation
+from services.runtime.clock import SystemClock
+from services.runtime.logging import LineBudget
+from services.runtime.metrics import Metrics
+from services.runtime.supervisor import Supervisor
+from services.runtime.tracing import Tracing
+from tests.support.metrics import values
+from tests.unit.gateway.test_request import Placement, Workers, emit, ended
+
+CLOCK = SystemClock()
+SETTLE_S = 0.2
+
+
+class SlowSettling:
+    """A quota store that takes its time to hear the end of a request."""
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        return Reservation(tenant_id, request_id)
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+
+    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+        await asyncio.sleep(SETTLE_S)
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return 0
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.finished: Finished | None = None
+        self.error: errors.FairwayError | None = None
+
+    def on_accepted(self, accepted: Accepted) -> None: ...
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None: ...
+
+    def on_finished(self, finished: Finished) -> None:
+        self.finished = finished
+
+    def on_failed(self, error: errors.FairwayError) -> None:
+        self.error = error
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.telemetry = GatewayTelemetry(
+            self.metrics,
+            clock=CLOCK,
+            tracing=Tracing(CLOCK, provider.get_tracer("test")),
+            lines=LineBudget(CLOCK.monotonic_s, 100.0),
+        )
+        self.sink, self.limiter, self.supervisor = Ends(), SlowSettling(), Supervisor(CLOCK)
+        self.workers = Workers(emit(3, ended(3)))
+        self.placement = Placement()
+        self.refuse: errors.FairwayError | None = None
+
+    async def run(self) -> float:
+        """Run one request; return how long it took."""
+        began_s = CLOCK.monotonic_s()
+        request = Request(
+            Received(began_s, 1, "req_1", face="http"),
+            self.sink,
+            limiter=self.limiter,
+            clock=CLOCK,
+            supervisor=self.supervisor,
+            new_incident=lambda: "inc_1",
+            telemetry=self.telemetry,
+        )
+
+        async def admit(timer: StageTimer) -> Admitted:
+            if self.refuse is not None:
+                raise self.refuse
+            timer.enter(Stage.ADMIT, CLOCK.monotonic_s())
+            spec = GenerationSpec("req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64)
+            context = RunContext(
+                placement=self.placement,
+                workers=self.workers,
+                clock=CLOCK,
+                rng=Random(0),
+                error_of=lambda _, text: errors.InvalidInput(text),
+                tenant_id="acme",
+                ticket=b"t",
+                arrival_unix_us=1,
+                queue_ttl_s=5.0,
+                deadline_s=None,
+                window_tokens=8,
+                telemetry=request.telemetry,
+            )
+            return Admitted(spec, await self.limiter.admit("acme", "req_1", Limits()), context)
+
+        task = self.supervisor.spawn("request", request.run(admit, 30.0))
+        request.bind(task)
+        await task
+        return CLOCK.monotonic_s() - began_s
+
+    def counted(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        return values(generate_latest(self.metrics.registry).decode(), name)
+
+
+async def test_the_clock_holds_all_that_the_client_waits_for() -> None:
+    rig = Rig()
+    elapsed_s = await rig.run()
+    assert rig.sink.finished is not None
+    clock = rig.sink.finished.clock
+    total_s = sum(getattr(clock, stage.value) for stage in Stage) / 1e6
+    assert clock.send_us >= SETTLE_S * 1e6 * 0.9
+    assert elapsed_s - 0.1 <= total_s <= elapsed_s
+
+
+async def test_a_finished_request_is_counted_and_has_a_line_and_spans() -> None:
+    rig = Rig()
+    with capture_logs() as logs:
+        await rig.run()
+    face = (("face", "http"), ("outcome", "finished"), ("reason", "FINISHED"))
+    assert rig.counted("fairway_gateway_requests_total") == {face: 1.0}
+    tokens = rig.counted("fairway_gateway_tokens_total")
+    assert tokens[("kind", "output"), ("model", "m"), ("tenant", "acme")] == 3.0
+    assert tokens[("kind", "prompt"), ("model", "m"), ("tenant", "acme")] == 3.0
+    assert rig.counted("fairway_gateway_ttft_seconds_count") == {(("model", "m"),): 1.0}
+    assert rig.counted("fairway_gateway_tpot_seconds_count") == {(("model", "m"),): 1.0}
+    (line,) = [entry for entry in logs if entry["event"] == "request.finished"]
+    stages = sum(value for key, value in line.items() if key.endswith("_ms") and key != "total_ms")
+    assert stages == pytest.approx(line["total_ms"], abs=0.1)
+    spans = {span.name: span for span in rig.exporter.get_finished_spans()}
+    root = spans.pop("request")
+    assert root.parent is None
+    assert {"validate", "admit", "queue", "dispatch", "decode", "send"} <= set(spans)
+    assert {span.parent.span_id for span in spans.values() if span.parent} == {root.context.span_id}
+    assert rig.workers.started[0].traceparent.split("-")[2] == f"{spans['dispatch'].context.span_id:016x}"
+
+
+async def test_a_refused_request_is_counted_by_its_reason_and_by_no_name_of_the_client() -> None:
+    rig = Rig()
+    rig.refuse = errors.ModelNotFound("no such model")
+    with capture_logs() as logs:
+        await rig.run()
+    face = (("face", "http"), ("outcome", "failed"), ("reason", "MODEL_NOT_FOUND"))
+    assert rig.counted("fairway_gateway_requests_total") == {face: 1.0}
+    assert rig.counted("fairway_gateway_tenant_requests_total") == {}
+    (line,) = [entry for entry in logs if entry["event"] == "request.failed"]
+    assert line["total_ms"] >= 0
+    (root,) = [span for span in rig.exporter.get_finished_spans() if span.name == "request"]
+    assert not root.status.is_ok
