@@ -16,7 +16,7 @@ import typer
 
 from fairway.cli import targets
 from fairway.cli.calls import CALL_TIMEOUT_S, bearer, checked, open_channel
-from fairway.cli.flags import span_s
+from fairway.cli.flags import timeout_s
 from fairway.cli.targets import (
     DEFAULT_STATE_DIR,
     AdminKeyOption,
@@ -36,7 +36,7 @@ TimeoutOption = Annotated[
     float | None,
     typer.Option(
         "--timeout",
-        parser=span_s,
+        parser=timeout_s,
         metavar="SPAN",
         help="Of a call, such as 30s, else 15 s; with --wait of the wait, else 10 minutes.",
         show_default=False,

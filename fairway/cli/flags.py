@@ -39,6 +39,14 @@ def span_s(text: str | float) -> float:
         raise typer.BadParameter(str(exc)) from exc
 
 
+def timeout_s(text: str | float) -> float:
+    """Return the seconds of an option's time limit, which is above 0."""
+    seconds = span_s(text)
+    if not seconds:
+        raise typer.BadParameter("a time limit is above 0")
+    return seconds
+
+
 def future(text: str) -> datetime:
     """Return the moment that an option names, spans counted from now on."""
     return _moment(text, past=False)

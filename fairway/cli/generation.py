@@ -12,7 +12,7 @@ import typer
 
 from fairway.cli import targets
 from fairway.cli.calls import client_error
-from fairway.cli.flags import PriorityName, span_s
+from fairway.cli.flags import PriorityName, timeout_s
 from fairway.cli.output import err, out, plain
 from fairway.client import Accepted, Client, ClientOptions, FairwayError, Finished, Options, Priority, Tokens
 from fairway.client.values import Input
@@ -31,15 +31,15 @@ PriorityOption = Annotated[PriorityName | None, typer.Option("--priority", help=
 TimeoutOption = Annotated[
     float,
     typer.Option(
-        "--timeout", parser=span_s, metavar="SPAN", help="How long one answer may take, such as 2m."
+        "--timeout", parser=timeout_s, metavar="SPAN", help="How long one answer may take, such as 2m."
     ),
 ]
 
 
-def open_client(address: str, api_key: str, state_dir: Path, *, timeout_s: float) -> Client:
+def open_client(address: str, api_key: str, state_dir: Path, *, answer_s: float) -> Client:
     """Return a client of the gateways that the options name, not entered yet. Raises CliError."""
     target = targets.gateway(address, api_key, state_dir)
-    options = ClientOptions(generation_timeout_s=timeout_s)
+    options = ClientOptions(generation_timeout_s=answer_s)
     return Client(target.address.split(","), api_key=target.key, options=options)
 
 

@@ -55,12 +55,13 @@ app.command("version")(show_version)
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit: 0, or a code of ``ExitCode``, with the reason and the next step on stderr."""
-    sys.exit(int(_run(argv)))
+    sys.exit(run(app, argv))
 
 
-def _run(argv: list[str] | None) -> int:
+def run(commands: typer.Typer, argv: list[str] | None) -> int:
+    """Run one of ``commands`` and return its exit code. Whatever it ends with, a person can read it."""
     try:
-        code = app(args=argv, prog_name="fairway", standalone_mode=False)
+        code = commands(args=argv, prog_name="fairway", standalone_mode=False)
     except CliError as error:
         show_error(error)
         return int(error.exit_code)
@@ -73,7 +74,7 @@ def _run(argv: list[str] | None) -> int:
         return int(ExitCode.FAILED)
     except _WrongUse as exc:
         return _wrong_use(exc)
-    except Exception as exc:  # the top of the program: whatever it is, a person reads it
+    except Exception as exc:  # the top of the program
         if os.environ.get(DEBUG):
             raise
         what = f"{type(exc).__name__}: {exc}"

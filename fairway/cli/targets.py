@@ -116,4 +116,11 @@ def _target(name: str, address: str, key: str) -> Target:
             next_step="add " + ("--api-key KEY" if name == "gateway" else "--admin-key KEY"),
             exit_code=ExitCode.UNAUTHENTICATED,
         )
+    if not key.isascii() or not key.isprintable():
+        raise CliError(
+            "BAD_KEY",
+            f"the key for the {name} has characters that no key has",
+            next_step="copy it again, as it was shown when it was made",
+            exit_code=ExitCode.UNAUTHENTICATED,
+        )
     return Target(address, key)

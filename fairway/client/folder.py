@@ -135,11 +135,17 @@ def _hash_file(hashed: Hashed, name: str, path: Path) -> Iterator[int]:
     )
 
 
-def read_chunk(chunk: Chunk) -> bytes:
-    """Return the bytes of a chunk as they are now; the registry refuses them if they changed."""
+def read_chunk(digest: str, chunk: Chunk) -> bytes:
+    """Return the bytes of a chunk. Raises PublishRefused when they are not those that were hashed."""
     with _open(chunk.path) as stream:
         stream.seek(chunk.offset_bytes)
-        return stream.read(chunk.size_bytes)
+        data = stream.read(chunk.size_bytes)
+    if "sha256:" + hashlib.sha256(data).hexdigest() != digest:
+        raise PublishRefused(
+            f"{chunk.path} changed while it was being published",
+            next_step="publish again once nothing writes to the folder",
+        )
+    return data
 
 
 def manifest_of(

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 import grpc
 
-from fairway.client.folder import Chunk, read_chunk
+from fairway.client.folder import Chunk, PublishRefused, read_chunk
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 
@@ -72,7 +72,7 @@ class Transfer:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(PARALLEL_UPLOADS, len(chunks))):
                     group.create_task(worker())
-        except* (grpc.aio.AioRpcError, OSError) as failed:
+        except* (grpc.aio.AioRpcError, OSError, PublishRefused) as failed:
             raise failed.exceptions[0] from None
 
     async def again(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -98,7 +98,7 @@ class Transfer:
             delay_s = min(_DELAY_MOST_S, delay_s * 2)
 
     async def _upload(self, digest: str, chunk: Chunk) -> None:
-        data = await asyncio.to_thread(read_chunk, chunk)
+        data = await asyncio.to_thread(read_chunk, digest, chunk)
 
         async def once() -> None:
             counted = 0

@@ -9,7 +9,7 @@ from typing import Final
 
 from services.adapters.frame_dispatch import NotStarted
 from services.adapters.worker_link import WorkerLink
-from services.core.generation import StartSpec
+from services.core.generation import Grant, StartSpec
 from services.ports.clock import Clock
 from services.ports.worker import RunningSequence, SequenceSink
 from services.rpc.channel import auth_metadata
@@ -22,7 +22,8 @@ class GrpcWorkers:
     """Implements ``ports.worker.WorkerClient``. Sinks hear from the event loop, never from within ``start``.
 
     ``after_frame`` is called once after all sinks of a message were called, so that whoever writes what
-    they collected can do it once per engine step.
+    they collected can do it once per engine step. ``unsent`` gets the grant of each start that was given up
+    before it left: no worker will ever see it.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GrpcWorkers:
         supervisor: Supervisor,
         *,
         after_frame: Callable[[], None] | None = None,
+        unsent: Callable[[Grant], None] | None = None,
         silence_s: float = 5.0,
         idle_s: float = 60.0,
     ) -> None:
@@ -42,6 +44,7 @@ class GrpcWorkers:
         self._clock = clock
         self._supervisor = supervisor
         self._after_frame = after_frame
+        self._unsent = unsent
         self._silence_s = silence_s
         self._idle_s = idle_s
         self._links: dict[str, WorkerLink] = {}
@@ -74,6 +77,7 @@ class GrpcWorkers:
             gateway_id=self._gateway_id,
             metadata=auth_metadata(self._token),
             after_frame=self._after_frame,
+            unsent=self._unsent,
             silence_s=self._silence_s,
             idle_s=self._idle_s,
         )

@@ -277,7 +277,7 @@ class ModelFiles:
         ]
         if not idle:
             raise StoreUnavailable(
-                f"no room for {needed_bytes} bytes: of the {self._max_bytes} bytes of the cache of model files "
+                f"no room for {needed_bytes} bytes: of the {self._max_bytes} of the cache of model files "
                 f"{self.kept_bytes} are in use; take a version off this worker or raise "
                 "FAIRWAY_MODEL_CACHE_BYTES",
                 retry_after_s=10.0,

@@ -13,7 +13,7 @@ import structlog
 from fairway.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.adapters.frame_dispatch import NotStarted, SinkTable
 from services.core.errors import InvalidInput
-from services.core.generation import StartSpec
+from services.core.generation import Grant, StartSpec
 from services.ports.clock import Clock
 from services.ports.worker import RunningSequence, SequenceSink
 from services.rpc.channel import open_channel
@@ -59,10 +59,10 @@ class _Outgoing:
                 request.credit.tokens.append(tokens)
         return request
 
-    def forget(self, handle: int) -> bool:
-        """Whether the start of a sequence was not sent yet; it never will be."""
+    def forget(self, handle: int) -> StartSpec | None:
+        """Return the start of a sequence that was not sent yet; it never will be."""
         self.credits.pop(handle, None)
-        return self.starts.pop(handle, None) is not None
+        return self.starts.pop(handle, None)
 
 
 class WorkerLink:
@@ -76,6 +76,7 @@ class WorkerLink:
         gateway_id: str,
         metadata: tuple[tuple[str, str], ...],
         after_frame: Callable[[], None] | None,
+        unsent: Callable[[Grant], None] | None,
         silence_s: float,
         idle_s: float,
     ) -> None:
@@ -86,6 +87,7 @@ class WorkerLink:
         self._gateway_id = gateway_id
         self._metadata = metadata
         self._after_frame = after_frame
+        self._unsent = unsent
         self._silence_s = silence_s
         self._idle_s = idle_s
         self._sinks = SinkTable()
@@ -111,7 +113,11 @@ class WorkerLink:
             self._wake.set()
 
     def cancel(self, handle: int) -> None:
-        if self._sinks.drop(handle) and not self._outgoing.forget(handle):
+        if not self._sinks.drop(handle):
+            return
+        if (spec := self._outgoing.forget(handle)) is not None:
+            self._give_back(spec)
+        else:
             self._outgoing.cancels.append(handle)
             self._wake.set()
 
@@ -119,6 +125,10 @@ class WorkerLink:
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait({self.task})
+
+    def _give_back(self, spec: StartSpec) -> None:
+        if self._unsent is not None:
+            self._unsent(spec.grant)
 
     # --- the stream -----------------------------------------------------------------------------
 
@@ -133,6 +143,9 @@ class WorkerLink:
             self.closed = True
             if len(self._sinks):
                 log.warning("worker.lost", address=self.address, sequences=len(self._sinks), reason=message)
+            for handle in list(self._outgoing.starts):
+                if (spec := self._outgoing.forget(handle)) is not None:
+                    self._give_back(spec)
             self._sinks.lose_all(message)
             await channel.close()
 

@@ -94,7 +94,7 @@ async def watch_resources(
     An empty ``Changes`` is a sign of life. Raises FailedPrecondition when ``after_revision`` is too far
     back: begin anew with 0.
     """
-    follower = _Follower(await read_snapshot(store), kinds, after_revision)
+    follower = Follower(await read_snapshot(store), kinds, after_revision)
     if not after_revision:
         yield follower.begin()
     try:
@@ -110,7 +110,7 @@ async def watch_resources(
         ) from exc
 
 
-class _Follower:
+class Follower:
     """What one watch has told. ``revision``: everything up to there was told."""
 
     def __init__(self, snapshot: Snapshot, kinds: Collection[Kind], after_revision: int) -> None:

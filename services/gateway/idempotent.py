@@ -10,6 +10,7 @@ import structlog
 
 from fairway.v1 import inference_pb2
 from services.core.errors import ConcurrencyExceeded, FairwayError, StoreUnavailable
+from services.gateway.audience import copy_of
 from services.gateway.events import Received, RequestSink
 from services.gateway.follower import Follower
 from services.gateway.keyed_run import KeyedRun, write_ending
@@ -94,7 +95,7 @@ class Idempotent:
         for run in list(self._runs.values()):
             run.stop(error)
         for follower in list(self._followers):
-            follower.failed(error)
+            follower.failed(copy_of(error))
         return cut
 
     def check_integrity(self) -> None:

@@ -31,7 +31,14 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.gateway.events import ChoiceResult, RequestSink
-from services.gateway.policy.retry import EXCLUDED_S, GiveUp, PlaceAgain, after_loss, after_refusal
+from services.gateway.policy.retry import (
+    EXCLUDED_S,
+    GiveUp,
+    PlaceAgain,
+    after_loss,
+    after_refusal,
+    after_unreached,
+)
 from services.gateway.stage_timer import Stage, StageTimer
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.clock import Clock
@@ -111,6 +118,9 @@ class SequenceRun:
         self._sink = sink
         self._pace = context.telemetry.pace()
         self._refusals = 0
+        self._accepted = False  # by the worker that it was given to last
+        self._unreached = 0  # starts in a row whose worker went away before it accepted, and since when
+        self._unreached_since_s = 0.0
         self._produced = list(produced.ids)
         self._chars = produced.chars
         self._running: RunningSequence | None = None
@@ -237,6 +247,7 @@ class SequenceRun:
             time_left_s=time_left_s,
             traceparent=self.timer.traceparent,
         )
+        self._accepted = False
         self._outcome = asyncio.get_running_loop().create_future()
         self._running = context.workers.start(start, self)
         try:
@@ -267,12 +278,23 @@ class SequenceRun:
                     return PlaceAgain()
                 if outcome.reason is not FinishReason.ENGINE_LOST:
                     raise self._error(outcome)
-            self.losses += 1
-            decision = after_loss(grant.worker_id, self.losses, jitter)
+            decision = self._after_end(outcome, grant, jitter)
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
         self._log_placed_again(grant, outcome)
         return decision
+
+    def _after_end(self, outcome: Outcome, grant: Grant, jitter: float) -> PlaceAgain | GiveUp:
+        """Count a loss, unless the worker never had the sequence."""
+        if self._accepted or not isinstance(outcome, Lost):
+            self.losses += 1
+            return after_loss(grant.worker_id, self.losses, jitter)
+        context, now_s = self._context, self._context.clock.monotonic_s()
+        if self._unreached == 0:
+            self._unreached_since_s = now_s
+        self._unreached += 1
+        waited_s = now_s - self._unreached_since_s
+        return after_unreached(grant.worker_id, self._unreached, waited_s, context.queue_ttl_s, jitter)
 
     def _log_placed_again(self, grant: Grant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
@@ -306,7 +328,8 @@ class SequenceRun:
     # --- SequenceSink: called by the worker client's reader -------------------------------------
 
     def on_accepted(self) -> None:
-        self._refusals = 0
+        self._accepted = True
+        self._refusals = self._unreached = 0
         self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:

@@ -38,7 +38,8 @@ class Settings(BaseModel):
     admin_key_file: Path | None = None
     registry: Address = "127.0.0.1:9091"
     blob_store: str = Field(
-        default="folder", pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$"
+        default="folder",
+        pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",
     )
     s3_endpoint: str = Field(default="", pattern=r"^(https?://[^\s/@]+/?)?$")
     s3_region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,64}$")

@@ -95,6 +95,7 @@ def _network_drills() -> Iterator[Drill]:
         kind: Mode = "cut" if mode == "cut" else "hole"
         yield _edge("gateway*", "scheduler*", kind, 9 + more_s)
         yield _edge("gateway*", "worker-0", kind, 5 + more_s)
+        yield replace(_edge("gateway*", "worker*", kind, 9 + 2 * more_s), name=f"gateway-workers-{mode}")
         yield _edge("worker*", "scheduler*", kind, 9 + more_s)
         yield replace(
             _edge("worker*", "registry", kind, 6),

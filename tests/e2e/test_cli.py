@@ -233,6 +233,30 @@ def test_model_lives_from_publication_to_deletion(cli: CommandLine, tmp_path: Pa
     assert "copy" not in [row[0] for row in cli("models", "list").rows]
 
 
+def test_deployment_follows_a_tag_only_when_it_is_told_to(cli: CommandLine, tmp_path: Path) -> None:
+    digests = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        shutil.copytree(bundled_checkpoint(), folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"name_of_the_copy": f"moved {number}"}))
+        digests.append(cli("models", "publish", str(folder), "--name", "moving").out.strip())
+        if number == 0:
+            cli("deployments", "create", "moving", "--replicas", "0")
+    eventually(lambda: _version_of(cli, "moving", f"latest@{digests[0][7:19]} (tag moved)"))
+    scaled = cli("deployments", "scale", "moving", "0", "-o", "json").json
+    assert scaled["version_digest"] == digests[0]
+    followed = cli("deployments", "update", "moving", "--version", "latest", "-o", "json").json
+    assert followed["version_digest"] == digests[1]
+    assert "FAILED_PRECONDITION" in cli("models", "delete", "moving", digests[1], code=4).err
+    cli("deployments", "delete", "moving")
+
+
+def _version_of(cli: CommandLine, name: str, version: str) -> None:
+    (row,) = [row for row in cli("deployments", "list").rows if row[0] == name]
+    assert row[2] == version
+
+
 def test_deployment_that_cannot_be_placed_says_why_in_time(cli: CommandLine, stack: Stack) -> None:
     arguments = ("--model", stack.model, "--selector", "gpu=none", "--executor", "null")
     said = cli("deployments", "create", "extra", *arguments, "--wait", "--timeout", "1s", code=1)

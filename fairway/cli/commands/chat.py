@@ -72,7 +72,7 @@ def chat(
       fairway chat --model my-model --system "Answer in one sentence."
       printf 'Write a loop.\\nNow in reverse.\\n' | fairway chat --seed 7
     """
-    client = open_client(grpc_address, api_key, state_dir, timeout_s=timeout)
+    client = open_client(grpc_address, api_key, state_dir, answer_s=timeout)
     options = options_of(
         max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, priority=priority
     )

@@ -76,7 +76,7 @@ def complete(
       fairway complete -f prompt.txt --seed 7 --json | jq .clock
     """
     text = _prompt(prompt, file)
-    client = open_client(grpc_address, api_key, state_dir, timeout_s=timeout)
+    client = open_client(grpc_address, api_key, state_dir, answer_s=timeout)
     name = targets.default_model(model, state_dir)
     options = options_of(
         max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, priority=priority

@@ -170,12 +170,12 @@ def _gateway_ports(environment: Environment) -> Ports:
     fallback = FallbackLimiter(observed, MemoryLimiter(clock, local=True), clock)
     records = RedisIdempotency(settings.redis_url, clock, _record_limits(settings), password=password)
     environment.closing.push_async_callback(records.close)
-    workers = GrpcWorkers(token, gateway_id, clock, supervisor)
-    environment.closing.push_async_callback(workers.close)
     placement = GrpcPlacement(
         open_directory(environment), token, gateway_id, clock, supervisor, environment.rng
     )
     environment.closing.push_async_callback(placement.close)
+    workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
+    environment.closing.push_async_callback(workers.close)
     export_upstream(
         environment.metrics,
         worker_streams=lambda: workers.links,

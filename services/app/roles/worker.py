@@ -12,6 +12,7 @@ from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
 from services.rpc.server import Service
+from services.runtime.config import Settings
 from services.runtime.health import Check
 from services.runtime.machine import default_engine_threads
 from services.worker.agent import WorkerAgent, WorkerIdentity
@@ -31,24 +32,8 @@ def worker(environment: Environment) -> Role:
     host = SequenceHost(changed=_ignore, not_admitted=telemetry.not_admitted)
     files = open_model_files(environment)
     agent = WorkerAgent(
-        WorkerIdentity(
-            worker_id=settings.worker_id,
-            address=settings.advertised,
-            zone=settings.zone,
-            labels=settings.labels,
-            device=settings.device,
-            memory_bytes=settings.memory_bytes,
-            lease_ttl_s=settings.lease_ttl_s,
-        ),
-        settings=EngineSettings(
-            device=settings.device,
-            threads=settings.engine_threads or default_engine_threads(),
-            kv_memory_bytes=settings.kv_memory_bytes,
-            token_budget=settings.token_budget,
-            max_sequences=settings.max_sequences,
-            null_step_s=settings.null_step_s,
-            request_log_per_s=settings.request_log_per_s,
-        ),
+        worker_identity(settings),
+        settings=engine_settings(settings),
         host=host,
         store=environment.store,
         files=files,
@@ -90,6 +75,32 @@ def worker(environment: Environment) -> Role:
         drain=agent.drain,
         checks=(Check("engines", agent.problem),),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
+    )
+
+
+def worker_identity(settings: Settings) -> WorkerIdentity:
+    """Who the worker is, from the process settings."""
+    return WorkerIdentity(
+        worker_id=settings.worker_id,
+        address=settings.advertised,
+        zone=settings.zone,
+        labels=settings.labels,
+        device=settings.device,
+        memory_bytes=settings.memory_bytes,
+        lease_ttl_s=settings.lease_ttl_s,
+    )
+
+
+def engine_settings(settings: Settings) -> EngineSettings:
+    """How its engines are started, from the process settings."""
+    return EngineSettings(
+        device=settings.device,
+        threads=settings.engine_threads or default_engine_threads(),
+        kv_memory_bytes=settings.kv_memory_bytes,
+        token_budget=settings.token_budget,
+        max_sequences=settings.max_sequences,
+        null_step_s=settings.null_step_s,
+        request_log_per_s=settings.request_log_per_s,
     )
 
 

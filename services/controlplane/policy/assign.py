@@ -205,23 +205,24 @@ def _leave_starved(deployment: Deployment, hosts: Sequence[_Host]) -> None:
     """
     version = _version_of(deployment)
     name, digest = version.deployment, version.version_digest
+    starved = [host for host in hosts if name in host.held and host.live and host.memory.starved(digest)]
+    if not starved:
+        return
     roomy = sum(
         not rejection(deployment, host.worker, host.node, host.held)
         and host.memory.free_bytes(but=digest) >= host.memory.needed_bytes(version)
         for host in hosts
         if host.live
     )
-    for host in hosts:
-        memory = host.memory
-        if roomy and host.live and name in host.held and memory.starved(digest):
-            if memory.needed_bytes(version) <= memory.free_bytes(but=digest):
-                continue  # its worker is about to load it
-            _remove(host, name, "no memory")
-            roomy -= 1
+    for host in starved[: max(0, roomy)]:
+        if host.memory.needed_bytes(version) > host.memory.free_bytes(but=digest):
+            _remove(host, name, "no memory")  # else its worker is about to load it
 
 
 def _make_room(host: _Host, version: AssignedVersion) -> None:
     """Take away what has to yield so that the worker can load this version."""
+    if version.version_digest not in host.needs:
+        return
     for digest, size_bytes in host.memory.yielding(version):
         for name in [name for name, held in host.held.items() if held.version_digest == digest]:
             _remove(host, name, f"yields {size_bytes // 2**20} MiB to {version.deployment}")
@@ -253,13 +254,16 @@ def _choose(
         if not host.live:
             continue
         worker_id = host.worker.worker_id
-        memory = host.memory
-        why = rejection(deployment, host.worker, host.node, host.held) or no_memory(memory, version)
+        why = rejection(deployment, host.worker, host.node, host.held)
+        crowded = False
+        if not why and version.version_digest in host.needs:
+            memory = host.memory
+            why = no_memory(memory, version)
+            crowded = memory.free_bytes(but=version.version_digest) < memory.needed_bytes(version)
         if why:
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        crowded = memory.free_bytes(but=version.version_digest) < memory.needed_bytes(version)
         ranking.append((crowded, _in_zone(staying, host.worker.zone), len(host.held), worker_id))
     return by_id[min(ranking)[3]] if ranking else tuple(rejected)
 

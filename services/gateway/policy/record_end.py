@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
     OverQuota,
+    PermissionDenied,
     RequestCancelled,
+    Unauthenticated,
     Unavailable,
 )
 
-# Another run may fare better: it goes on from the tokens that were produced.
-_PASSING = (Unavailable, DeadlineExceeded, RequestCancelled, OverQuota, InternalError)
+# Another run may fare better: it goes on from the tokens that were produced. Another caller may be allowed
+# what this one is not.
+_PASSING: Final = (
+    Unavailable,
+    DeadlineExceeded,
+    RequestCancelled,
+    OverQuota,
+    InternalError,
+    PermissionDenied,
+    Unauthenticated,
+)
 
 
 def ends_record(error: FairwayError) -> bool:

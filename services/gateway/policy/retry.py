@@ -13,6 +13,8 @@ MAX_REFUSALS: Final = 64
 EXCLUDED_S: Final = 2.0
 _FIRST_DELAY_S: Final = 0.002
 _MAX_DELAY_S: Final = 0.2
+_FIRST_UNREACHED_S: Final = 0.05
+_MAX_UNREACHED_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,17 @@ def after_loss(worker_id: str, losses: int, jitter: float) -> PlaceAgain | GiveU
     if losses >= MAX_LOSSES:
         return GiveUp(f"the worker was lost under this request {losses} times")
     return PlaceAgain(0.05 * 2 ** (losses - 1) * (0.5 + 0.5 * jitter), worker_id)
+
+
+def after_unreached(
+    worker_id: str, attempts: int, waited_s: float, patience_s: float, jitter: float
+) -> PlaceAgain | GiveUp:
+    """Decide after a worker went away before it accepted the sequence, the ``attempts``-th time in a row.
+
+    Nothing ran, so it is no loss: the network between is to blame, or a worker that just ended. Bounded by
+    time, since an attempt takes as long as the network lets it.
+    """
+    if waited_s > patience_s:
+        return GiveUp(f"no worker could be reached for {waited_s:.0f} s")
+    delay_s = min(_FIRST_UNREACHED_S * 2 ** min(attempts - 1, 16), _MAX_UNREACHED_S)
+    return PlaceAgain(delay_s * (0.5 + 0.5 * jitter), worker_id)

@@ -88,8 +88,16 @@ class Sink:
 
 
 class Rig:
-    def __init__(self, worker: Scripted, client: GrpcWorkers, server: grpc.aio.Server, address: str) -> None:
+    def __init__(
+        self,
+        worker: Scripted,
+        client: GrpcWorkers,
+        server: grpc.aio.Server,
+        address: str,
+        unsent: list[Grant],
+    ) -> None:
         self.worker, self.client, self.server, self.address = worker, client, server, address
+        self.unsent = unsent
 
     def spec(self, prompt_tokens: int = 3) -> StartSpec:
         generation = GenerationSpec("r1", "m", "sha256:x", 1, [1] * prompt_tokens, SamplingParams(seed=1), 50)
@@ -106,8 +114,9 @@ async def rig() -> AsyncIterator[Rig]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     await server.start()
-    client = GrpcWorkers("secret", "g1", clock, supervisor, silence_s=1.5, idle_s=1.5)
-    yield Rig(worker, client, server, address)
+    unsent: list[Grant] = []
+    client = GrpcWorkers("secret", "g1", clock, supervisor, unsent=unsent.append, silence_s=1.5, idle_s=1.5)
+    yield Rig(worker, client, server, address, unsent)
     await client.close()
     await server.stop(0)
     await supervisor.close()
@@ -242,3 +251,34 @@ async def test_a_frame_that_does_not_add_up_ends_the_stream(rig: Rig) -> None:
     rig.client.start(rig.spec(), sink)
     await until(lambda: sink.heard)
     assert sink.heard == ["lost"]
+
+
+async def test_a_start_that_was_cancelled_before_it_left_gives_its_grant_back(rig: Rig) -> None:
+    received: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
+
+    async def collect(requests: Requests, context: Any) -> None:
+        while True:
+            received.put_nowait(await requests.get())
+
+    rig.worker.behaviour = collect
+    spec = rig.spec()
+    rig.client.start(spec, Sink()).cancel()  # within one step of the loop: nothing was written yet
+    assert rig.unsent == [spec.grant]
+    kept = rig.client.start(rig.spec(), Sink())
+    async with asyncio.timeout(20):
+        while not (message := await received.get()).starts:
+            continue
+    assert len(message.starts) == 1
+    kept.cancel()
+    assert len(rig.unsent) == 1, "the worker may have seen this one"
+
+
+async def test_starts_that_a_lost_worker_never_saw_give_their_grants_back(rig: Rig) -> None:
+    await rig.server.stop(0)
+    sink, spec = Sink(), rig.spec()
+    rig.client.start(spec, sink)
+    async with asyncio.timeout(20):
+        while not sink.heard:
+            await asyncio.sleep(0.01)
+    assert sink.heard == ["lost"]
+    assert len(rig.unsent) <= 1

@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish import CHUNK_BYTES, publish
+from fairway.client.publish import CHUNK_BYTES, PublishRefused, publish
 from fairway.v1 import registry_pb2 as pb
 from services.adapters.folder_blobs import FolderBlobs
 from services.adapters.memory_store import MemoryStore
@@ -157,7 +156,8 @@ async def test_a_folder_that_changes_while_it_is_published_makes_no_version(
         if getattr(progress, "phase", "") == "upload":
             (folder / "tokenizer.json").write_text('{"version": "9.9"}')
 
-    with pytest.raises(grpc.aio.AioRpcError, match="are not those of"):
+    with pytest.raises(PublishRefused, match=r"tokenizer\.json changed while") as caught:
         await publish(registry.channel, folder, "tiny", "", change, metadata=ADMIN)
+    assert caught.value.next_step
     assert await registry.service.list_models() == ((), "")
     assert (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).created

@@ -36,6 +36,7 @@ def test_every_edge_is_cut_and_turned_into_a_hole() -> None:
     expected = {
         ("gateway*", "scheduler*"),
         ("gateway*", "worker-0"),
+        ("gateway*", "worker*"),
         ("worker*", "scheduler*"),
         ("worker*", "registry"),
         ("gateway*", "registry"),

@@ -92,6 +92,12 @@ async def test_unreachable_server_says_how_to_start_one() -> None:
             ExitCode.USAGE,
             ("NO_MODEL", "--model"),
         ),
+        (
+            ["keys", "list", "--controlplane", "127.0.0.1:9", "--admin-key", "ü"],
+            ExitCode.UNAUTHENTICATED,
+            ("BAD_KEY", "copy it again"),
+        ),
+        (["complete", "x", "--timeout", "0"], ExitCode.USAGE, ("above 0", "--help")),
         (["chat"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--grpc")),
         (["queue"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--controlplane")),
         (["events", "--watch"], ExitCode.NOT_RUNNING, ("NO_ADDRESS", "--controlplane")),

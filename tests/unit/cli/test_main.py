@@ -8,17 +8,19 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import typer
 
 from fairway.cli.changes import confirm
 from fairway.cli.errors import ExitCode
-from fairway.cli.main import app, main
+from fairway.cli.main import app, main, run
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {
@@ -69,17 +71,22 @@ def test_wrong_use_is_explained(arguments: list[str], capsys: pytest.CaptureFixt
 
 
 def test_what_nobody_thought_of_ends_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "endpoints.json").write_text('{"http": "", "grpc": "not an address", "api_key": "k"}')
+    broken = typer.Typer()
+
+    @broken.command()
+    def divide() -> None:
+        """Fail."""
+        raise ZeroDivisionError("by zero")
+
     monkeypatch.delenv("FAIRWAY_CLI_DEBUG", raising=False)
-    arguments = ["complete", "x", "--model", "m", "--grpc", "not an address", "--api-key", "ü"]
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments, "--timeout", "2s", "--state-dir", str(tmp_path)])
-    assert int(caught.value.code or 0) in (ExitCode.FAILED, ExitCode.UNAVAILABLE)
+    assert run(broken, []) == ExitCode.FAILED
     said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "next: " in said
+    assert said.startswith("error UNEXPECTED: ZeroDivisionError: by zero\nnext: ")
+    monkeypatch.setenv("FAIRWAY_CLI_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        run(broken, [])
 
 
 def test_nobody_is_asked_without_a_terminal() -> None:
@@ -123,6 +130,14 @@ def _read_until(terminal: int, text: str) -> str:
     return said.decode()
 
 
+def _until_it_reads(pid: int) -> None:
+    """Return once the process sleeps: the prompt is written a moment before the terminal is read."""
+    asleep = 0
+    while asleep < 10:
+        asleep = asleep + 1 if psutil.Process(pid).status() == psutil.STATUS_SLEEPING else 0
+        time.sleep(0.02)
+
+
 AWAY = ("--controlplane", "127.0.0.1:9", "--admin-key", "k")
 
 
@@ -152,6 +167,7 @@ def test_interrupt_at_the_prompt_of_a_terminal_asks_for_another_one() -> None:
     chat = ("chat", "--grpc", "127.0.0.1:9", "--api-key", "k", "--model", "m")
     with _terminal(*chat) as (process, terminal):
         _read_until(terminal, "> ")
+        _until_it_reads(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         assert "Ctrl-D or /quit ends" in _read_until(terminal, "once more.")
         _read_until(terminal, "> ")

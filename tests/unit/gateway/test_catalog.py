@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
-from services.core.errors import FairwayError, IntegrityError, ModelNotFound, NoWorkerAvailable
+from services.core.errors import (
+    FairwayError,
+    IntegrityError,
+    ModelNotFound,
+    NoWorkerAvailable,
+    VersionGone,
+)
 from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway import catalog as module
-from services.gateway.catalog import ModelCatalog
+from services.gateway.catalog import ModelCatalog, PinnedVersion
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -37,6 +43,26 @@ def test_a_deployment_without_a_version_is_not_served(fleet: Any) -> None:
     assert [route.model for route in fleet.catalog.routes()] == ["chat-small"]
     with pytest.raises(ModelNotFound):
         fleet.catalog.resolve("empty")
+
+
+def test_a_pinned_version_is_found_while_a_worker_has_it(fleet: Any) -> None:
+    pinned = PinnedVersion(DIGEST, 7)
+    route = fleet.catalog.resolve_pinned("chat-small", pinned)
+    assert (route.version_digest, route.route_revision, route.deployment.model) == (DIGEST, 7, "tiny")
+    fleet.deployments.put(
+        DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v2", "other", 1)
+    )
+    route = fleet.catalog.resolve_pinned("chat-small", pinned)
+    assert (route.version_digest, route.route_revision, route.deployment.model) == (DIGEST, 7, "tiny")
+    fleet.workers.records = {}
+    with pytest.raises(VersionGone) as caught:
+        fleet.catalog.resolve_pinned("chat-small", pinned)
+    assert caught.value.metadata["version_digest"] == DIGEST
+
+
+def test_a_pinned_version_that_is_deployed_needs_no_worker_now(fleet: Any) -> None:
+    fleet.workers.records = {}
+    assert fleet.catalog.resolve_pinned("chat-small", PinnedVersion(DIGEST, 7)).route_revision == 7
 
 
 def test_only_ready_versions_on_workers_that_stay_count(fleet: Any) -> None:

@@ -151,6 +151,7 @@ def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP) -> Seque
 class Harness:
     def __init__(self, *scripts: Script, choices: int = 1) -> None:
         self.client_window: int | None = None
+        self.queue_ttl_s = 5.0
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
         self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
@@ -177,7 +178,7 @@ class Harness:
             tenant_id="acme",
             ticket=b"t",
             arrival_unix_us=1,
-            queue_ttl_s=5.0,
+            queue_ttl_s=self.queue_ttl_s,
             deadline_s=self.deadline_s,
             window_tokens=8,
             telemetry=self.request.telemetry,
@@ -284,6 +285,27 @@ async def test_losses_are_bounded() -> None:
     assert isinstance(end, errors.StreamBroken)
     assert end.retry_after_s is not None
     assert harness.limiter.usage[0].output_tokens == 3
+
+
+def unreached(spec: StartSpec, sink: SequenceSink) -> None:
+    """The worker went away before it accepted."""
+    sink.on_lost("no route")
+
+
+async def test_workers_that_cannot_be_reached_are_no_losses() -> None:
+    harness = Harness(emit(1, "gone"), *[unreached] * 5, emit(1, "gone"), emit(1, ended(3)))
+    end = await harness.run(timeout_s=30.0)
+    assert isinstance(end, Finished)
+    assert end.resumes == 2
+    assert harness.sink.tokens == {0: [100, 101, 102]}
+
+
+async def test_workers_that_cannot_be_reached_for_long_end_the_request() -> None:
+    harness = Harness(*[unreached] * 100)
+    harness.queue_ttl_s = 0.2
+    end = await harness.run(timeout_s=30.0)
+    assert isinstance(end, errors.StreamBroken)
+    assert "reached" in end.message
 
 
 async def test_a_worker_that_skips_tokens_is_treated_as_lost() -> None:

@@ -125,8 +125,8 @@ def test_a_failure_says_the_figures_and_the_attempt() -> None:
 def test_a_node_is_drained_once_its_last_version_is_gone() -> None:
     node = Node("w0", cordoned=True, draining=True)
     held = Assignment("w0", (AssignedVersion("d", "m", OLD),))
-    state = {NODES + "w0": node, ASSIGNMENTS + "w0": held, WORKERS + "w0": worker(READY)}
-    unassigned = state | {ASSIGNMENTS + "w0": Assignment("w0")}
+    state: dict[str, Observed] = {NODES + "w0": node, ASSIGNMENTS + "w0": held, WORKERS + "w0": worker(READY)}
+    unassigned: dict[str, Observed] = state | {ASSIGNMENTS + "w0": Assignment("w0")}
     told = happenings(state, unassigned, (ASSIGNMENTS + "w0",))
     assert [one.reason for one in told] == ["VERSION_UNASSIGNED"], "its last sequences still run"
     gone = unassigned | {WORKERS + "w0": worker()}
