@@ -94,6 +94,7 @@ def run_suite(name: str, path: str) -> Row:
     row = Row(name)
     began_s = time.monotonic()
     command = [sys.executable, "-m", "pytest", path, "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["--timeout", str(SUITE_S)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_S, check=False)
         if done.returncode:
