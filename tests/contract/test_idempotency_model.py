@@ -193,7 +193,7 @@ def test_lives_of_records(kind: str, request: pytest.FixtureRequest) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20 if kind == "redis" else 60,
+            max_examples=15 if kind == "redis" else 40,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -170,7 +170,6 @@ def test_interrupt_at_the_prompt_of_a_terminal_asks_for_another_one() -> None:
         _until_it_reads(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         assert "Ctrl-D or /quit ends" in _read_until(terminal, "once more.")
-        _read_until(terminal, "> ")
         os.write(terminal, b"/help\n")
         assert "/reset" in _read_until(terminal, "stops an answer.")
         os.write(terminal, b"/quit\n")

@@ -353,7 +353,9 @@ class Fleet:
                 self.receive(gateway)
                 gateway.held.clear()
             self.advance(0.5)
-            if not any(gateway.pending for gateway in self.gateways) and not self.term.fleet.outstanding:
+            waiting = any(gateway.pending for gateway in self.gateways)
+            running = any(worker.running for worker in self.workers)  # a start that was still on its way
+            if not (waiting or running or self.starts or self.term.fleet.outstanding):
                 break
         for gateway in self.gateways:
             self.receive(gateway)
