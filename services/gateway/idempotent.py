@@ -13,8 +13,9 @@ from services.core.errors import ConcurrencyExceeded, FairwayError, StoreUnavail
 from services.gateway.audience import copy_of
 from services.gateway.events import Received, RequestSink
 from services.gateway.follower import Follower
-from services.gateway.keyed_run import KeyedRun, write_ending
+from services.gateway.keyed_run import KeyedRun
 from services.gateway.keyed_types import KeyedPorts, Launch
+from services.gateway.settling import write_ending
 from services.ports.idempotency import RecordKey, Written
 from services.runtime.supervisor import Supervisor
 

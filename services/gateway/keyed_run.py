@@ -30,11 +30,12 @@ from services.gateway.events import Accepted, Finished, RequestSink
 from services.gateway.follower import Follower
 from services.gateway.keyed_types import Ending, KeyedPorts, Launch, Resume
 from services.gateway.policy.record_end import ends_record
-from services.gateway.record_codec import Pin, Resumed, encode, end_in, failure_in
+from services.gateway.record_codec import Resumed, encode, end_in, failure_in
 from services.gateway.record_log import Piece, Place, outputs
 from services.gateway.record_reader import RecordReader
 from services.gateway.request import Request
 from services.gateway.sequence_run import Produced
+from services.gateway.settling import NotingLimiter, pin_of, write_ending
 from services.ports.idempotency import (
     Addition,
     Expired,
@@ -45,7 +46,7 @@ from services.ports.idempotency import (
     RecordState,
     Written,
 )
-from services.ports.limiter import Limiter, Limits, Reservation
+from services.ports.limiter import Reservation
 
 log = structlog.get_logger()
 
@@ -208,7 +209,8 @@ class KeyedRun:
             raise too_large()  # what was read of it is not all there to go on from
         resume = self._resume()
         self._chars = {number: found.chars for number, found in enumerate(resume.produced)} if resume else {}
-        self._request, task = self._launch(self, _Noting(self, self._ports.limiter), resume, self._record)
+        limiter = NotingLimiter(self.note, self._ports.limiter)
+        self._request, task = self._launch(self, limiter, resume, self._record)
         if self._stopped is not None:
             self._request.cancel(self._stopped)
         if not len(self.audience):
@@ -254,7 +256,7 @@ class KeyedRun:
     async def _record(self, spec: GenerationSpec) -> None:
         """Write what the request was accepted as, before any client hears it. Raises StoreUnavailable."""
         assert self.hold is not None
-        pin = self.audience.pin or _pin(spec, self._ports.clock.unix_s())
+        pin = self.audience.pin or pin_of(spec, self._ports.clock.unix_s())
         entry = Resumed() if self._reader.pinned else pin
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):
@@ -422,53 +424,3 @@ class KeyedRun:
     def note(self, reservation: Reservation, usage: Usage) -> None:
         """Keep what is to be settled: it is, together with the record."""
         self._settled = (reservation, usage)
-
-
-class _Noting:
-    """The ``Limiter`` of a request whose settlement is part of its record's end."""
-
-    def __init__(self, run: KeyedRun, limiter: Limiter) -> None:
-        self._run = run
-        self._limiter = limiter
-
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        return await self._limiter.admit(tenant_id, request_id, limits)
-
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        await self._limiter.renew(reservations)
-
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
-        self._run.note(reservation, usage)
-
-    async def concurrency(self, tenant_id: str) -> int:
-        return await self._limiter.concurrency(tenant_id)
-
-
-async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
-    """Return once the record is ended or let go of, and the request settled, by whoever owns it.
-
-    Raises StoreUnavailable; calling it again is safe.
-    """
-    write = ports.store.finish if ending.ended else ports.store.release
-    written = await write(ending.hold, ending.chunk, ending.reservation, ending.usage)
-    reservation = ending.reservation
-    if reservation is not None and (
-        written is Written.GONE or (reservation.local and written is not Written.FENCED)
-    ):
-        # Without a record it is settled as any other; the local slot is not the store's to give back. Tokens
-        # that the store has charged it does not charge again.
-        await ports.limiter.settle(reservation, ending.usage)
-    return written
-
-
-def _pin(spec: GenerationSpec, unix_s: float) -> Pin:
-    return Pin(
-        request_id=spec.request_id,
-        model=spec.model,
-        version_digest=spec.version_digest,
-        route_revision=spec.route_revision,
-        seed=spec.sampling.seed,
-        prompt_tokens=len(spec.prompt_ids),
-        max_output_tokens=spec.max_output_tokens,
-        received_unix_us=int(unix_s * 1e6),
-    )

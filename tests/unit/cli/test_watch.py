@@ -31,7 +31,7 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self.news: asyncio.Queue[cp.ResourceChange] = asyncio.Queue()
         self.resumed: list[int] = []
 
-    async def WatchResources(self, request: Any, context: Any) -> None:
+    async def WatchResources(self, request: Any, context: Any) -> None:  # type: ignore[override]
         for name in self.names:
             await context.write(cp.WatchResourcesResponse(revision=1, changes=[change(name)]))
         await context.write(cp.WatchResourcesResponse(revision=1, snapshot_end=True))
@@ -39,12 +39,16 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             news = await self.news.get()
             await context.write(cp.WatchResourcesResponse(revision=2, changes=[news]))
 
-    async def WatchEvents(self, request: Any, context: Any) -> None:
+    async def WatchEvents(self, request: Any, context: Any) -> None:  # type: ignore[override]
         self.resumed.append(request.after_revision)
         revision = request.after_revision + 1
         event = cp.Event(name=f"event-{revision}", reason="X")
         await context.write(cp.WatchEventsResponse(revision=revision, events=[event]))
         await asyncio.Event().wait()
+
+
+def control_plane(*names: str) -> ControlPlane:
+    return ControlPlane(*names)  # type: ignore[abstract]
 
 
 def change(name: str, *, deleted: bool = False, **values: Any) -> cp.ResourceChange:
@@ -55,7 +59,7 @@ def change(name: str, *, deleted: bool = False, **values: Any) -> cp.ResourceCha
 @asynccontextmanager
 async def serving(service: ControlPlane, port: int = 0) -> AsyncIterator[int]:
     server = grpc.aio.server()
-    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)  # type: ignore[abstract]
+    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
@@ -86,7 +90,7 @@ class Heard:
 
 
 async def test_what_changed_while_the_server_was_away_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    heard, first = Heard(capsys), ControlPlane("acme", "bolt")
+    heard, first = Heard(capsys), control_plane("acme", "bolt")
     assert TENANTS.watch is not None
     async with serving(first) as port, connected(port) as connection, asyncio.TaskGroup() as group:
         watching = group.create_task(follow(connection, TENANTS.watch, TENANTS.columns, Format.JSON))
@@ -104,12 +108,12 @@ async def test_what_changed_while_the_server_was_away_is_told(capsys: pytest.Cap
 async def test_watch_goes_on_after_a_break(capsys: pytest.CaptureFixture[str]) -> None:
     heard = Heard(capsys)
     assert TENANTS.watch is not None
-    async with serving(ControlPlane("acme", "bolt")) as port:
+    async with serving(control_plane("acme", "bolt")) as port:
         stack = connected(port)
         connection = await stack.__aenter__()
         watching = asyncio.create_task(follow(connection, TENANTS.watch, TENANTS.columns, Format.TABLE))
         await heard.until(2)
-    async with serving(ControlPlane("bolt", "cargo"), port):
+    async with serving(control_plane("bolt", "cargo"), port):
         lines = await heard.until(4)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -119,8 +123,8 @@ async def test_watch_goes_on_after_a_break(capsys: pytest.CaptureFixture[str]) -
 
 
 async def test_events_go_on_where_they_were(capsys: pytest.CaptureFixture[str]) -> None:
-    heard, second = Heard(capsys), ControlPlane()
-    async with serving(ControlPlane()) as port:
+    heard, second = Heard(capsys), control_plane()
+    async with serving(control_plane()) as port:
         stack = connected(port)
         connection = await stack.__aenter__()
         watching = asyncio.create_task(follow_events(connection, [], "", None, Format.JSON))
