@@ -94,6 +94,7 @@ def accepted(message: pb.Accepted) -> Accepted:
         route_revision=message.route_revision,
         seed=message.seed,
         prompt_tokens=message.prompt_tokens,
+        replayed=message.replayed,
     )
 
 

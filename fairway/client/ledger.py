@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from zlib import crc32
 
@@ -59,12 +59,15 @@ class Ledger:
 
     def accept(self, accepted: Accepted) -> bool:
         """Return whether it is news. Raises StreamDiverged when output of another run was delivered."""
-        before, self.accepted = self.accepted, accepted
-        if before is None or not self.begun:
-            return before != accepted
-        if (before.version_digest, before.seed) != (accepted.version_digest, accepted.seed):
+        before = self.accepted
+        if before is None:
+            pass
+        elif _run(before) == _run(accepted):
+            accepted = replace(accepted, replayed=before.replayed)  # a replay to this very stream is none
+        elif self.begun:
             raise _diverged("it was accepted with another version or seed", accepted.request_id)
-        return False
+        self.accepted = accepted
+        return not self.begun and before != accepted
 
     def news(self, event: Tokens) -> Tokens | None:
         """Return the part of the event that was not delivered yet, and count it as delivered; None: none.
@@ -102,6 +105,10 @@ class Ledger:
         if not ids and not text:
             return None
         return Tokens(event.choice, before, ids, text, event.logprobs[old:])
+
+
+def _run(accepted: Accepted) -> tuple[str, int]:
+    return accepted.version_digest, accepted.seed
 
 
 def _diverged(what: str, request_id: str) -> StreamDiverged:

@@ -75,7 +75,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What the server resolved and drew for a request: with the same seed, it says the same again."""
+    """What the server resolved and drew for a request: with the same seed, it says the same again.
+
+    ``replayed``: an earlier request with the same idempotency key was accepted, and this is its answer. A
+    stream that is continued keeps what it heard first; a call that was sent again and had heard nothing may
+    meet its own first sending.
+    """
 
     request_id: str
     model: str
@@ -83,6 +88,7 @@ class Accepted:
     route_revision: int
     seed: int
     prompt_tokens: int
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

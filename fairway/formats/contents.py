@@ -32,6 +32,9 @@ _ARCHIVES: Final = {
     b"\x7fELF": "a program",
 }
 _ZIP_END: Final = b"PK\x05\x06"
+_SENTENCEPIECE: Final = b"\x0a"  # the tag of its first field, the pieces
+_RANK: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,9}\r?|")
+_MAX_RANK_BYTES: Final = 4096
 _CALLS: Final = frozenset(
     [
         "GLOBAL",
@@ -76,7 +79,7 @@ def checker_for(path: str, size_bytes: int) -> Checker:
         if size_bytes > MAX_TEXT_BYTES:
             raise ContentRefused(path, f"a text file has at most {MAX_TEXT_BYTES} bytes, not {size_bytes}")
         return _Text(path)
-    return _Opaque(path)
+    return _Tokenizer(path)
 
 
 class _Tensors:
@@ -158,24 +161,35 @@ class _Text:
             raise ContentRefused(self._path, str(exc)) from exc
 
 
-class _Opaque:
-    """Refuses what is known to carry code; holds the end of the file."""
+class _Tokenizer:
+    """A SentencePiece model by its first byte, or tiktoken's ranks by every line. Holds a line and the end.
+
+    A pickle is neither: no opcode is a line feed, and none names what it calls without a line of its own.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._head = bytearray()
-        self._tail = bytearray()
+        self._is_ranks: bool | None = None
+        self._line = b""
+        self._tail = b""
 
     def feed(self, data: bytes) -> None:
-        self._head += data[: max(0, 16 - len(self._head))]
+        if self._is_ranks is None and data:
+            self._is_ranks = data[:1] != _SENTENCEPIECE
+        if self._is_ranks:
+            *lines, self._line = (self._line + data).split(b"\n")
+            if not all(map(_RANK.fullmatch, lines)) or len(self._line) > _MAX_RANK_BYTES:
+                raise self._refusal()
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
 
     def finish(self) -> None:
-        _refuse_archive(self._path, bytes(self._head))
+        if self._line and not _RANK.fullmatch(self._line):
+            raise self._refusal()
         if _ZIP_END in self._tail:
             raise ContentRefused(self._path, "a zip archive ends in it")
-        if self._tail.endswith(b".") and is_pickle(bytes(self._tail)):
-            raise ContentRefused(self._path, "it holds pickled objects")
+
+    def _refusal(self) -> ContentRefused:
+        return ContentRefused(self._path, "it is neither a SentencePiece model nor a list of tiktoken's ranks")
 
 
 def _refuse_archive(path: str, head: bytes) -> None:
@@ -187,13 +201,18 @@ def _refuse_archive(path: str, head: bytes) -> None:
 
 
 def is_pickle(data: bytes) -> bool:
-    """Return whether the bytes are a pickle that calls something. Nothing is unpickled."""
+    """Return whether the bytes are a pickle that calls something, or is too long to tell.
+
+    Nothing is unpickled.
+    """
     calls = False
     try:
         for position, (opcode, _, _) in enumerate(pickletools.genops(data)):
             calls = calls or opcode.name in _CALLS
-            if opcode.name == "STOP" or position > _MAX_OPCODES:
+            if opcode.name == "STOP":
                 return calls
+            if position > _MAX_OPCODES:
+                return True  # no text is so long a row of opcodes by chance
     except Exception:  # pickletools raises what its readers happen to raise: it is no pickle
         return False
     return False

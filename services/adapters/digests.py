@@ -19,6 +19,11 @@ def hex_of(digest: str) -> str:
     return digest.removeprefix("sha256:")
 
 
+def is_name(text: str) -> bool:
+    """Return whether something in a store is named as a blob is; what is not is nobody's to delete."""
+    return _DIGEST.fullmatch("sha256:" + text) is not None
+
+
 def is_blob(data: bytes, digest: str) -> bool:
     """Return whether the bytes have that digest."""
     return hashlib.sha256(data).hexdigest() == hex_of(digest)

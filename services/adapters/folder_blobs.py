@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of
+from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_name
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, StoreUnavailable
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
@@ -81,7 +81,7 @@ class FolderBlobs:
         return await _on_disk(lambda: tuple(digest for digest, path in paths if not path.is_file()))
 
     async def stored(self) -> AsyncGenerator[tuple[StoredBlob, ...], None]:
-        for folder in await _on_disk(lambda: sorted(self._blobs.iterdir())):
+        for folder in await _on_disk(lambda: sorted(filter(Path.is_dir, self._blobs.iterdir()))):
             page = await _on_disk(partial(_listed, folder))
             if page:
                 yield page
@@ -248,6 +248,8 @@ class _Reader:
 def _listed(folder: Path) -> tuple[StoredBlob, ...]:
     found = []
     for path in sorted(folder.iterdir()):
+        if not is_name(path.name):
+            continue
         with suppress(FileNotFoundError):
             status = path.stat()
             found.append(StoredBlob("sha256:" + path.name, status.st_size, status.st_mtime))

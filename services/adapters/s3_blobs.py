@@ -21,7 +21,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_blob
+from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_blob, is_name
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, StoreUnavailable
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
@@ -97,6 +97,7 @@ class S3Blobs:
             yield tuple(
                 StoredBlob("sha256:" + meta["path"].removeprefix(_BLOBS), meta["size"], _written(meta))
                 for meta in page
+                if is_name(meta["path"].removeprefix(_BLOBS))
             )
 
     async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:

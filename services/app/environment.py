@@ -90,10 +90,10 @@ class Environment:
         await self._telemetry_server.start()
 
     async def close(self) -> None:
+        self._loop_watch.stop()  # first: its task in the loop ends with the others
         await self.supervisor.close()
         await self.closing.aclose()
         await self._telemetry_server.stop()
-        self._loop_watch.stop()
         if self.tracing.on:
             await in_thread(self.tracing.close)
 
@@ -116,7 +116,7 @@ class Environment:
             endpoint=settings.otlp_endpoint,
             ratio=settings.trace_ratio,
             role=self.role,
-            follows=self.role != "gateway",
+            rng=self.rng,
         )
         self._telemetry_server = TelemetryServer(
             self.metrics.registry, settings.metrics_listen, problems=self.health.problems

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 import structlog
 
-from services.controlplane.requests import REQUEST_TTL_S, Request, Together
+from services.controlplane.requests import Request, Together
 from services.controlplane.resources import Resources, Stored
 from services.controlplane.sealing import Sealer
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, UnsupportedFeature
 from services.core.records import KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.ports.clock import Clock
-from services.ports.store import ModRevisionIs, Put, Store
+from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
-
-__all__ = ["REQUEST_TTL_S", "Accounts"]
 
 log = structlog.get_logger()
 
+# What a key, a placement and a limit can name.
+_TENANT_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?")
 _KEYS_OF_TENANT: Final = ROOT + "guards/tenant-keys/"
 
 
@@ -40,6 +41,11 @@ class Accounts:
     # --- tenants ---------------------------------------------------------------------------------
 
     async def create_tenant(self, tenant: Tenant, *, request_id: str = "") -> Stored[Tenant]:
+        if not _TENANT_NAME.fullmatch(tenant.meta.name):
+            raise InvalidInput(
+                "a tenant's name has at most 64 lower-case letters, digits and hyphens",
+                field="tenant.metadata.name",
+            )
         _require_offered(tenant)
         request = self._tenants.request("create", tenant, request_id)
         created = await self._tenants.create(tenant, request)
@@ -79,7 +85,8 @@ class Accounts:
             )
         # A key made since the look at the keys moved the guard, and the commit fails.
         unmoved = ModRevisionIs(_KEYS_OF_TENANT + name, guard.mod_revision if guard else 0)
-        await self._tenants.delete(name, request, etag=etag, together=Together(conditions=(unmoved,)))
+        together = Together((unmoved,), (Delete(_KEYS_OF_TENANT + name),))
+        await self._tenants.delete(name, request, etag=etag, together=together)
         log.info("tenant.deleted", tenant=name)
 
     # --- keys ------------------------------------------------------------------------------------

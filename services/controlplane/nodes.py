@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from services.controlplane.fleet import read_snapshot
-from services.controlplane.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.controlplane.requests import Answer, Answered, Request, RequestLog, Together, fingerprint_of
 from services.controlplane.resources import require_etag
 from services.controlplane.status import NodeView, node_names, node_view, unplaced_in
 from services.core.errors import Conflict, FailedPrecondition, NotFound
@@ -108,8 +108,7 @@ class Nodes:
         request = _request(change.verb, name, request_id, etag)
         for _ in range(_TRIES):
             if (found := await self._requests.answered(request)) is not None:
-                view = await self.get(name)
-                return replace(view, node=load(found.answer.record, Node), mod_revision=found.revision)
+                return await self._again(name, found)
             view = await self.get(name)
             require_etag(f"node {name}", view.mod_revision, etag)
             node = change.apply(view.node)
@@ -119,6 +118,14 @@ class Nodes:
                 log.info("node.updated", node=name, cordoned=node.cordoned, draining=node.draining)
                 return await self.get(name)
         raise Conflict(f"node {name} is being changed by others; try again", name=name)
+
+
+    async def _again(self, name: str, found: Answered) -> NodeView:
+        """Return what was answered before, with the worker as it is now; the node may be forgotten since."""
+        snapshot = await read_snapshot(self._store)
+        node = load(found.answer.record, Node)
+        view = node_view(name, snapshot, unplaced_in(snapshot.fleet)) or NodeView(node, 0, None, 0)
+        return replace(view, node=node, mod_revision=found.revision)
 
 
 def _request(verb: str, name: str, request_id: str, etag: str) -> Request:

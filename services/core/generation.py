@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.core.records import KeyRole, Priority
@@ -36,12 +36,16 @@ class NotAdmittedReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls: a tenant's or an operator's key. ``models`` empty means every model of the tenant."""
+    """Who calls: a tenant's or an operator's key. ``models`` empty means every model of the tenant.
+
+    ``secret_hash`` is that of the secret that was shown, so that a stream ends with its secret's grace.
+    """
 
     key_id: str
     role: KeyRole
     tenant_id: str = ""
     models: tuple[str, ...] = ()
+    secret_hash: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

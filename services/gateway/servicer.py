@@ -74,8 +74,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             with BoundedWrites(context, self._write_timeout_s) as writes:
                 async with asyncio.TaskGroup() as group:
-                    reading = group.create_task(self._read(session, request_iterator, context))
-                    await self._write(session, reading, writes)
+                    group.create_task(self._read(session, request_iterator, context))
+                    await self._write(session, writes)
         except* FairwayError as failures:
             raise first_of(failures) from None
         finally:
@@ -119,14 +119,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _read(
         self, session: MuxedSession, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context
     ) -> None:
-        async for message in requests:
-            session.handle(message, context.time_remaining())
-            await session.readable()
-        session.wake()
+        """Apply what the client sends. What is wrong with it ends the session, by way of its writer."""
+        try:
+            async for message in requests:
+                session.handle(message, context.time_remaining())
+                await session.readable()
+        except Exception as error:
+            session.fail(error)
+        else:
+            session.end_requests()
 
-    async def _write(self, session: MuxedSession, reading: asyncio.Task[None], writes: BoundedWrites) -> None:
-        """Write until the client closed its side and every generation ended."""
-        while not (reading.done() and session.idle):
+    async def _write(self, session: MuxedSession, writes: BoundedWrites) -> None:
+        """Write until the client closed its side and every generation ended.
+
+        The only one that writes or ends the RPC: what the session failed with comes between two writes.
+        """
+        while not session.over:
             message = await session.next_message(self._heartbeat_s)
             if message.ByteSize():
                 await writes.write(message)

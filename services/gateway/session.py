@@ -85,6 +85,8 @@ class MuxedSession:
         self._texts: list[str] = []
         self._logprobs: list[common_pb2.FrameLogprobs] = []
         self._weight = 0
+        self._half_closed = False
+        self._failure: Exception | None = None
         self._wanted = asyncio.Event()
         self._read = asyncio.Event()
 
@@ -143,6 +145,17 @@ class MuxedSession:
             raise InvalidInput(f"stream {stream_id} was started without a window", field="credit.stream_ids")
         stream.request.allow(tokens)
 
+    def end_requests(self) -> None:
+        """The client sends nothing more; what runs goes on."""
+        self._half_closed = True
+        self.wake()
+
+    def fail(self, error: Exception) -> None:
+        """End every generation now; who waits for the next message gets ``error``."""
+        self._failure = error
+        self.close()
+        self.wake()
+
     async def readable(self) -> None:
         """Return once the client has read enough of what it was told to be told more."""
         while len(self.accepted) + len(self.finished) >= MAX_UNREAD:
@@ -172,14 +185,24 @@ class MuxedSession:
         """Nothing runs and nothing is left to send."""
         return not (self.streams or self._handles or self.accepted or self.finished)
 
+    @property
+    def over(self) -> bool:
+        """Nothing is left to send and nothing can come."""
+        return self._half_closed and self.idle
+
     async def next_message(self, heartbeat_s: float) -> inference_pb2.SessionResponse:
-        """Return what came since the last message, up to its size, or a heartbeat after a silence."""
+        """Return what came since the last message, up to its size, or a heartbeat after a silence.
+
+        Raises what the session failed with.
+        """
         if not self._wanted.is_set():
             try:
                 async with asyncio.timeout(heartbeat_s):
                     await self._wanted.wait()
             except TimeoutError:
                 return inference_pb2.SessionResponse(heartbeat=inference_pb2.Heartbeat())
+        if self._failure is not None:
+            raise self._failure
         self._wanted.clear()
         message = inference_pb2.SessionResponse(accepted=self.accepted)
         self.accepted = []

@@ -54,6 +54,10 @@ class BoundedWrites:
         """Return once the transport took the message."""
         self._begun += 1
         self._writing = True
+        if self._begun == 1:
+            # On their own: headers wait for no reader. With headers under way in a write that was cut, no
+            # status can be sent, and the client would hear of a broken connection only.
+            await self._context.send_initial_metadata(())
         await self._context.write(message)
         self._writing = False
 

@@ -45,25 +45,23 @@ class KeyDirectory:
         previous = secrets.verify(secret, key.previous_secret_hash if key and has_previous else _NO_HASH)
         if key is None or not (current or (previous and has_previous)):
             raise Unauthenticated("the API key is not valid")
-        if not current and key.previous_expire_unix_s <= now_s:
-            raise Unauthenticated("the API key was rotated: use its new secret")
-        if key.expire_unix_s and key.expire_unix_s <= now_s:
-            raise Unauthenticated("the API key has expired")
+        shown = key.secret_hash if current else key.previous_secret_hash
+        _require_in_time(key, shown, now_s)
         if key.role is KeyRole.TENANT:
             self.tenant(key.tenant)
-        return Principal(key_id=name, role=key.role, tenant_id=key.tenant, models=key.models)
+        return Principal(name, key.role, key.tenant, key.models, shown)
 
     def still_valid(self, principal: Principal) -> Tenant:
         """Return the tenant of a caller that was authenticated before, on a stream that may be old.
 
-        Raises Unauthenticated when the key was deleted or expired meanwhile, or its tenant disabled.
+        Raises Unauthenticated when the key was deleted or expired meanwhile, the grace of a rotated secret
+        ended, or its tenant was disabled.
         """
         held = self._keys.view.get(KEYS + principal.key_id)
         key = held.record if held is not None else None
         if key is None or (key.role, key.tenant) != (principal.role, principal.tenant_id):
             raise Unauthenticated("the API key is not valid any more")
-        if key.expire_unix_s and key.expire_unix_s <= self._clock.unix_s():
-            raise Unauthenticated("the API key has expired")
+        _require_in_time(key, principal.secret_hash or key.secret_hash, self._clock.unix_s())
         return self.tenant(principal.tenant_id)
 
     def tenant(self, tenant_id: str) -> Tenant:
@@ -74,8 +72,10 @@ class KeyDirectory:
         return held.record
 
     def may_use(self, principal: Principal, model: str) -> bool:
-        """Return whether the key is for this model; it may not exist."""
-        return not principal.models or model in principal.models
+        """Return whether the key is for this model, as of now; the model may not exist."""
+        held = self._keys.view.get(KEYS + principal.key_id)
+        models = principal.models if held is None else held.record.models
+        return not models or model in models
 
     def authorise_model(self, principal: Principal, model: str) -> None:
         """Return if the caller may run this model.
@@ -87,6 +87,15 @@ class KeyDirectory:
             raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
         if not self.may_use(principal, model):
             raise model_not_found(model)
+
+
+def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:
+    """Return if a secret of the key is good at this time. Raises Unauthenticated."""
+    in_grace = shown_hash == key.previous_secret_hash and now_s < key.previous_expire_unix_s
+    if shown_hash != key.secret_hash and not in_grace:
+        raise Unauthenticated("the API key was rotated: use its new secret")
+    if key.expire_unix_s and key.expire_unix_s <= now_s:
+        raise Unauthenticated("the API key has expired")
 
 
 def model_not_found(model: str) -> ModelNotFound:

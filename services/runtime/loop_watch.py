@@ -26,7 +26,9 @@ TICK_S: Final = 0.1
 STALL_S: Final = 2.0  # reported with a stack
 FATAL_S: Final = 60.0
 EXIT_STUCK: Final = 70
-LATE_S: Final = 1.0  # a lag of this much makes the loop unfit for work
+LATE_S: Final = 1.0  # a lag of this much, again and again, makes the loop unfit for work
+_LATE_TICKS: Final = 2  # one alone is a process that stood still, and goes on
+_MOST_TICK_S: Final = 5 * TICK_S  # whatever else passed, the whole process stood still
 
 
 class LoopWatch:
@@ -47,6 +49,7 @@ class LoopWatch:
         self._end = end
         self._beat_s = time.monotonic()
         self._lag_s = 0.0
+        self._late_ticks = 0
         self._lag = metrics.histogram(
             "fairway_runtime_loop_lag_seconds",
             "From when a timer of the event loop is due until it runs, sampled ten times a second",
@@ -66,16 +69,22 @@ class LoopWatch:
             await self._clock.sleep(TICK_S)
             self._beat_s = now_s = self._clock.monotonic_s()
             self._lag_s = max(0.0, now_s - began_s - TICK_S)
+            self._late_ticks = self._late_ticks + 1 if self._lag_s >= LATE_S else 0
             self._lag.observe(self._lag_s)
             if self._lag_s >= self._stall_s:
                 self._stalls.add()
 
     def problem(self) -> str:
-        """Return what a health check says: empty while timers run on time."""
-        return f"the event loop is {self._lag_s:.1f} s behind" if self._lag_s >= LATE_S else ""
+        """Return what a health check says: empty unless timers are late time and again."""
+        is_late = self._late_ticks >= _LATE_TICKS
+        return f"the event loop is {self._lag_s:.1f} s behind" if is_late else ""
 
     def start(self) -> None:
-        """Watch from a thread until ``stop``."""
+        """Watch from a thread until ``stop``, which comes before ``run`` is cancelled.
+
+        Time counts as far as the thread itself lived through it: a process that was stopped, or a machine
+        that slept, is not a loop that is stuck.
+        """
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -83,15 +92,15 @@ class LoopWatch:
 
     def _watch(self) -> None:
         told = False
-        ticked_s = awake_s = time.monotonic()
+        quiet_s, beat_s, ticked_s = 0.0, self._beat_s, time.monotonic()
         while not self._stopped.wait(TICK_S):
             now_s = time.monotonic()
-            if now_s - ticked_s > 5 * TICK_S:  # the whole process stood still, this thread too
-                awake_s = now_s
-            ticked_s = now_s
-            quiet_s = now_s - max(self._beat_s, awake_s)
+            passed_s, ticked_s = now_s - ticked_s, now_s
+            if beat_s != self._beat_s:
+                beat_s, quiet_s, told = self._beat_s, 0.0, False
+                continue
+            quiet_s += min(passed_s, _MOST_TICK_S)
             if quiet_s < self._stall_s:
-                told = False
                 continue
             if not told:
                 told = True

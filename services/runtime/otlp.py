@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from random import Random
 from typing import Final
 
 import structlog
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
-from opentelemetry.trace import Tracer
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
+from opentelemetry.util.types import Attributes
 
 log = structlog.get_logger()
 
@@ -22,17 +26,46 @@ _PERIOD_S: Final = 1.0
 _EXPORT_TIMEOUT_S: Final = 3.0
 
 
-def connect(endpoint: str, *, ratio: float, role: str, follows: bool) -> tuple[Tracer, SpanQueue]:
+class DrawnShare(Sampler):
+    """Records a share of the traces, by a draw: ids and flags are chosen by whoever sends the request."""
+
+    def __init__(self, ratio: float, rng: Random) -> None:
+        self._ratio = ratio
+        self._rng = rng
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        taken = self._rng.random() < self._ratio
+        return SamplingResult(Decision.RECORD_AND_SAMPLE if taken else Decision.DROP)
+
+    def get_description(self) -> str:
+        return f"DrawnShare({self._ratio:g})"
+
+
+def sampler_of(*, ratio: float, follows: bool, rng: Random) -> Sampler:
+    """Return who decides on a span: its caller where the process ``follows``, else a draw per request."""
+    if follows:
+        return ParentBased(ALWAYS_OFF)
+    share = DrawnShare(ratio, rng)
+    return ParentBased(share, remote_parent_sampled=share, remote_parent_not_sampled=share)
+
+
+def connect(
+    endpoint: str, *, ratio: float, role: str, follows: bool, rng: Random
+) -> tuple[Tracer, SpanQueue]:
     """Return a tracer whose spans go to the collector, and the queue in which they wait."""
     insecure = not endpoint.startswith("https://")
     queue = SpanQueue(OTLPSpanExporter(endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S))
-    share = TraceIdRatioBased(ratio)
-    sampler: Sampler = (
-        ParentBased(ALWAYS_OFF)
-        if follows
-        else ParentBased(share, remote_parent_sampled=share, remote_parent_not_sampled=share)
-    )
     resource = Resource({"service.name": f"fairway-{role}", "service.namespace": "fairway"})
+    sampler = sampler_of(ratio=ratio, follows=follows, rng=rng)
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     provider.add_span_processor(queue)
     return provider.get_tracer("fairway"), queue

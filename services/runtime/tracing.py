@@ -1,7 +1,7 @@
 """Traces over OTLP: what one request did, in which process, for how long. No prompt and no output in them.
 
 Off unless an endpoint is set, and then a request costs one comparison per stage. The decision to record falls
-once, at the gateway, by the trace id; every process behind it follows. Spans wait in a bounded queue for a
+once, at the gateway, by a draw; every process behind it follows. Spans wait in a bounded queue for a
 thread that sends them: a collector that is slow or away costs spans, which are counted, and nothing else.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from random import Random
 from typing import Final, Protocol
 
 from opentelemetry import trace
@@ -123,19 +124,20 @@ class Tracing:
 
 
 def open_tracing(
-    clock: Clock, metrics: Metrics, *, endpoint: str, ratio: float, role: str, follows: bool
+    clock: Clock, metrics: Metrics, *, endpoint: str, ratio: float, role: str, rng: Random
 ) -> Tracing:
     """Return tracing to an OTLP collector at ``endpoint`` over gRPC; off for an empty endpoint.
 
-    ``follows``: the process is behind a gateway and records what its callers record. A gateway decides
-    itself, whatever flags a client sends, so that a client cannot make it record more.
+    Whatever is behind a gateway records what its callers record. A gateway decides itself, whatever id and
+    flags a client sends, so that a client cannot make it record more.
     """
     tracing = Tracing(clock)
     if endpoint:
         # Imported here: a process without traces need not pay for it at its start.
         from services.runtime.otlp import connect
 
-        tracing = Tracing(clock, *connect(endpoint, ratio=ratio, role=role, follows=follows))
+        follows = role != "gateway"
+        tracing = Tracing(clock, *connect(endpoint, ratio=ratio, role=role, follows=follows, rng=rng))
     metrics.counted(
         "fairway_runtime_spans_total",
         "Spans that ended in this process, by what became of them",

@@ -332,7 +332,6 @@ class WorkerAgent:
         return EngineLevels(
             model=slot.version.deployment,
             state=slot.phase.value,
-            restarts=slot.restarts,
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_reserved=0 if table is None else table.reserved,
             kv_blocks_total=0 if table is None else table.limits.kv_blocks_total,

@@ -5,7 +5,8 @@ A step costs three binary searches, whatever its size; sequences are looked at w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,7 +31,6 @@ class EngineLevels:
 
     model: str
     state: str
-    restarts: int
     kv_blocks_used: int
     kv_blocks_reserved: int
     kv_blocks_total: int
@@ -79,6 +79,11 @@ class WorkerTelemetry:
             "Sequences that ended here, by reason",
             ("model", "reason"),
         )
+        self._restarts = metrics.counter(
+            "fairway_worker_engine_restarts_total",
+            "Times that an engine process of a version ended by itself or was killed because it hung",
+            by_model,
+        )
         self._not_admitted = metrics.counter(
             "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
         )
@@ -91,7 +96,13 @@ class WorkerTelemetry:
 
     def version(self, model: str) -> VersionTelemetry:
         """Return what one engine is counted by."""
-        return VersionTelemetry(self, model, self.metrics.models.of(model))
+        label = self.metrics.models.of(model)
+        self._restarts.cell(label)  # there from the start: an increase from nothing is none to Prometheus
+        return VersionTelemetry(self, model, label)
+
+    def restarted(self, model: str) -> None:
+        """The engine process of a version ended without being told to."""
+        self._restarts.add(self.metrics.models.of(model))
 
     def not_admitted(self, reason: NotAdmittedReason) -> None:
         self._not_admitted.add(reason.value)
@@ -184,71 +195,75 @@ class VersionTelemetry:
 
 
 def export_levels(metrics: Metrics, engines: Callable[[], Iterable[EngineLevels]]) -> None:
-    """Export how the versions of the worker stand."""
+    """Export how the versions of the worker stand, together where a deployment has two of them here."""
     label = metrics.models.of
 
-    def read(of: Callable[[EngineLevels], float]) -> Callable[[], Reading]:
-        return lambda: [((label(engine.model),), of(engine)) for engine in engines()]
+    def together(join: _Join, of: Callable[[EngineLevels], Mapping[Labels, float]]) -> Callable[[], Reading]:
+        def read() -> Reading:
+            found: dict[Labels, float] = {}
+            for engine in engines():
+                for rest, value in of(engine).items():
+                    key = (label(engine.model), *rest)
+                    found[key] = join(found.get(key, 0.0), value)
+            return found.items()
 
-    metrics.gauge(
+        return read
+
+    for name, text, states in _BY_STATE:
+        metrics.gauge(name, text, together(operator.add, states), ("model", "state"))
+    for name, text, join, of in _GAUGES:
+        metrics.gauge(name, text, together(join, _alone(of)), ("model",))
+
+
+def _alone(of: Callable[[EngineLevels], float]) -> Callable[[EngineLevels], Mapping[Labels, float]]:
+    return lambda engine: {(): of(engine)}
+
+
+_Join = Callable[[float, float], float]
+_BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, float]]], ...]] = (
+    (
         "fairway_worker_kv_blocks",
         "Blocks of KV: used by the engine, reserved for what runs, and all there are",
-        lambda: [
-            ((label(engine.model), state), float(count))
-            for engine in engines()
-            for state, count in (
-                ("used", engine.kv_blocks_used),
-                ("reserved", engine.kv_blocks_reserved),
-                ("total", engine.kv_blocks_total),
-            )
-        ],
-        ("model", "state"),
-    )
-    metrics.gauge(
+        lambda engine: {
+            ("used",): engine.kv_blocks_used,
+            ("reserved",): engine.kv_blocks_reserved,
+            ("total",): engine.kv_blocks_total,
+        },
+    ),
+    (
         "fairway_worker_sequences",
         "Sequences here: waiting for their first token, and running after it",
-        lambda: [
-            ((label(engine.model), state), float(count))
-            for engine in engines()
-            for state, count in (("running", engine.running), ("waiting", engine.waiting))
-        ],
-        ("model", "state"),
-    )
-    metrics.gauge(
+        lambda engine: {("running",): engine.running, ("waiting",): engine.waiting},
+    ),
+    (
         "fairway_worker_version_state",
-        "1 for the state that a version is in",
-        lambda: [((label(engine.model), engine.state), 1.0) for engine in engines()],
-        ("model", "state"),
-    )
-    metrics.counted(
-        "fairway_worker_engine_restarts_total",
-        "Times that an engine process of a version ended by itself or was killed because it hung",
-        read(lambda engine: float(engine.restarts)),
-        ("model",),
-    )
-    for name, text, of in _GAUGES:
-        metrics.gauge(name, text, read(of), ("model",))
-
-
-_GAUGES: Final[tuple[tuple[str, str, Callable[[EngineLevels], float]], ...]] = (
+        "Versions of a deployment that are in a state",
+        lambda engine: {(engine.state,): 1.0},
+    ),
+)
+_GAUGES: Final[tuple[tuple[str, str, _Join, Callable[[EngineLevels], float]], ...]] = (
     (
         "fairway_worker_queued_prefill_tokens",
         "Prompt tokens accepted and not yet prefilled",
+        operator.add,
         lambda engine: float(engine.queued_prefill_tokens),
     ),
     (
         "fairway_worker_engine_silence_seconds",
         "Since the step loop of an engine was last heard; it speaks after each step, and each second",
+        max,
         lambda engine: engine.silent_s,
     ),
     (
         "fairway_worker_engine_rss_bytes",
         "Memory of an engine process that is resident",
+        operator.add,
         lambda engine: float(engine.rss_bytes),
     ),
     (
         "fairway_worker_device_memory_bytes",
         "Device memory that the worker granted to an engine: weights and KV",
+        operator.add,
         lambda engine: float(engine.device_bytes),
     ),
 )

@@ -363,6 +363,7 @@ class VersionSlot:
                 self._break(reason.upper(), message, failed=True)
             case Crashed(_, message):
                 self.restarts += 1
+                self._context.telemetry.restarted(self.version.deployment)
                 self._break("ENGINE_CRASHED", message, failed=False)
             case _:
                 message, self._too_large = self._too_large, ""

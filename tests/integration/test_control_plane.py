@@ -39,6 +39,7 @@ from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     KEYS,
+    ROOT,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -194,6 +195,15 @@ async def test_tenant_lives_from_create_to_delete(plane: Plane) -> None:
     ):
         with pytest.raises(NotFound):
             await plane.call(method, request)
+
+
+@pytest.mark.parametrize("name", ["a.b", "a" * 65])
+async def test_a_tenant_has_a_name_that_its_keys_can_name(plane: Plane, name: str) -> None:
+    with pytest.raises(InvalidInput, match="at most 64"):
+        await plane.tenant(name)
+    longest = "a" * 64
+    await plane.tenant(longest)
+    assert (await plane.key("k", longest)).key.tenant == longest
 
 
 @pytest.mark.parametrize("limit", [{"tokens_per_minute": 1000}, {"weight": 2.0}])
@@ -372,6 +382,10 @@ async def test_every_repeated_deletion_and_node_request_is_answered_once(plane: 
         await plane.call("DrainNode", pb.DrainNodeRequest(name="w0", etag=first.metadata.etag))
     with pytest.raises(Conflict):
         await plane.call("DrainNode", pb.DrainNodeRequest(name="w0", request_id="r1"))
+    await plane.store.commit([Delete(WORKERS + "w0")])
+    await plane.call("DeleteNode", pb.DeleteNodeRequest(name="w0"))
+    again = (await plane.call("CordonNode", cordon)).node  # type: ignore[attr-defined]
+    assert (again.cordoned, again.metadata.etag) == (True, first.metadata.etag), "though it is forgotten"
 
 
 async def test_a_deployment_request_is_answered_as_it_was_though_its_tag_moved(plane: Plane) -> None:
@@ -425,6 +439,7 @@ async def test_tenant_with_keys_is_not_deleted(plane: Plane) -> None:
         await plane.call("DeleteTenant", pb.DeleteTenantRequest(name="acme"))
     await plane.call("DeleteKey", pb.DeleteKeyRequest(name="k"))
     await plane.call("DeleteTenant", pb.DeleteTenantRequest(name="acme"))
+    assert (await plane.store.list(ROOT + "guards/")).entries == (), "nothing of it is left"
 
 
 class Interleaving(MemoryStore):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -101,6 +102,14 @@ class Running:
     def cancel(self) -> None:
         self.live.discard(self)
 
+    async def stalled(self) -> None:
+        """Return once it had no credit at 50 looks in a row, between which it had its turns to go on."""
+        looks, seen = 0, -1
+        while looks < 50:
+            await asyncio.sleep(0.005)
+            looks = looks + 1 if self.produced == seen == self.credits else 0
+            seen = self.produced
+
     async def run(self) -> None:
         self.sink.on_accepted()
         limit, prompt = self.spec.generation.max_output_tokens, len(self.spec.generation.prompt_ids)
@@ -139,8 +148,9 @@ class Gateway:
     workers: Workers
     limiter: MemoryLimiter
     identity: Identity
+    port: int
 
-    async def at_rest(self, timeout_s: float = 3.0) -> None:
+    async def at_rest(self, timeout_s: float = 30.0) -> None:
         """Return once nothing runs and no slot is held."""
         async with asyncio.timeout(timeout_s):
             while self.workers.live or self.service.running or await self.limiter.concurrency("acme"):
@@ -188,7 +198,9 @@ async def gateway() -> AsyncIterator[Gateway]:
     )
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        yield Gateway(inference_pb2_grpc.InferenceServiceStub(channel), service, workers, limiter, identity)
+        yield Gateway(
+            inference_pb2_grpc.InferenceServiceStub(channel), service, workers, limiter, identity, server.port
+        )
     await server.stop(0)
     assert supervisor.healthy, supervisor.failures
     await supervisor.close()
@@ -242,12 +254,11 @@ async def test_a_reader_that_stops_stops_the_worker(gateway: Gateway) -> None:
     request = pb.GenerateRequest(generation=generation(prompt="xy"))
     call: Any = gateway.stub.Generate(request, metadata=AUTH)
     await call.read()
-    await asyncio.sleep(1.0)  # nothing is read: the transport's buffers fill, then no credit is given
     (running,) = gateway.workers.started
-    stopped_at = running.produced
-    await asyncio.sleep(0.3)
-    assert running.produced == stopped_at
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
+        # Nothing is read: the transport's buffers fill, then no credit is given.
+        await running.stalled()
+        stopped_at = running.produced
         while running.produced <= stopped_at + 16:
             await call.read()  # a reader that comes back finds everything, and the worker goes on
     call.cancel()
@@ -261,7 +272,7 @@ async def test_a_silent_stream_has_heartbeats(gateway: Gateway) -> None:
     for running in gateway.workers.started:
         running.credits = -(10**9)  # the worker stays silent
     heartbeats = 0
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         while heartbeats < 2:
             heartbeats += (await call.read()).HasField("heartbeat")
     call.cancel()
@@ -273,6 +284,14 @@ async def test_the_deadline_of_the_rpc_ends_the_request(gateway: Gateway) -> Non
         [event async for event in gateway.stub.Generate(request, metadata=AUTH, timeout=0.2)]
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await gateway.at_rest()
+
+
+@asynccontextmanager
+async def no_read_ahead(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
+    """Yield a stub whose transport takes no message before it is read."""
+    options = (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}", options=options) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
 # --- Session ---------------------------------------------------------------------------------------
@@ -328,7 +347,7 @@ async def test_a_session_runs_many_and_ends_each_once(gateway: Gateway) -> None:
     hold.set()
     messages = [start(number, max_output_tokens=10 + number) for number in range(32)]
     heard = Heard()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for message in gateway.stub.Session(requests(messages, hold), metadata=AUTH):
             heard.add(message)
     assert sorted(heard.finished) == list(range(32))
@@ -341,7 +360,7 @@ async def test_a_bad_generation_ends_alone(gateway: Gateway) -> None:
     hold.set()
     messages = [start(1, max_output_tokens=3), start(2, model="none"), start(3, choices=99), start(4)]
     heard = Heard()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for message in gateway.stub.Session(requests(messages, hold), metadata=AUTH):
             heard.add(message)
     assert heard.finished[2].error.reason == "MODEL_NOT_FOUND"
@@ -357,7 +376,7 @@ async def test_a_window_holds_a_stream_until_credit_comes(gateway: Gateway) -> N
     await call.write(start(7, credit=5, max_output_tokens=12))
     await call.write(start(8, max_output_tokens=12))
     heard = Heard()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while 8 not in heard.finished:
             heard.add(await read(call))
         assert heard.tokens[7] == list(range(5))
@@ -376,7 +395,7 @@ async def test_cancelling_one_stream_leaves_the_others(gateway: Gateway) -> None
     await call.write(start(1, prompt="x"))
     await call.write(start(2, max_output_tokens=30))
     heard = Heard()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not heard.tokens.get(1):
             heard.add(await read(call))
         await call.write(pb.SessionRequest(cancel=pb.SessionCancel(stream_ids=[1, 99])))
@@ -393,7 +412,7 @@ async def test_a_session_that_breaks_frees_everything(gateway: Gateway) -> None:
     for number in range(16):
         await call.write(start(number, prompt="x"))
     heard = Heard()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(heard.tokens) < 16:
             heard.add(await read(call))
     assert len(gateway.workers.live) == 16
@@ -417,11 +436,42 @@ async def test_a_senseless_message_ends_the_session_clearly(
     await call.write(start(1, prompt="x"))
     await call.write(message)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             async for _ in call:
                 pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await gateway.at_rest()
+
+
+async def test_a_senseless_message_that_meets_a_write_ends_the_session_clearly(gateway: Gateway) -> None:
+    async with no_read_ahead(gateway) as stub:
+        call: Any = stub.Session(metadata=AUTH)
+        await call.write(start(1, prompt="x"))
+        async with asyncio.timeout(30):
+            while not gateway.workers.started:
+                await asyncio.sleep(0.005)
+            await call.write(pb.SessionRequest())  # the first message is on its way, and nobody reads it
+            await gateway.at_rest(30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(30):
+                while True:
+                    await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_reader_that_never_comes_hears_why_it_was_cut_off(gateway: Gateway) -> None:
+    async with no_read_ahead(gateway) as stub:
+        call: Any = stub.Session(metadata=AUTH)
+        await call.write(start(1, prompt="x"))
+        async with asyncio.timeout(30):
+            while not gateway.workers.started:
+                await asyncio.sleep(0.005)
+            await gateway.at_rest(30)  # cut while the first message of all waits for its reader
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(30):
+                while True:
+                    await call.read()
+        assert isinstance(from_rpc_error(caught.value), errors.SlowReader)
 
 
 async def test_concurrency_is_exact_across_faces(gateway: Gateway) -> None:
@@ -429,7 +479,7 @@ async def test_concurrency_is_exact_across_faces(gateway: Gateway) -> None:
     for number in range(45):
         await call.write(start(number, prompt="x"))
     heard = Heard()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(heard.tokens) < 40 or len(heard.finished) < 5:
             heard.add(await read(call))
     assert {end.error.reason for end in heard.finished.values()} == {"CONCURRENCY_EXCEEDED"}
@@ -447,12 +497,11 @@ async def test_a_reader_that_stays_away_is_cut_off(gateway: Gateway) -> None:
     session = gateway.stub.Session(metadata=AUTH)
     await session.write(start(1, prompt="xy"))
     await read(session)
-    await asyncio.sleep(0.5)
     assert gateway.service.running == 2
-    await gateway.at_rest(8)
+    await gateway.at_rest()
     for call in (stream, session):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while True:
                     await call.read()  # one that comes back after all hears why
         assert isinstance(from_rpc_error(caught.value), errors.SlowReader)
@@ -494,7 +543,7 @@ async def test_a_key_that_is_taken_away_starts_nothing_more_on_an_open_session(g
     call = gateway.stub.Session(metadata=AUTH)
     heard = Heard()
     await call.write(start(1, max_output_tokens=2))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while 1 not in heard.finished:
             heard.add(await read(call))
         gateway.identity.revoked = True
@@ -507,7 +556,7 @@ async def test_a_key_that_is_taken_away_starts_nothing_more_on_an_open_session(g
 
 async def test_fanout_is_checked_before_anything_of_that_size_is_made(gateway: Gateway) -> None:
     with pytest.raises(errors.FairwayError):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await gateway.service.complete(
                 Principal("k", KeyRole.TENANT, "acme"),
                 generation(model="none", choices=2**32 - 1),

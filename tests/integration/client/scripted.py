@@ -62,9 +62,14 @@ class Fleet:
     bodies: list[pb.Generation] = field(default_factory=list)
     drawn: int = 0
 
-    def seed(self, key: str) -> int:
+    def accept(self, key: str) -> pb.Accepted:
+        """Return the run of a key, which is its first one's, or a new run for none."""
         self.drawn += 1
-        return self.seeds.setdefault(key, self.drawn) if key else self.drawn
+        replayed = key in self.seeds
+        seed = self.seeds.setdefault(key, self.drawn) if key else self.drawn
+        return pb.Accepted(
+            request_id=f"r{seed}", model="tiny", version_digest="sha256:x", seed=seed, replayed=replayed
+        )
 
 
 def token(seed: int, position: int) -> int:
@@ -135,10 +140,10 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         self.fleet.bodies.append(request.generation)
         await self._meet(context)
-        seed, count = self.fleet.seed(request.generation.idempotency_key), _count(request.generation)
-        ids = [token(seed, position) for position in range(count)]
+        accepted, count = self.fleet.accept(request.generation.idempotency_key), _count(request.generation)
+        ids = [token(accepted.seed, position) for position in range(count)]
         return pb.CompleteResponse(
-            accepted=_accepted(seed),
+            accepted=accepted,
             choices=[pb.CompletedChoice(choice=0, ids=ids, text="".join(map(_text, ids)))],
             finished=_finished(count),
         )
@@ -171,12 +176,12 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         self.fleet.bodies.append(request.generation)
         fault = await self._meet(context)
-        seed, shift = self._drawn(request.generation, fault)
+        accepted, shift = self._drawn(request.generation, fault)
         try:
-            await context.write(pb.GenerateResponse(accepted=_accepted(seed)))
+            await context.write(pb.GenerateResponse(accepted=accepted))
             for position in range(_count(request.generation)):
                 await self._break(fault, position, context)
-                chunk = pb.TokenChunk(offset=position, ids=[token(seed, position) + shift])
+                chunk = pb.TokenChunk(offset=position, ids=[token(accepted.seed, position) + shift])
                 chunk.text = _text(chunk.ids[0])
                 await context.write(pb.GenerateResponse(chunk=chunk))
                 await asyncio.sleep(0)
@@ -185,9 +190,12 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
             self.cancelled += 1
             raise
 
-    def _drawn(self, generation: pb.Generation, fault: Fault | None) -> tuple[int, int]:
-        seed = self.fleet.seed(generation.idempotency_key)
-        return (fault.seed or seed, fault.shift) if isinstance(fault, Other) else (seed, 0)
+    def _drawn(self, generation: pb.Generation, fault: Fault | None) -> tuple[pb.Accepted, int]:
+        accepted = self.fleet.accept(generation.idempotency_key)
+        if not isinstance(fault, Other):
+            return accepted, 0
+        accepted.seed = fault.seed or accepted.seed
+        return accepted, fault.shift
 
     async def _break(self, fault: Fault | None, position: int, context: Context) -> None:
         if isinstance(fault, Refuse) and fault.after_tokens == position:
@@ -243,15 +251,15 @@ class _ScriptedSession:
             if isinstance(fault, Refuse) and fault.after_tokens is None:
                 await self._end(stream_id, error=_error(fault))
                 return
-            await self._tokens(stream_id, generation, gateway.fleet.seed(generation.idempotency_key), fault)
+            await self._tokens(stream_id, generation, gateway.fleet.accept(generation.idempotency_key), fault)
         finally:
             gateway.running -= 1
 
     async def _tokens(
-        self, stream_id: int, generation: pb.Generation, seed: int, fault: Fault | None
+        self, stream_id: int, generation: pb.Generation, accepted: pb.Accepted, fault: Fault | None
     ) -> None:
-        accepted = pb.SessionAccepted(stream_id=stream_id, accepted=_accepted(seed))
-        await self._send(pb.SessionResponse(accepted=[accepted]))
+        start = pb.SessionAccepted(stream_id=stream_id, accepted=accepted)
+        await self._send(pb.SessionResponse(accepted=[start]))
         for position in range(_count(generation)):
             if isinstance(fault, Refuse) and fault.after_tokens == position:
                 await self._context.abort_with_status(status(fault))
@@ -259,7 +267,7 @@ class _ScriptedSession:
                 self._more[stream_id].clear()
                 await self._more[stream_id].wait()
             frame = common.TokenFrame(
-                handles=[stream_id * 16], offsets=[position], counts=[1], ids=[token(seed, position)]
+                handles=[stream_id * 16], offsets=[position], counts=[1], ids=[token(accepted.seed, position)]
             )
             frame.texts.append(_text(frame.ids[0]))
             self._gateway.unread[stream_id] = position + 1
@@ -280,10 +288,6 @@ def _count(generation: pb.Generation) -> int:
 
 def _text(token_id: int) -> str:
     return f"{token_id} "
-
-
-def _accepted(seed: int) -> pb.Accepted:
-    return pb.Accepted(request_id=f"r{seed}", model="tiny", version_digest="sha256:x", seed=seed)
 
 
 def _finished(count: int) -> pb.Finished:

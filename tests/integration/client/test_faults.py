@@ -13,6 +13,7 @@ from fairway.client import (
     Client,
     ClientOptions,
     Closed,
+    Completion,
     ConnectionLost,
     DeadlineExceeded,
     FairwayError,
@@ -88,10 +89,28 @@ async def test_broken_stream_goes_on_at_another_gateway_each_token_once(gateways
     assert "".join(event.text for event in events if isinstance(event, Tokens)) == "".join(
         f"{one} " for one in run_of(1, 20)
     )
+    assert stream.accepted is not None
+    assert not stream.accepted.replayed, "its own attempts are no earlier request"
     assert stream.attempts == 3
     assert (first.calls, second.calls) in ((2, 1), (1, 2))
     assert len({body.idempotency_key for body in first.fleet.bodies}) == 1
     assert len({body.SerializeToString() for body in first.fleet.bodies}) == 1, "a retry has the same body"
+
+
+@pytest.mark.parametrize("carrier", ["stream", "session", "unary"])
+async def test_the_answer_to_an_earlier_request_says_so(gateways: Pair, carrier: str) -> None:
+    async with client(gateways[0]) as opened, opened.session() as session:
+
+        async def ask() -> Completion:
+            if carrier == "unary":
+                return await opened.complete("tiny", "hi", idempotency_key="order-7")
+            source: Any = session if carrier == "session" else opened
+            found: Completion = await source.generate("tiny", "hi", idempotency_key="order-7").collect()
+            return found
+
+        first, again = await ask(), await ask()
+    assert (first.accepted.replayed, again.accepted.replayed) == (False, True)
+    assert first.text == again.text
 
 
 async def test_without_a_key_what_was_delivered_is_not_asked_for_again(gateways: Pair) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -88,6 +89,18 @@ def test_choices_are_apart() -> None:
     assert ledger.news(Tokens(0, 0, (5, 6), "cd")) == Tokens(0, 1, (6,), "d")
     assert (ledger.delivered(0), ledger.delivered(1), ledger.delivered(2)) == (2, 2, 0)
     assert ledger.furthest == 2
+
+
+def test_a_replay_to_the_stream_that_was_accepted_first_is_none() -> None:
+    ledger = Ledger()
+    assert ledger.accept(accepted(1))
+    ledger.attempt_began()
+    assert not ledger.accept(replace(accepted(1), replayed=True))
+    assert ledger.accepted == accepted(1)
+    other = Ledger()
+    assert other.accept(replace(accepted(1), replayed=True))
+    assert other.accepted is not None
+    assert other.accepted.replayed
 
 
 def test_accepted_is_news_until_something_was_delivered() -> None:

@@ -68,6 +68,9 @@ HOSTILE = {
     "zip behind text": b"hello\n" * 100 + zipped("data.pkl", pickle.dumps(Runs())),
     "tar": tarred("data.pkl", pickle.dumps(Runs())),
     "gzip": gzip.compress(pickle.dumps(Runs())),
+    "pickle after a million opcodes": b"N0" * 600_000 + pickle.dumps(Runs(), protocol=0),
+    "pickle behind a large value": b"(S'%s'\n0" % (b"x" * 100_000) + pickle.dumps(Runs(), protocol=0),
+    "pickle of many lines": b"(I1\n" * 40_000 + pickle.dumps(Runs(), protocol=0),
 }
 
 
@@ -90,7 +93,18 @@ def test_the_file_without_a_format_is_no_hiding_place(what: str) -> None:
 
 def test_a_tokenizer_model_passes() -> None:
     check("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>" + random.Random(1).randbytes(200_000))
-    check("tokenizer.model", b"IQ== 0\nIg== 1\n" * 1000)
+    for piece in (7, 1 << 20):
+        check("tokenizer.model", b"IQ== 0\nIg== 1\n" * 1000, piece=piece)
+        check("tokenizer.model", b"IQ== 0\r\nICAgICA= 17", piece=piece)
+
+
+@pytest.mark.parametrize(
+    "data", [b"IQ== 0\ncos\nsystem\n", b"IQ== 0\nIg== x", b"A" * 10_000, b"U1 1\n\x93", b"I Q== 0\n"]
+)
+@pytest.mark.parametrize("piece", [3, 1 << 20])
+def test_ranks_are_ranks_to_the_last_line(data: bytes, piece: int) -> None:
+    with pytest.raises(ContentRefused, match="neither a SentencePiece model"):
+        check("tokenizer.model", data, piece=piece)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,7 @@ LYING: dict[str, bytes] = {
     "no object": tensor_file([]),
     "a list after blanks": tensor_file(None, raw=b"  [1]"),
     "deep": tensor_file(None, raw=b'{"a":' * 100_000),
+    "an endless number": tensor_file(None, raw=b'{"a":' + b"9" * 5000 + b"}"),
     "a name twice": tensor_file(
         None, FIVE, raw=b'{"a":%s,"a":%s}' % ((json.dumps(tensor(0, 5)).encode(),) * 2)
     ),

@@ -123,13 +123,15 @@ def test_an_admin_key_needs_no_tenant_and_runs_no_model() -> None:
 
 
 def test_a_foreign_model_looks_like_a_missing_one() -> None:
-    held = directory()
-    principal = Principal("alpha", KeyRole.TENANT, "acme", ("mine",))
+    held = directory(models=("mine",))
+    principal = held.authenticate(TEXT)
     held.authorise_model(principal, "mine")
     with pytest.raises(ModelNotFound) as caught:
         held.authorise_model(principal, "theirs")
     assert caught.value.message == model_not_found("theirs").message
-    held.authorise_model(Principal("alpha", KeyRole.TENANT, "acme"), "theirs")
+    directory().authorise_model(principal, "theirs")
+    with pytest.raises(ModelNotFound):  # narrowed since the stream was opened
+        held.authorise_model(directory().authenticate(TEXT), "theirs")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,21 @@ def test_a_caller_of_long_ago_is_looked_at_again(changes: dict[str, Any]) -> Non
     assert directory().still_valid(principal).meta.name == "acme"
     with pytest.raises(Unauthenticated):
         directory(**changes).still_valid(principal)
+
+
+def test_a_stream_ends_with_the_grace_of_the_secret_that_opened_it() -> None:
+    opened = directory().authenticate(TEXT)
+    new, others = OLD_HASH, secrets.secret_hash("another")
+    in_grace = {"previous_secret_hash": HASH, "previous_expire_unix_s": NOW_S + 1}
+    assert directory(secret_hash=new, **in_grace).still_valid(opened).meta.name == "acme"
+    for changes in (
+        {"secret_hash": new},
+        {"secret_hash": new, **in_grace, "previous_expire_unix_s": NOW_S},
+        {"secret_hash": new, **in_grace, "previous_secret_hash": others},  # rotated twice
+    ):
+        with pytest.raises(Unauthenticated, match="rotated"):
+            directory(**changes).still_valid(opened)
+    assert HASH not in repr(opened)
 
 
 def test_a_deleted_key_opens_nothing_on_an_open_stream() -> None:
