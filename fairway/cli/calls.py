@@ -1,91 +1,64 @@
-"""Calls to the services: a channel, the caller's key, and errors in the command line's own words."""
+"""Calls of the client libraries, with their errors in the command line's own words."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Sequence
 from typing import Final, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
 
 from fairway.cli.errors import CliError, ExitCode
+from fairway.client import AdminClient, ClientOptions, RetryPolicy
 from fairway.client import errors as client_errors
 from fairway.client.errors import FairwayError
 
 T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 15.0
-
-_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
-_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-)
-_DETAILS_KEY: Final = "grpc-status-details-bin"
+CONNECT_S: Final = 5.0
+# A person waits: what does not answer soon is said.
+RETRY: Final = RetryPolicy(max_attempts=3)
 
 
-@asynccontextmanager
-async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """Yield a channel to host:port, or to the first of several between commas that answers.
-
-    It is closed afterwards.
-    """
-    loopback = address.startswith(("127.", "localhost:", "[::1]"))
-    options = (*_OPTIONS, *((("grpc.enable_http_proxy", 0),) if loopback else ()))
-    target = await _resolved(address) if "," in address else address
-    async with grpc.aio.insecure_channel(target, options=options) as channel:
-        yield channel
-
-
-async def _resolved(addresses: str) -> str:
-    """Return gRPC's form of several addresses, for which it resolves no names itself. Raises CliError."""
-    found: list[str] = []
-    for address in addresses.split(","):
-        host, _, port = address.strip().rpartition(":")
-        try:
-            known = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET)
-        except OSError:
-            continue  # another of them may answer
-        found += [f"{entry[4][0]!s}:{port}" for entry in known[:1]]
-    if not found:
+def admin_client(
+    controlplane: str = "", registry: str = "", *, admin_key: str, call_s: float = CALL_TIMEOUT_S
+) -> AdminClient:
+    """Return a client, not entered yet, of host:port or of several between commas. Raises CliError."""
+    try:
+        return AdminClient(
+            _addresses(controlplane),
+            admin_key=admin_key,
+            registry=_addresses(registry),
+            options=ClientOptions(
+                timeout_s=call_s, connect_timeout_s=CONNECT_S, wait_for_ready=False, retry=RETRY
+            ),
+        )
+    except ValueError as exc:
         raise CliError(
             "NO_ADDRESS",
-            f"none of {addresses} can be resolved",
+            str(exc),
             next_step="name servers as HOST:PORT, with commas between them",
             exit_code=ExitCode.UNAVAILABLE,
-        )
-    return "ipv4:" + ",".join(found)
+        ) from exc
 
 
-def bearer(key: str) -> tuple[tuple[str, str], ...]:
-    """Return the call metadata that carries a key."""
-    return (("authorization", f"Bearer {key}"),)
+def _addresses(several: str) -> Sequence[str]:
+    return list(dict.fromkeys(address.strip() for address in several.split(",") if address.strip()))
 
 
 async def checked(call: Awaitable[T], *, what: str) -> T:
     """Return the call's answer. Raises CliError, which says that ``what`` failed, and why."""
     try:
         return await call
-    except grpc.aio.AioRpcError as exc:
-        raise to_cli_error(exc, what=what) from exc
+    except FairwayError as exc:
+        raise admin_error(exc, what=what) from exc
 
 
-def to_cli_error(error: grpc.aio.AioRpcError, *, what: str) -> CliError:
-    """Return the error with the server's reason and text, and what to do about it."""
-    code = error.code()
-    reason, retry_after_s = _details(error)
-    exit_code, next_step = _advice(code, reason)
-    if retry_after_s is not None:
-        next_step = f"try again in {retry_after_s:.1f} s"
-    return CliError(
-        reason or code.name,
-        f"{what}: {error.details() or code.name}",
-        next_step=next_step,
-        exit_code=exit_code,
-    )
+def admin_error(error: FairwayError, *, what: str) -> CliError:
+    """Return an error of an operator's call: no server there and a broken connection are one reason."""
+    found = client_error(error, what=what)
+    if isinstance(error, client_errors.NoGateway | client_errors.ConnectionLost):
+        found.reason = "UNAVAILABLE"
+    return found
 
 
 def client_error(error: FairwayError, *, what: str) -> CliError:
@@ -95,25 +68,6 @@ def client_error(error: FairwayError, *, what: str) -> CliError:
     if error.retry_after_s is not None:
         next_step = f"try again in {error.retry_after_s:.1f} s"
     return CliError(error.reason, f"{what}: {error.message}", next_step=next_step, exit_code=exit_code)
-
-
-def _details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
-    """Return the ErrorInfo's reason and RetryInfo's delay of a status, "" and None where they are absent."""
-    reason, delay_s = "", None
-    for key, value in error.trailing_metadata() or ():
-        if key != _DETAILS_KEY or not isinstance(value, bytes):
-            continue
-        try:
-            status = status_pb2.Status.FromString(value)
-        except DecodeError:
-            continue
-        for detail in status.details:
-            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-            if detail.Unpack(info):
-                reason = info.reason
-            elif detail.Unpack(retry):
-                delay_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    return reason, delay_s
 
 
 def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:

@@ -1,10 +1,8 @@
-"""What commands that change something share: the question before, and the way of a read-and-change."""
+"""What commands that change something share: the question before, and what is said of what is gone."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
 
 import typer
 
@@ -12,9 +10,6 @@ from fairway.cli.errors import CliError
 from fairway.cli.flags import Format
 from fairway.cli.formats import DOCUMENTS, write_document
 from fairway.cli.output import out, plain
-
-T = TypeVar("T")
-_TRIES: Final = 4
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -31,23 +26,3 @@ def show_deleted(name: str, output: Format) -> None:
         write_document({"name": name, "deleted": True}, output)
     else:
         plain(out(), name)
-
-
-async def read_and_change(
-    etag: str,
-    read: Callable[[], Awaitable[T]],
-    write: Callable[[T, str], Awaitable[T]],
-    etag_of: Callable[[T], str],
-) -> T:
-    """Return what ``write`` made of what ``read`` found, with nobody's change in between lost.
-
-    Without an etag of the user's, a change by someone else in between is read and the own one made again.
-    """
-    for attempt in range(1, _TRIES + 1):
-        found = await read()
-        try:
-            return await write(found, etag or etag_of(found))
-        except CliError as error:
-            if etag or error.reason != "ETAG_MISMATCH" or attempt == _TRIES:
-                raise
-    raise AssertionError("the last try returns or raises")

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
-import grpc
 import typer
 
 from fairway.cli import targets
-from fairway.cli.calls import CALL_TIMEOUT_S, bearer, checked, open_channel
+from fairway.cli.calls import CALL_TIMEOUT_S, admin_client, checked
 from fairway.cli.flags import timeout_s
 from fairway.cli.targets import (
     DEFAULT_STATE_DIR,
     AdminKeyOption,
-    ApiKeyOption,
     ControlPlaneOption,
-    GrpcOption,
     RegistryOption,
     StateDirOption,
     Target,
 )
-from fairway.v1 import controlplane_pb2_grpc, inference_pb2_grpc, registry_pb2_grpc
+from fairway.client import AdminClient
 
 T = TypeVar("T")
 WAIT_S: Final = 600.0
@@ -49,48 +45,24 @@ class Server(Enum):
 
     CONTROLPLANE = (targets.controlplane, ("controlplane", ControlPlaneOption), ("admin_key", AdminKeyOption))
     REGISTRY = (targets.registry, ("registry", RegistryOption), ("admin_key", AdminKeyOption))
-    GATEWAY = (targets.gateway, ("grpc_address", GrpcOption), ("api_key", ApiKeyOption))
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open channel to one server with the caller's key. ``timeout_s`` is what the caller asked for."""
+    """An open client of the servers that a command calls. ``timeout_s`` is what the caller asked for."""
 
-    channel: grpc.aio.Channel
-    metadata: tuple[tuple[str, str], ...]
+    admin: AdminClient
     timeout_s: float | None
     state_dir: Path
-
-    @property
-    def control(self) -> controlplane_pb2_grpc.ControlPlaneServiceAsyncStub:
-        return controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel)
-
-    @property
-    def registry(self) -> registry_pb2_grpc.RegistryServiceAsyncStub:
-        return registry_pb2_grpc.RegistryServiceStub(self.channel)
-
-    @property
-    def inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
-        return inference_pb2_grpc.InferenceServiceStub(self.channel)
-
-    @property
-    def call_s(self) -> float:
-        """Time of one call."""
-        return CALL_TIMEOUT_S if self.timeout_s is None else self.timeout_s
 
     @property
     def wait_s(self) -> float:
         """Time of a wait that consists of many calls."""
         return WAIT_S if self.timeout_s is None else self.timeout_s
 
-    async def call(self, method: Callable[..., Awaitable[T]], request: object, *, what: str) -> T:
-        """Return the answer of one call. Raises CliError, which says that ``what`` failed, and why."""
-        return await checked(method(request, timeout=self.call_s, metadata=self.metadata), what=what)
-
-
-def new_request_id() -> str:
-    """Return an id under which the server does a change once, however often it hears of it."""
-    return uuid.uuid4().hex
+    async def run(self, call: Awaitable[T], *, what: str) -> T:
+        """Return the answer of a call. Raises CliError, which says that ``what`` failed, and why."""
+        return await checked(call, what=what)
 
 
 def command(
@@ -115,7 +87,8 @@ def command(
         def entry(**values: Any) -> None:
             address, key = values.pop(address_option[0]), values.pop(key_option[0])
             state_dir, timeout_s = values.pop("state_dir"), values.pop("timeout")
-            asyncio.run(_connected(find(address, key, state_dir), timeout_s, state_dir, run, values))
+            target = find(address, key, state_dir)
+            asyncio.run(_connected(to, target, timeout_s, state_dir, run, values))
 
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *added)]
         entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -137,12 +110,19 @@ def _option(name: str, annotation: object, default: object) -> inspect.Parameter
 
 
 async def _connected(
+    server: Server,
     target: Target,
     timeout_s: float | None,
     state_dir: Path,
     run: Callable[..., Coroutine[Any, Any, None]],
     values: dict[str, Any],
 ) -> None:
-    async with open_channel(target.address) as channel:
-        connection = Connection(channel, bearer(target.key), timeout_s, state_dir)
-        await run(connection, **values)
+    is_registry = server is Server.REGISTRY
+    client = admin_client(
+        controlplane="" if is_registry else target.address,
+        registry=target.address if is_registry else "",
+        admin_key=target.key,
+        call_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s,
+    )
+    async with client as admin:
+        await run(Connection(admin, timeout_s, state_dir), **values)

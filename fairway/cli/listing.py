@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import typer
 from google.protobuf.message import Message
@@ -14,36 +14,29 @@ from fairway.cli.flags import Format, NameArgument, OutputOption, WatchOption
 from fairway.cli.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
+from fairway.client import AdminClient
+from fairway.client.admin_resources import Reading
+from fairway.v1 import controlplane_pb2 as cp
 
 T = TypeVar("T", bound=Message)
-PAGE: Final = 1000
+K = TypeVar("K", cp.Tenant, cp.Key, cp.Deployment, cp.Node)
 
 
 @dataclass(frozen=True, slots=True)
 class Resource(Generic[T]):
     """One kind of thing that a server lists.
 
-    ``page`` returns the things of a page and the next page's token, ``get`` one of them by name; ``watch``
-    follows their changes. ``plural`` is also the name of the list in a document.
+    ``all`` returns them, ``get`` one of them by name; ``watch`` follows their changes. ``plural`` is also the
+    name of the list in a document.
     """
 
     singular: str
     plural: str
     server: Server
     columns: tuple[Column[T], ...]
-    page: Callable[[Connection, str], Awaitable[tuple[Sequence[T], str]]]
+    all: Callable[[Connection], Awaitable[Sequence[T]]]
     get: Callable[[Connection, str], Awaitable[T]] | None = None
     watch: Watch[T] | None = None
-
-    async def all(self, connection: Connection) -> list[T]:
-        """Return every page of the listing."""
-        found: list[T] = []
-        token = ""
-        while True:
-            items, token = await self.page(connection, token)
-            found.extend(items)
-            if not token:
-                return found
 
     def write_list(self, items: Sequence[T], output: Format) -> None:
         """Write a listing: a table, or one document with a list in it."""
@@ -58,6 +51,25 @@ class Resource(Generic[T]):
             write_document(document_of(item), output)
         else:
             show_rows(self.columns, [item], wide=output is Format.WIDE)
+
+
+def resource(
+    singular: str, columns: tuple[Column[K], ...], kind: Callable[[AdminClient], Reading[K]]
+) -> Resource[K]:
+    """Return one kind of resource of the control plane."""
+    plural = f"{singular}s"
+
+    async def listed(connection: Connection) -> Sequence[K]:
+        return await connection.run(kind(connection.admin).list(), what=f"cannot list the {plural}")
+
+    async def get(connection: Connection, name: str) -> K:
+        what = f"cannot show the {singular} {name}"
+        return await connection.run(kind(connection.admin).get(name), what=what)
+
+    watch: Watch[K] = Watch(
+        singular, f"the {plural}", lambda connection, lost: kind(connection.admin).watch(on_lost=lost)
+    )
+    return Resource(singular, plural, Server.CONTROLPLANE, columns, listed, get, watch)
 
 
 def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:

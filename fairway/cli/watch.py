@@ -8,18 +8,18 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 from rich.live import Live
 
-from fairway.cli.calls import to_cli_error
+from fairway.cli.calls import admin_error
 from fairway.cli.connection import Connection
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format
 from fairway.cli.formats import DOCUMENTS, document_of, write_part
 from fairway.cli.output import err, out, plain
 from fairway.cli.table import Column, line_of, table_of, visible
-from fairway.v1 import controlplane_pb2 as cp
+from fairway.client import Changed, Deleted, FairwayError, Snapshot
+from fairway.client.admin_watch import News, OnLost
 
 T = TypeVar("T", bound=Message)
 
@@ -29,29 +29,12 @@ _LAST_PAUSE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Change(Generic[T]):
-    """``item`` is now as it is here; ``deleted``: it is gone, and only what names it is set."""
-
-    name: str
-    item: T
-    deleted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Batch(Generic[T]):
-    """Changes that are told together. ``complete``: what is not among them is not there."""
-
-    changes: tuple[Change[T], ...]
-    complete: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Watch(Generic[T]):
     """How to follow one kind of thing. ``field`` is its name in a document."""
 
     field: str
     what: str
-    changes: Callable[[Connection], AsyncGenerator[Batch[T], None]]
+    news: Callable[[Connection, OnLost], AsyncGenerator[News[T], None]]
 
 
 async def follow(
@@ -62,42 +45,70 @@ async def follow(
     A connection that is lost is made again, and what changed meanwhile is told then. Raises CliError when
     the first connection fails, or when the server refuses the watch.
     """
-    began, pause_s = False, _FIRST_PAUSE_S
     seen: dict[str, T] = {}
     shown = visible(columns, wide=output is Format.WIDE)
+    what = f"cannot watch {watch.what}"
     with _Screen(watch, shown, output) as screen:
+        try:
+            async with aclosing(watch.news(connection, lost(what))) as told:
+                async for news in told:
+                    screen.show(_fresh(news, seen), seen)
+        except FairwayError as exc:
+            raise admin_error(exc, what=what) from exc
+
+
+def lost(what: str) -> OnLost:
+    """Return what tells the user that a watch was interrupted."""
+
+    def tell(error: FairwayError, pause_s: float) -> None:
+        plain(err(), f"{admin_error(error, what=what).message}; again in {pause_s:g} s")
+
+    return tell
+
+
+def polled(
+    field: str,
+    what: str,
+    name_of: Callable[[T], str],
+    listed: Callable[[Connection], Awaitable[Sequence[T]]],
+) -> Watch[T]:
+    """Return a watch of what the server only lists: asked once a second. ``listed`` raises CliError."""
+
+    async def news(connection: Connection, _: OnLost) -> AsyncGenerator[News[T], None]:
+        began, pause_s = False, _FIRST_PAUSE_S
         while True:
             try:
-                async with aclosing(watch.changes(connection)) as batches:
-                    async for batch in batches:
-                        began, pause_s = True, _FIRST_PAUSE_S
-                        screen.show(_news(batch, seen), seen)
-            except grpc.aio.AioRpcError as exc:
-                error = to_cli_error(exc, what=f"cannot watch {watch.what}")
-                if not began or error.exit_code is not ExitCode.UNAVAILABLE:
-                    raise error from exc
-                plain(err(), f"{error.message}; again in {pause_s:g} s")
+                items = await listed(connection)
             except CliError as error:
                 if not began or error.exit_code is not ExitCode.UNAVAILABLE:
                     raise
                 plain(err(), f"{error.message}; again in {pause_s:g} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                continue
+            began, pause_s = True, _FIRST_PAUSE_S
+            yield Snapshot({name_of(item): item for item in items})
+            await asyncio.sleep(_POLL_S)
+
+    return Watch(field, what, news)
 
 
-def _news(batch: Batch[T], seen: dict[str, T]) -> list[Change[T]]:
-    """Bring ``seen`` up to date and return what of the batch changed it."""
-    news: list[Change[T]] = []
-    if batch.complete:
-        there = {change.name for change in batch.changes}
-        news += [Change(name, item, True) for name, item in seen.items() if name not in there]
-    news += [change for change in batch.changes if change.deleted or seen.get(change.name) != change.item]
-    for change in news:
-        if change.deleted:
-            seen.pop(change.name, None)
+def _fresh(news: News[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
+    """Bring ``seen`` up to date and return what changed it."""
+    found: list[Changed[T] | Deleted[T]]
+    if isinstance(news, Snapshot):
+        found = [Deleted(name, item) for name, item in seen.items() if name not in news.items]
+        found += [Changed(name, item) for name, item in news.items.items() if seen.get(name) != item]
+    elif isinstance(news, Deleted):
+        found = [news] if news.name in seen else []
+    else:
+        found = [news] if seen.get(news.name) != news.item else []
+    for change in found:
+        if isinstance(change, Deleted):
+            del seen[change.name]
         else:
             seen[change.name] = change.item
-    return news
+    return found
 
 
 class _Screen(Generic[T]):
@@ -119,61 +130,16 @@ class _Screen(Generic[T]):
         if self._live is not None:
             self._live.stop()
 
-    def show(self, changes: Sequence[Change[T]], seen: dict[str, T]) -> None:
+    def show(self, changes: Sequence[Changed[T] | Deleted[T]], seen: dict[str, T]) -> None:
         if self._live is not None:
             items = [item for _, item in sorted(seen.items())]
             self._live.update(table_of(self._columns, items), refresh=True)
             return
         for change in changes:
+            deleted = isinstance(change, Deleted)
             if self._output in DOCUMENTS:
                 item = document_of(change.item)
-                write_part({"deleted": change.deleted, self._watch.field: item}, self._output)
+                write_part({"deleted": deleted, self._watch.field: item}, self._output)
             else:
-                line = f"{change.name}\tdeleted" if change.deleted else line_of(self._columns, change.item)
+                line = f"{change.name}\tdeleted" if deleted else line_of(self._columns, change.item)
                 plain(out(), line)
-
-
-def resources(
-    field: str, what: str, kind: cp.ResourceKind.ValueType, name_of: Callable[[T], str]
-) -> Watch[T]:
-    """Return a watch of one kind of resource of the control plane."""
-
-    async def changes(connection: Connection) -> AsyncGenerator[Batch[T], None]:
-        request = cp.WatchResourcesRequest(kinds=[kind])
-        call = connection.control.WatchResources(request, metadata=connection.metadata)
-        first: list[Change[T]] | None = []
-        try:
-            async for answer in call:
-                found = [
-                    Change(name_of(item), item, change.deleted)
-                    for change in answer.changes
-                    if change.WhichOneof("resource") == field and (item := getattr(change, field))
-                ]
-                if first is None:
-                    yield Batch(tuple(found))
-                else:
-                    first += found
-                    if answer.snapshot_end:
-                        yield Batch(tuple(first), complete=True)
-                        first = None
-        finally:
-            call.cancel()
-
-    return Watch(field, what, changes)
-
-
-def polled(
-    field: str,
-    what: str,
-    name_of: Callable[[T], str],
-    listed: Callable[[Connection], Awaitable[Sequence[T]]],
-) -> Watch[T]:
-    """Return a watch of what the server only lists: asked once a second."""
-
-    async def changes(connection: Connection) -> AsyncGenerator[Batch[T], None]:
-        while True:
-            items = await listed(connection)
-            yield Batch(tuple(Change(name_of(item), item) for item in items), complete=True)
-            await asyncio.sleep(_POLL_S)
-
-    return Watch(field, what, changes)

@@ -7,9 +7,11 @@
             ...
 
 Deadlines, retries with a budget, idempotency keys, several gateways, and one multiplexed session are its own
-business; docs/client.md says how to use it, and what it promises.
+business; docs/client.md says how to use it, and what it promises. AdminClient is the operators' one.
 """
 
+from fairway.client.admin import AdminClient
+from fairway.client.admin_watch import Changed, Deleted, Missed, Snapshot
 from fairway.client.client import Client
 from fairway.client.errors import (
     Cancelled,
@@ -31,6 +33,7 @@ from fairway.client.errors import (
     Unauthenticated,
     Unavailable,
     Unimplemented,
+    WaitFailed,
 )
 from fairway.client.generation import GenerationStream
 from fairway.client.policy import RetryPolicy
@@ -58,7 +61,9 @@ from fairway.client.values import (
 
 __all__ = [
     "Accepted",
+    "AdminClient",
     "Cancelled",
+    "Changed",
     "ChoiceResult",
     "Client",
     "ClientOptions",
@@ -68,6 +73,7 @@ __all__ = [
     "Conflict",
     "ConnectionLost",
     "DeadlineExceeded",
+    "Deleted",
     "Event",
     "FailedPrecondition",
     "FairwayError",
@@ -77,6 +83,7 @@ __all__ = [
     "InvalidRequest",
     "KeysUnsupported",
     "Message",
+    "Missed",
     "NoGateway",
     "NotFound",
     "Options",
@@ -89,6 +96,7 @@ __all__ = [
     "ServerBug",
     "Session",
     "SessionOptions",
+    "Snapshot",
     "StageClock",
     "StreamDiverged",
     "TokenCount",
@@ -98,4 +106,5 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "WaitFailed",
 ]

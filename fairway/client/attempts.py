@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Final, TypeVar
+
+import grpc
 
 from fairway.client import policy
-from fairway.client.endpoints import Endpoint, EndpointPool, Metadata
-from fairway.client.errors import ConnectionLost, DeadlineExceeded, FairwayError, OverQuota, Unavailable
+from fairway.client.endpoints import Endpoint, EndpointPool, Metadata, open_endpoints
+from fairway.client.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    FairwayError,
+    OverQuota,
+    Unavailable,
+    connection_lost,
+    from_rpc,
+)
 from fairway.client.errors import deadline_exceeded as _deadline_exceeded
-from fairway.client.values import ClientOptions
+from fairway.client.values import ClientOptions, checked_timeout_s
+from fairway.v1 import inference_pb2 as pb
+
+T = TypeVar("T")
+# With a key, a server refuses so before it runs anything: it cannot remember the key.
+_KEY_REFUSED: Final = frozenset(("STORE_UNAVAILABLE", "IDEMPOTENCY_KEYS_EXCEEDED"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +43,30 @@ class Core:
     rng: Random
     new_key: Callable[[], str]
 
+    @classmethod
+    def opened(
+        cls,
+        addresses: Sequence[str],
+        api_key: str,
+        options: ClientOptions,
+        *,
+        credentials: grpc.ChannelCredentials | None,
+        rng: Random,
+        noun: str = "gateway",
+    ) -> Core:
+        """Return the core of a client of the running loop, with open channels; close its pool."""
+        now = asyncio.get_running_loop().time
+        endpoints = open_endpoints(addresses, credentials, options.max_message_bytes)
+        return cls(
+            pool=EndpointPool(endpoints, now=now, rng=rng, noun=noun),
+            budget=policy.RetryBudget(options.retry, now()),
+            options=options,
+            metadata=(("authorization", f"Bearer {api_key}"),),
+            now=now,
+            rng=rng,
+            new_key=lambda: secrets.token_hex(16),
+        )
+
     def key(self, asked: str | None) -> str:
         """Return the caller's idempotency key, else a new one where the client makes them; empty: none."""
         if asked is not None:
@@ -38,10 +79,8 @@ class Attempts:
 
     def __init__(self, core: Core, timeout_s: float) -> None:
         """Raises ValueError unless ``timeout_s`` is above 0: no call is without a deadline."""
-        if not timeout_s > 0:
-            raise ValueError("timeout_s must be above 0 seconds")
         self._core = core
-        self.deadline_s = core.now() + timeout_s
+        self.deadline_s = core.now() + checked_timeout_s(timeout_s)
         self.count = 0
         self._not_this = ""
         core.budget.request_began(core.now())
@@ -59,9 +98,11 @@ class Attempts:
         left_s = self.time_left_s
         connect_s = min(left_s, self._core.options.connect_timeout_s)
         try:
-            endpoint = await self._core.pool.take(connect_s, not_this=self._not_this)
+            endpoint = await self._core.pool.take(
+                connect_s, not_this=self._not_this, patient=self._core.options.wait_for_ready
+            )
         except FairwayError as error:
-            raise self._ended(error, "no gateway could be reached") from None
+            raise self._ended(error, "nothing could be reached") from None
         self.count += 1
         return endpoint
 
@@ -99,6 +140,18 @@ class Attempts:
         self._not_this = "" if blamed is policy.Blame.NOBODY else endpoint.address
         await asyncio.sleep(decision.delay_s)
 
+    def drop_key(self, error: FairwayError, endpoint: Endpoint, generation: pb.Generation) -> bool:
+        """Take the key off when the first attempt was refused for it; the next attempt may follow at once.
+
+        For a key that the client made: it is there to make retries safe. Nothing runs under it after such
+        a refusal, unless an attempt before was taken: that one keeps its key.
+        """
+        if self.count != 1 or not generation.idempotency_key or error.reason not in _KEY_REFUSED:
+            return False
+        self._core.pool.failed(endpoint, error)
+        generation.idempotency_key = ""
+        return True
+
     def late(self) -> DeadlineExceeded:
         """Return the error of a deadline that passed while an attempt ran."""
         error = _deadline_exceeded()
@@ -108,3 +161,37 @@ class Attempts:
     def _ended(self, error: FairwayError, why: str) -> FairwayError:
         error.attempts, error.gave_up = self.count, why
         return error
+
+
+async def unary(
+    core: Core,
+    send: Callable[[Endpoint, float], Awaitable[T]],
+    timeout_s: float,
+    *,
+    attempt_s: float | None = None,
+    own_key: pb.Generation | None = None,
+) -> T:
+    """Send until it is answered or may not be sent again. An answer comes whole, or not at all.
+
+    ``send``: one attempt, within a time. ``attempt_s``: after so long without an answer another endpoint is
+    asked, where there is one. ``own_key``: the generation that carries a key of the client's own.
+    """
+    attempts = Attempts(core, timeout_s)
+    while True:
+        endpoint = await attempts.begin()
+        cut = attempt_s is not None and core.pool.has_other(endpoint)
+        left_s = attempts.time_left_s
+        limit_s = min(left_s, attempt_s) if attempt_s is not None and cut else left_s
+        try:
+            answer = await send(endpoint, limit_s)
+        except grpc.aio.AioRpcError as exc:
+            error = from_rpc(exc)
+            if isinstance(error, DeadlineExceeded) and limit_s < left_s:
+                error = connection_lost(f"{endpoint.address} did not answer within {limit_s:g} s")
+        else:
+            core.pool.answered(endpoint)
+            return answer
+        finally:
+            core.pool.give_back(endpoint)
+        if own_key is None or not attempts.drop_key(error, endpoint, own_key):
+            await attempts.failed(error, endpoint)

@@ -11,7 +11,6 @@ gRPC's asyncio on one loop only.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Sequence
 from random import Random, SystemRandom
 from types import TracebackType
@@ -21,13 +20,11 @@ from weakref import WeakSet
 import grpc
 
 from fairway.client import convert
-from fairway.client.attempts import Attempts, Core
+from fairway.client.attempts import Core, unary
 from fairway.client.direct import DirectCarrier
-from fairway.client.endpoints import EndpointPool, open_endpoints
-from fairway.client.errors import FairwayError, from_rpc
+from fairway.client.endpoints import Endpoint
 from fairway.client.generation import GenerationStream
 from fairway.client.guard import Guard
-from fairway.client.policy import RetryBudget
 from fairway.client.session import Session
 from fairway.client.values import (
     ClientOptions,
@@ -38,6 +35,7 @@ from fairway.client.values import (
     ServedModel,
     SessionOptions,
     TokenCount,
+    checked_timeout_s,
 )
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
@@ -91,15 +89,8 @@ class Client:
         if self._entered is not None:
             raise RuntimeError("this client was opened before: make a new one")
         loop = asyncio.get_running_loop()
-        opened = open_endpoints(self._addresses, self._credentials, self._options.max_message_bytes)
-        core = Core(
-            pool=EndpointPool(opened, now=loop.time, rng=self._rng),
-            budget=RetryBudget(self._options.retry, loop.time()),
-            options=self._options,
-            metadata=(("authorization", f"Bearer {self._api_key}"),),
-            now=loop.time,
-            rng=self._rng,
-            new_key=lambda: secrets.token_hex(16),
+        core = Core.opened(
+            self._addresses, self._api_key, self._options, credentials=self._credentials, rng=self._rng
         )
         self._entered = core, loop
         return self
@@ -136,7 +127,13 @@ class Client:
         """
         core = self._core()
         message = convert.generation(model, source, options or Options(), core.key(idempotency_key))
-        stream = GenerationStream(core, DirectCarrier(core), message, self._generation_timeout_s(timeout_s))
+        stream = GenerationStream(
+            core,
+            DirectCarrier(core),
+            message,
+            self._generation_timeout_s(timeout_s),
+            own_key=idempotency_key is None,
+        )
         self._streams.add(stream)
         return stream
 
@@ -155,6 +152,7 @@ class Client:
         answer = await self._call(
             lambda stub, *, timeout_s: stub.Complete(request, timeout=timeout_s, metadata=self._metadata),
             self._generation_timeout_s(timeout_s),
+            own_key=request.generation if idempotency_key is None else None,
         )
         return convert.completion(answer)
 
@@ -213,27 +211,13 @@ class Client:
         return core
 
     def _timeout_s(self, asked_s: float | None) -> float:
-        return self._options.timeout_s if asked_s is None else asked_s
+        return self._options.timeout_s if asked_s is None else checked_timeout_s(asked_s)
 
     def _generation_timeout_s(self, asked_s: float | None) -> float:
-        return self._options.generation_timeout_s if asked_s is None else asked_s
+        return self._options.generation_timeout_s if asked_s is None else checked_timeout_s(asked_s)
 
-    async def _call(self, send: _Sender[_T], timeout_s: float) -> _T:
-        return await self._guard.run(_unary(self._core(), send, timeout_s))
+    async def _call(self, send: _Sender[_T], timeout_s: float, *, own_key: pb.Generation | None = None) -> _T:
+        def attempt(endpoint: Endpoint, attempt_s: float) -> Awaitable[_T]:
+            return send(endpoint.stub, timeout_s=attempt_s)
 
-
-async def _unary(core: Core, send: _Sender[_T], timeout_s: float) -> _T:
-    """Send until it is answered or may not be sent again. An answer comes whole, or not at all."""
-    attempts = Attempts(core, timeout_s)
-    while True:
-        endpoint = await attempts.begin()
-        try:
-            answer = await send(endpoint.stub, timeout_s=attempts.time_left_s)
-        except grpc.aio.AioRpcError as exc:
-            error: FairwayError = from_rpc(exc)
-        else:
-            core.pool.answered(endpoint)
-            return answer
-        finally:
-            core.pool.give_back(endpoint)
-        await attempts.failed(error, endpoint)
+        return await self._guard.run(unary(self._core(), attempt, timeout_s, own_key=own_key))

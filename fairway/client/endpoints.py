@@ -68,17 +68,20 @@ class Endpoint:
 class EndpointPool:
     """Spreads calls over the gateways. Every failure and every answer of one is reported to it."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], *, now: Callable[[], float], rng: Random) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], *, now: Callable[[], float], rng: Random, noun: str = "gateway"
+    ) -> None:
         assert endpoints
+        self._noun = noun
         self._endpoints = {endpoint.address: endpoint for endpoint in endpoints}
         self._now = now
         self._rng = rng
 
-    async def take(self, timeout_s: float, *, not_this: str = "") -> Endpoint:
+    async def take(self, timeout_s: float, *, not_this: str = "", patient: bool = True) -> Endpoint:
         """Return a connected gateway; the caller gives it to ``give_back`` once.
 
-        Waits up to ``timeout_s`` for a connection. Raises NoGateway; nothing was sent then, so that
-        trying the next gateway costs no retry.
+        Waits up to ``timeout_s`` for a connection; unless ``patient``, no longer than until all are down.
+        Raises NoGateway; nothing was sent then, so that trying the next gateway costs no retry.
         """
         deadline_s = self._now() + timeout_s
         while True:
@@ -87,7 +90,9 @@ class EndpointPool:
                 endpoint.in_flight += 1
                 return endpoint
             if self._now() >= deadline_s:
-                raise self._unreachable(timeout_s)
+                raise self._unreachable(f" within {timeout_s:.1f} s")
+            if not patient and all(one.down for one in self._endpoints.values()):
+                raise self._unreachable("")
             # By polling: a state watch of grpc.aio cannot be abandoned before the state changes.
             await asyncio.sleep(min(_POLL_S, max(0.0, deadline_s - self._now())))
 
@@ -129,21 +134,26 @@ class EndpointPool:
         chosen = policy.choose(candidates, now_s=self._now(), jitter=self._rng.random(), not_this=not_this)
         return self._endpoints[chosen]
 
-    def _unreachable(self, timeout_s: float) -> NoGateway:
+    def _unreachable(self, when: str) -> NoGateway:
         addresses = ", ".join(self._endpoints)
         return NoGateway(
-            f"no gateway could be reached within {timeout_s:.1f} s: {addresses}",
+            f"no {self._noun} could be reached{when}: {addresses}",
             reason="NO_GATEWAY",
             metadata={"endpoints": addresses},
         )
 
 
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Raises ValueError for none, too many or the same twice."""
+    if not addresses or len(addresses) > MAX_ENDPOINTS or len(set(addresses)) != len(addresses):
+        raise ValueError(f"a client needs 1 to {MAX_ENDPOINTS} different endpoints, as host:port")
+
+
 def open_endpoints(
     addresses: Sequence[str], credentials: grpc.ChannelCredentials | None, max_message_bytes: int
 ) -> list[Endpoint]:
-    """Open a channel per address. Raises ValueError for none, too many or the same twice."""
-    if not addresses or len(addresses) > MAX_ENDPOINTS or len(set(addresses)) != len(addresses):
-        raise ValueError(f"a client needs 1 to {MAX_ENDPOINTS} different endpoints, as host:port")
+    """Open a channel per address. Raises ValueError like ``check_addresses``."""
+    check_addresses(addresses)
     found = []
     for address in addresses:
         options = channel_options(address, max_message_bytes)

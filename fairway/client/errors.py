@@ -13,6 +13,7 @@
     ├── Cancelled
     ├── Unimplemented
     ├── ServerBug
+    ├── WaitFailed              what a wait is for will not come
     ├── StreamDiverged          a replay is not what was delivered before
     └── Closed                  the client, session or stream was closed under the call
 
@@ -128,6 +129,10 @@ class ServerBug(FairwayError):
     """``metadata["incident"]`` is what the operator finds in the log."""
 
 
+class WaitFailed(FairwayError):
+    """What a wait is for will not come by itself; ``reason`` says why, such as DOES_NOT_FIT."""
+
+
 class StreamDiverged(FairwayError):
     """The stream was continued, but not with what was delivered before; joining the two would be wrong."""
 
@@ -180,7 +185,9 @@ def from_rpc(error: grpc.aio.AioRpcError) -> FairwayError:
     info = _first(error_details_pb2.ErrorInfo, details)
     if info is None:
         if code in _BROKEN:
-            return connection_lost(f"the connection to the gateway broke: {text}")
+            return connection_lost(f"the connection to the server broke: {text}")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a limit of gRPC's, and no tenant's quota
+            return Unavailable(f"a limit of the connection refused it: {text}", reason=code.name)
         return _BY_CODE.get(code, ServerBug)(text, reason=code.name)
     retry = _first(error_details_pb2.RetryInfo, details)
     retry_after_s = retry.retry_delay.ToTimedelta().total_seconds() if retry is not None else None

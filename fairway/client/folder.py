@@ -19,6 +19,7 @@ from fairway.formats.contents import ContentRefused, checker_for
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
 from fairway.formats.safetensors import LENGTH_BYTES
+from fairway.formats.weights import weights_digest
 from fairway.v1 import registry_pb2 as pb
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
@@ -160,7 +161,7 @@ def manifest_of(
         schema=SCHEMA,
         files=hashed,
         kind=kind,
-        weights_digest=weights_digest(hashed),
+        weights_digest=weights_digest((file.path, file.digest) for file in hashed),
         tokenizer_digest=digests.get("tokenizer.json", "") or digests.get("tokenizer.model", ""),
         chat_template_digest=template,
         sampling_defaults_digest=digests.get("generation_config.json", ""),
@@ -168,12 +169,6 @@ def manifest_of(
         engine_limits_digest=digests.get(LIMITS_NAME, ""),
         max_context_tokens=max_context_tokens,
     )
-
-
-def weights_digest(files: Sequence[pb.ManifestFile]) -> str:
-    """Return one digest of all tensor files: of the lines ``digest path``, in order; empty without any."""
-    lines = [f"{file.digest} {file.path}\n" for file in files if suffix_of(file.path) == TENSOR_SUFFIX]
-    return "sha256:" + hashlib.sha256("".join(sorted(lines)).encode()).hexdigest() if lines else ""
 
 
 def _has_template(path: Path | None) -> bool:

@@ -22,6 +22,7 @@ from fairway.client.values import (
     FinishReason,
     TokenLogprobs,
     Tokens,
+    checked_timeout_s,
 )
 from fairway.v1 import inference_pb2 as pb
 
@@ -62,11 +63,21 @@ class GenerationStream:
     One task reads at a time; ``aclose`` may come from another one of the same loop: the reader gets Closed.
     """
 
-    def __init__(self, core: Core, carrier: Carrier, generation: pb.Generation, timeout_s: float) -> None:
+    def __init__(
+        self,
+        core: Core,
+        carrier: Carrier,
+        generation: pb.Generation,
+        timeout_s: float,
+        *,
+        own_key: bool = False,
+    ) -> None:
+        """``own_key``: the key is the client's own, and may be dropped. Raises ValueError for no timeout."""
         self._core = core
         self._carrier = carrier
         self._generation = generation
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_timeout_s(timeout_s)
+        self._own_key = own_key
         self._ledger = Ledger()
         self._guard = Guard()
         self._events = self._run()
@@ -75,7 +86,7 @@ class GenerationStream:
 
     @property
     def idempotency_key(self) -> str:
-        """The key that each attempt carries; empty: none."""
+        """The key that each attempt carries; empty: none, or it was the client's own and was refused."""
         return self._generation.idempotency_key
 
     @property
@@ -195,6 +206,9 @@ class GenerationStream:
         return event
 
     async def _again(self, error: FairwayError, attempts: Attempts, endpoint: Endpoint) -> None:
+        may_drop = self._own_key and self._ledger.accepted is None
+        if may_drop and attempts.drop_key(error, endpoint, self._generation):
+            return
         keyed = bool(self.idempotency_key)
         await attempts.failed(
             self._described(error),

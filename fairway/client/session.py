@@ -21,7 +21,7 @@ from fairway.client.errors import Closed
 from fairway.client.generation import GenerationStream
 from fairway.client.ledger import Ledger
 from fairway.client.link import Entry, Link
-from fairway.client.values import Input, Options, SessionOptions
+from fairway.client.values import Input, Options, SessionOptions, checked_timeout_s
 from fairway.v1 import inference_pb2 as pb
 
 
@@ -58,10 +58,10 @@ class Session:
         if self._closed:
             raise Closed("the session is closed", reason="CLOSED")
         core = self._core
-        timeout_s = core.options.generation_timeout_s if timeout_s is None else timeout_s
+        timeout_s = core.options.generation_timeout_s if timeout_s is None else checked_timeout_s(timeout_s)
         message = convert.generation(model, source, options or Options(), core.key(idempotency_key))
         message.timeout.CopyFrom(convert.duration(timeout_s))
-        stream = GenerationStream(core, self, message, timeout_s)
+        stream = GenerationStream(core, self, message, timeout_s, own_key=idempotency_key is None)
         self._streams.add(stream)
         return stream
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Literal
 
 from fairway.client.policy import RetryPolicy
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
+    """Return it. Raises ValueError for one that is no time span: no call is without a deadline."""
+    if not 0 < timeout_s < inf:
+        raise ValueError(f"{name} must be above 0 seconds, and finite: {timeout_s:g} is not")
+    return timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +214,8 @@ class ClientOptions:
     """Bounds and habits of a client. Every call has a deadline; these are the ones of calls that name none.
 
     ``timeout_s``: lists and counts. ``generation_timeout_s``: generations, retries included.
-    ``connect_timeout_s``: how long a call waits until any gateway can be reached.
+    ``connect_timeout_s``: how long a call waits until any gateway can be reached; with ``wait_for_ready``
+    False it waits no longer than until each of them refused the connection.
     ``silence_timeout_s``: a stream on which not even a heartbeat comes for so long is broken (the server
     sends one every 5 s). ``idempotency``: generate a key for every generation that names none.
     """
@@ -218,11 +227,11 @@ class ClientOptions:
     idempotency: bool = True
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_message_bytes: int = 16 * 1024 * 1024
+    wait_for_ready: bool = True
 
     def __post_init__(self) -> None:
-        times = (self.timeout_s, self.generation_timeout_s, self.connect_timeout_s, self.silence_timeout_s)
-        if min(times) <= 0:
-            raise ValueError("the timeouts of a client must be above 0 seconds")
+        for name in ("timeout_s", "generation_timeout_s", "connect_timeout_s", "silence_timeout_s"):
+            checked_timeout_s(getattr(self, name), name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,9 @@ class _Tokenizer:
             raise ContentRefused(self._path, "a zip archive ends in it")
 
     def _refusal(self) -> ContentRefused:
-        return ContentRefused(self._path, "it is neither a SentencePiece model nor a list of tiktoken's ranks")
+        return ContentRefused(
+            self._path, "it is neither a SentencePiece model nor a list of tiktoken's ranks"
+        )
 
 
 def _refuse_archive(path: str, head: bytes) -> None:

@@ -39,6 +39,7 @@ class _Record:
     body_expire_s: float = 0.0
     watched_s: float = 0.0
     chunks: list[bytes] = field(default_factory=list)
+    expected: int = 0  # chunks that there have to be: fewer are a log with a hole
     charged: Usage = field(default_factory=lambda: Usage(0, 0))
 
     @property
@@ -84,6 +85,7 @@ class MemoryIdempotency:
         self._epoch += 1
         record.owner, record.epoch, record.state = owner, self._epoch, RecordState.RUNNING
         record.lease_s, record.expire_s = now_s + limits.lease_s, now_s + limits.tombstone_s
+        record.expected = len(record.chunks)
         return Owned(Hold(key, owner, self._epoch), len(record.chunks))
 
     async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
@@ -165,11 +167,14 @@ class MemoryIdempotency:
             if held is not record and held.chunks and self._state(held, now_s) is not RecordState.RUNNING:
                 total -= held.size
                 _drop(held)
-        if record.size + size > limits.max_record_bytes or total + size > limits.max_tenant_bytes:
+        has_hole = len(record.chunks) != record.expected
+        too_large = record.size + size > limits.max_record_bytes or total + size > limits.max_tenant_bytes
+        if has_hole or too_large:
             _drop(record)
             record.state = RecordState.EXPIRED
             return False
         record.chunks.append(chunk)
+        record.expected += 1
         record.body_expire_s = now_s + limits.body_s
         return True
 

@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 
 from services.adapters.threads import in_thread
-from services.core.errors import IntegrityError, NotFound, Unavailable
+from services.core.errors import IntegrityError, NotFound, SlowReader, Unavailable
 from services.core.manifest import ManifestFile, sha256_of
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
@@ -65,7 +65,7 @@ class ChunkFetcher:
                     chunk=index,
                     digest=file.chunks[index],
                 ) from exc
-            except Unavailable as exc:
+            except (Unavailable, SlowReader) as exc:  # slow: this process stood still
                 if self._clock.monotonic_s() - heard_s > _PATIENCE_S:
                     raise
                 log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)

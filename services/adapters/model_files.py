@@ -111,6 +111,15 @@ class ModelFiles:
         except OSError as exc:
             raise self._disk_error(exc) from exc
 
+    async def max_context_tokens(self, model: str, digest: str) -> int:
+        """Return the context that the version's manifest allows, 0 for any. Raises as ``fetch`` does."""
+        try:
+            await self._open()
+            manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
+        return manifest.max_context_tokens
+
     def pin(self, folder: Path) -> None:
         """Keep the folder until as many ``unpin`` calls. Raises NotFound when it was evicted already."""
         kept = self._kept.get(folder.name)
@@ -286,9 +295,14 @@ class ModelFiles:
                 max_bytes=self._max_bytes,
             )
         name = min(idle)[1]
-        del self._kept[name]
+        kept = self._kept.pop(name)
+        try:
+            await in_thread(self._folders.drop, name)
+        except OSError:
+            if self._folders.ready(name).exists():  # the disk refused: it counts as before
+                self._kept[name] = kept
+            raise
         log.info("model_folder.evicted", folder=name)
-        await in_thread(self._folders.drop, name)
         version = name[:_HEX_DIGITS]
         if not any(other.startswith(version) for other in (*self._kept, *self._reserved)):
             await in_thread(self._folders.forget_manifest, version)

@@ -10,26 +10,17 @@ Keys of a tenant share a hash tag, so that one script may touch them in a cluste
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
-from services.adapters.breaker import CircuitBreaker
 from services.adapters.quota import MAX_REQUESTS_PER_MINUTE, SETTLED_KEEP_S, rejection
-from services.adapters.redis_errors import AWAY
-from services.core.errors import StoreUnavailable
+from services.adapters.redis_scripts import RedisScripts
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limits, Reservation
 
 USAGE_KEEP_DAYS: Final = 62
 _RENEW_BATCH: Final = 200
-_SCRIPTS: Final = Path(__file__).parent / "lua"
 _ADMITTED: Final = 0
 _OVER_RATE: Final = 1
 
@@ -52,28 +43,18 @@ class RedisLimiter:
         max_connections: int = 64,
     ) -> None:
         """A password in the URL goes before ``password``, which keeps it out of the environment."""
-        self._clock = clock
-        self._timeout_s = timeout_s
         self._lease_us = round(lease_s * 1e6)
-        self._breaker = CircuitBreaker()
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            password=password,
-            max_connections=max_connections,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
+        self._scripts = RedisScripts(
+            url, clock, timeout_s=timeout_s, max_connections=max_connections, password=password
         )
-        self._redis = redis.asyncio.Redis.from_pool(pool)
-        self._admit = self._script("admit")
-        self._renew = self._script("renew")
-        self._settle = self._script("settle")
-        self._concurrency = self._script("concurrency")
+        self._admit = self._scripts.script("admit")
+        self._renew = self._scripts.script("renew")
+        self._settle = self._scripts.script("settle")
+        self._concurrency = self._scripts.script("concurrency")
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
-        outcome, wait_us = await self._run(
+        outcome, wait_us = await self._scripts.run(
             self._admit,
             _keys(tenant_id, "rate", "slots", "settled"),
             (request_id, rate, limits.max_concurrency, self._lease_us),
@@ -89,10 +70,12 @@ class RedisLimiter:
         for tenant_id, ids in by_tenant.items():
             for start in range(0, len(ids), _RENEW_BATCH):
                 batch = ids[start : start + _RENEW_BATCH]
-                await self._run(self._renew, _keys(tenant_id, "slots", "settled"), (self._lease_us, *batch))
+                await self._scripts.run(
+                    self._renew, _keys(tenant_id, "slots", "settled"), (self._lease_us, *batch)
+                )
 
     async def settle(self, reservation: Reservation, usage: Usage) -> None:
-        await self._run(
+        await self._scripts.run(
             self._settle,
             _keys(reservation.tenant_id, "slots", "settled", "usage"),
             (
@@ -106,12 +89,12 @@ class RedisLimiter:
         )
 
     async def concurrency(self, tenant_id: str) -> int:
-        return int(await self._run(self._concurrency, _keys(tenant_id, "slots"), ()))
+        return int(await self._scripts.run(self._concurrency, _keys(tenant_id, "slots"), ()))
 
     async def usage(self, tenant_id: str) -> Usage:
         """Return what was counted for the tenant over the days that are kept."""
         (key,) = _keys(tenant_id, "usage")
-        counts: Mapping[bytes, bytes] = await self._bounded(self._redis.hgetall(key))
+        counts = await self._scripts.hash(key)
         totals = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "requests": 0}
         for name, count in counts.items():
             totals[name.decode().partition(":")[2]] += int(count)
@@ -120,33 +103,10 @@ class RedisLimiter:
     @property
     def breaker_open(self) -> bool:
         """Redis counts as away: it is asked once a second only."""
-        return self._breaker.open
+        return self._scripts.breaker_open
 
     async def close(self) -> None:
-        await self._redis.aclose(close_connection_pool=True)
-
-    def _script(self, name: str) -> Any:
-        return self._redis.register_script((_SCRIPTS / f"{name}.lua").read_text())
-
-    async def _run(self, script: Any, keys: list[str], arguments: Sequence[str | int]) -> Any:
-        return await self._bounded(script(keys=keys, args=arguments))
-
-    async def _bounded(self, call: Any) -> Any:
-        """Await one call to Redis, at most ``timeout_s`` in all; at once while the breaker is open."""
-        if not self._breaker.allow(self._clock.monotonic_s()):
-            call.close()
-            raise StoreUnavailable(
-                "Redis is not answering", retry_after_s=self._breaker.retry_after_s(self._clock.monotonic_s())
-            )
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await call
-        except AWAY as error:
-            self._breaker.failed(self._clock.monotonic_s())
-            kind = type(error).__name__
-            raise StoreUnavailable(f"Redis did not answer: {kind}", retry_after_s=1.0) from error
-        self._breaker.succeeded()
-        return answer
+        await self._scripts.close()
 
 
 def _keys(tenant_id: str, *names: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""Lua scripts on one Redis, each call within a bounded time."""
+"""Calls of one Redis, Lua scripts above all, each within a bounded time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +55,21 @@ class RedisScripts:
         text = "\n".join((_SCRIPTS / f"{name}.lua").read_text() for name in names)
         return self._redis.register_script(text)
 
+    @property
+    def breaker_open(self) -> bool:
+        """Redis counts as away: it is asked once a second only."""
+        return self._breaker.open
+
     async def run(self, script: Any, keys: Sequence[str], arguments: Sequence[str | int | bytes]) -> Any:
+        return await self._bounded(lambda: script(keys=list(keys), args=list(arguments)))
+
+    async def hash(self, key: str) -> Mapping[bytes, bytes]:
+        """Return the fields of a hash; none where there is no key."""
+        found: Mapping[bytes, bytes] = await self._bounded(lambda: self._redis.hgetall(key))
+        return found
+
+    async def _bounded(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Make one call, at most ``timeout_s`` in all; fail at once while the breaker is open."""
         now_s = self._clock.monotonic_s()
         if not self._breaker.allow(now_s):
             raise StoreUnavailable(
@@ -63,7 +77,7 @@ class RedisScripts:
             )
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await script(keys=list(keys), args=list(arguments))
+                answer = await call()
         except AWAY as error:
             self._breaker.failed(self._clock.monotonic_s())
             kind = type(error).__name__

@@ -37,6 +37,7 @@ _PAGE: Final = 1000
 _BLOBS: Final = "sha256/"
 _DAMAGED: Final = "damaged/"
 _RETRY_AFTER_S: Final = 5.0
+_TICK_S: Final = 1.0  # a listing may have milliseconds, a single look has seconds
 
 
 class S3Blobs:
@@ -105,7 +106,7 @@ class S3Blobs:
         for blob in blobs:
             try:
                 meta = await self._ask(obstore.head_async(self._store, _key(blob.digest)), self._quick_s)
-                if _written(meta) == blob.written_unix_s:
+                if abs(_written(meta) - blob.written_unix_s) < _TICK_S:
                     await self._ask(obstore.delete_async(self._store, _key(blob.digest)), self._quick_s)
                     gone.append(blob.digest)
             except FileNotFoundError:

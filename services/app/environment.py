@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from services.adapters.etcd_store import EtcdStore
 from services.adapters.threads import in_thread
@@ -27,6 +27,8 @@ from services.runtime.telemetry_server import TelemetryServer
 from services.runtime.tracing import open_tracing
 
 Record = TypeVar("Record")
+# Elsewhere a few long streams carry all requests, and spans follow the request.
+TRACED_BY_RPC: Final = ("registry", "controlplane")
 
 
 class Environment:
@@ -70,7 +72,11 @@ class Environment:
             internal_token=self.internal_token,
             new_incident=self.ids.incident_id,
             authenticate=identity.authenticate if identity is not None else None,
-            telemetry=RpcTelemetry(RpcMetrics(self.metrics), self.clock),
+            telemetry=RpcTelemetry(
+                RpcMetrics(self.metrics),
+                self.clock,
+                self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None,
+            ),
         )
 
     async def sync(self, timeout_s: float = 20.0) -> None:

@@ -9,7 +9,6 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.requests import Request, Together
 from services.controlplane.resources import Resources, Stored
 from services.controlplane.sealing import Sealer
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, UnsupportedFeature
@@ -17,6 +16,7 @@ from services.core.records import KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Te
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
+from services.runtime.requests import Request, Together
 
 log = structlog.get_logger()
 

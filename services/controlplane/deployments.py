@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from typing import Final
 
 import structlog
 
 from services.controlplane.fleet import read_snapshot
-from services.controlplane.requests import Together
 from services.controlplane.resources import Resources, Stored
 from services.controlplane.status import DeploymentView, deployment_view, unplaced_in
 from services.core.errors import InvalidInput, NotFound
-from services.core.manifest import is_digest
+from services.core.manifest import is_digest, is_tag
 from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
@@ -27,10 +24,9 @@ from services.core.records import (
 )
 from services.ports.clock import Clock
 from services.ports.store import ModRevisionIs, Put, Store
+from services.runtime.requests import Together
 
 log = structlog.get_logger()
-
-_TAG: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 
 
 class Deployments:
@@ -63,10 +59,7 @@ class Deployments:
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[DeploymentView, ...], str]:
         """Return a page with what the fleet makes of each, all as of one revision."""
         snapshot = await read_snapshot(self._store)
-        found = sorted(
-            (self._kind.stored(entry) for entry in snapshot.under(DEPLOYMENTS)),
-            key=lambda stored: stored.record.meta.name,
-        )
+        found = self._kind.by_name(snapshot.under(DEPLOYMENTS))
         page, following = page_of(found, lambda stored: stored.record.meta.name, size=size, token=token)
         unplaced = unplaced_in(snapshot.fleet)
         return tuple(deployment_view(stored, snapshot, unplaced) for stored in page), following
@@ -105,7 +98,7 @@ class Deployments:
         """Return the deployment with its digest, and what keeps the version from being deleted meanwhile."""
         digest = deployment.version
         if not is_digest(digest):
-            if not _TAG.fullmatch(digest):
+            if not is_tag(digest):
                 raise InvalidInput("version is neither a digest nor a tag", field="deployment.version")
             tag = await self._store.get(tag_key(deployment.model, digest))
             if tag is None:

@@ -30,6 +30,7 @@ from services.ports.clock import Clock
 from services.ports.store import (
     Changed,
     Compacted,
+    Condition,
     Delete,
     Entry,
     LeaseLost,
@@ -128,11 +129,14 @@ class EventRecorder:
                 log.info("events.store_lost", error=repr(error))
             await self._clock.sleep(_RETRY_S)
 
-    async def tell(self, told: Sequence[Happening], revision: int) -> None:
-        """Write what a leader found out as of a revision. Raises StoreUnavailable; LeaseLost is mended."""
+    async def tell(self, told: Sequence[Happening], revision: int, *, fence: Condition) -> None:
+        """Write what a leader found out as of a revision, nothing unless ``fence`` holds: it still leads.
+
+        Raises StoreUnavailable; LeaseLost is mended.
+        """
         for one in told:
             mark = hashlib.sha256(f"{one.kind}\0{one.resource}\0{one.reason}".encode()).hexdigest()[:8]
-            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._record(one),)))
+            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._record(one),)), fence)
 
     async def latest(self, reasons: Collection[str]) -> dict[str, str]:
         """Return the last of these reasons, by resource."""
@@ -203,12 +207,12 @@ class EventRecorder:
             await self._write(self._pending[0])
             self._pending.popleft()
 
-    async def _write(self, batch: _Batch) -> None:
+    async def _write(self, batch: _Batch, *fences: Condition) -> None:
         """Write the events unless they are there. What was done and not heard of is found there."""
         for start in range(0, len(batch.names), _PER_COMMIT):
             names = batch.names[start : start + _PER_COMMIT]
             records = batch.records[start : start + _PER_COMMIT]
-            unwritten = [ModRevisionIs(EVENTS + names[0], 0)]
+            unwritten = [ModRevisionIs(EVENTS + names[0], 0), *fences]
             try:
                 lease_id = await self._lease_id()
                 puts = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 import structlog
 
@@ -28,6 +29,7 @@ from services.ports.store import Entry, Store
 log = structlog.get_logger()
 
 FleetRecord = Deployment | Worker | Node | Assignment
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,15 @@ def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> Snapshot:
         except IntegrityError as error:
             log.error("fleet.record_skipped", key=entry.key, error=error.message)
     return Snapshot(revision, MappingProxyType(dict(entries)), fleet_of(records))
+
+
+def readable(entry: Entry, kind: type[R]) -> R | None:
+    """Return the record, None for one that cannot be read: it must not take the others with it."""
+    try:
+        return load(entry.value, kind)
+    except IntegrityError as error:
+        log.error("record.skipped", key=entry.key, error=error.message)
+        return None
 
 
 def decode(entry: Entry) -> FleetRecord | None:

@@ -9,7 +9,6 @@ from typing import Final
 import structlog
 
 from services.controlplane.fleet import read_snapshot
-from services.controlplane.requests import Answer, Answered, Request, RequestLog, Together, fingerprint_of
 from services.controlplane.resources import require_etag
 from services.controlplane.status import NodeView, node_names, node_view, unplaced_in
 from services.core.errors import Conflict, FailedPrecondition, NotFound
@@ -25,6 +24,7 @@ from services.ports.store import (
     Put,
     Store,
 )
+from services.runtime.requests import Answer, Answered, Request, RequestLog, Together, fingerprint_of
 
 log = structlog.get_logger()
 
@@ -118,7 +118,6 @@ class Nodes:
                 log.info("node.updated", node=name, cordoned=node.cordoned, draining=node.draining)
                 return await self.get(name)
         raise Conflict(f"node {name} is being changed by others; try again", name=name)
-
 
     async def _again(self, name: str, found: Answered) -> NodeView:
         """Return what was answered before, with the worker as it is now; the node may be forgotten since."""

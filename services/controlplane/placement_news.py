@@ -10,6 +10,7 @@ from services.controlplane.policy.assign import Unplaced
 from services.controlplane.policy.happenings import Happening
 from services.controlplane.status import unplaced_message
 from services.core.records import EventKind
+from services.ports.store import Condition, CreateRevisionIs
 
 UNPLACED: Final = "DEPLOYMENT_UNPLACED"
 PLACED: Final = "DEPLOYMENT_PLACED"
@@ -19,7 +20,7 @@ _BY_ANOTHER: Final = ""  # an earlier leader told it; its reasons are not known
 class Chronicle(Protocol):
     """``event_log.EventRecorder``."""
 
-    async def tell(self, told: Sequence[Happening], revision: int) -> None: ...
+    async def tell(self, told: Sequence[Happening], revision: int, *, fence: Condition) -> None: ...
 
     async def latest(self, reasons: Collection[str]) -> dict[str, str]: ...
 
@@ -39,20 +40,31 @@ class PlacementNews:
         self._chronicle = chronicle
         self._told = _Told(0, {})
 
-    async def tell(self, unplaced: Sequence[Unplaced], epoch: int, revision: int) -> None:
-        """Tell what changed since the last call. Raises StoreUnavailable; then the next call tells it."""
+    async def tell(
+        self,
+        unplaced: Sequence[Unplaced],
+        fence: CreateRevisionIs,
+        revision: int,
+        *,
+        deployments: Collection[str],
+    ) -> None:
+        """Tell what changed since the last call; ``deployments`` are those that there are.
+
+        ``fence`` holds while the term lasts. Raises StoreUnavailable; then the next call tells it.
+        """
+        epoch = fence.revision
         if self._told.epoch != epoch:
             last = await self._chronicle.latest((UNPLACED, PLACED))
             open_ = {name: _BY_ANOTHER for name, reason in last.items() if reason == UNPLACED}
             self._told = _Told(epoch, open_)
-        reasons, news = news_of(self._told.reasons, unplaced)
+        reasons, news = news_of(self._told.reasons, unplaced, deployments)
         if news:
-            await self._chronicle.tell(news, revision)
+            await self._chronicle.tell(news, revision, fence=fence)
         self._told = _Told(epoch, reasons)
 
 
 def news_of(
-    told: Mapping[str, str], unplaced: Sequence[Unplaced]
+    told: Mapping[str, str], unplaced: Sequence[Unplaced], deployments: Collection[str]
 ) -> tuple[dict[str, str], tuple[Happening, ...]]:
     """Return the reasons that are known from now on, and what is to be told. Moving figures are no news."""
     now = {
@@ -68,6 +80,6 @@ def news_of(
     news += [
         Happening(EventKind.DEPLOYMENT, name, PLACED, "every replica has a worker")
         for name in sorted(told)
-        if name not in now
+        if name not in now and name in deployments
     ]
     return now, tuple(news)

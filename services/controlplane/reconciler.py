@@ -94,8 +94,12 @@ class Reconciler:
             held = view.get(ASSIGNMENTS + worker_id)
             written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
         if self._leadership.epoch == epoch:
-            await self._news.tell(unplaced, epoch, revision)
+            names = {deployment.meta.name for deployment in fleet.deployments}
+            await self._news.tell(unplaced, self._fence(epoch), revision, deployments=names)
         return written
+
+    def _fence(self, epoch: int) -> CreateRevisionIs:
+        return CreateRevisionIs(self._leader_key, epoch)
 
     async def _write(self, action: Action, epoch: int, mod_revision: int) -> bool:
         assert not isinstance(action, Unplaced)
@@ -107,7 +111,7 @@ class Reconciler:
             operation = Delete(ASSIGNMENTS + worker_id)
         done = await self._store.commit(
             [operation],
-            [CreateRevisionIs(self._leader_key, epoch), ModRevisionIs(operation.key, mod_revision)],
+            [self._fence(epoch), ModRevisionIs(operation.key, mod_revision)],
         )
         self._telemetry.acted(type(action).__name__, "written" if isinstance(done, Committed) else "refused")
         if isinstance(done, Committed):

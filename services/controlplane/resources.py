@@ -1,21 +1,22 @@
 """Create, get, list, update and delete of one kind of operator-made resource, once for all kinds.
 
 An etag is the store's mod_revision. Every write is conditional on what was read, so that two operators
-cannot overwrite each other unseen. What a request id promises is in ``requests.py``.
+cannot overwrite each other unseen. What a request id promises is in ``runtime/requests.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Generic, Protocol, TypeVar
 
-from services.controlplane.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.controlplane.fleet import readable
 from services.core.errors import AlreadyExists, Conflict, EtagMismatch, NotFound
 from services.core.paging import page_of
 from services.core.records import Meta, dump, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
+from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
 
 _TRIES: Final = 5
 
@@ -115,11 +116,17 @@ class Resources(Generic[R]):
         return page_of(await self.all(), lambda found: found.record.meta.name, size=size, token=token)
 
     async def all(self) -> tuple[Stored[R], ...]:
-        """Return every record, sorted by name."""
-        listing = await self._store.list(self._prefix)
-        return tuple(
-            sorted((self.stored(entry) for entry in listing.entries), key=lambda s: s.record.meta.name)
-        )
+        """Return every record that can be read, sorted by name."""
+        return self.by_name((await self._store.list(self._prefix)).entries)
+
+    def by_name(self, entries: Iterable[Entry]) -> tuple[Stored[R], ...]:
+        """Return those of the entries that can be read, sorted by name."""
+        found = [
+            Stored(record, entry.create_revision, entry.mod_revision)
+            for entry in entries
+            if (record := readable(entry, self._kind)) is not None
+        ]
+        return tuple(sorted(found, key=lambda stored: stored.record.meta.name))
 
     async def update(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -16,12 +17,14 @@ from services.controlplane.status import DeploymentView, NodeView
 from services.controlplane.unimplemented import NotYetServed
 from services.controlplane.watcher import Change, Changes, Kind, watch_resources
 from services.core.errors import InvalidInput
+from services.core.generation import Principal
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
 from services.ports.queues import QueueSource
 from services.ports.store import Store
 from services.rpc import convert_controlplane as convert
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert_queues import pool_to_proto
+from services.rpc.interceptors.access import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,11 +40,22 @@ _WATCHED: Final = {
 
 
 class ControlPlaneServicer(NotYetServed):
-    def __init__(self, service: ControlPlaneService, store: Store, queues: QueueSource) -> None:
-        """``store`` is the one of the service: watches and events follow it."""
+    def __init__(
+        self,
+        service: ControlPlaneService,
+        store: Store,
+        queues: QueueSource,
+        *,
+        require_current: Callable[[Principal], None],
+    ) -> None:
+        """``store`` is the one of the service: watches and events follow it.
+
+        ``require_current`` raises once the key of a caller opens nothing any more: a watch ends with it.
+        """
         self._service = service
         self._store = store
         self._queues = queues
+        self._require_current = require_current
 
     async def CreateTenant(
         self, request: pb.CreateTenantRequest, context: Context
@@ -208,6 +222,7 @@ class ControlPlaneServicer(NotYetServed):
         with BoundedWrites(context, _UNREAD_S) as stream:
             async with aclosing(batches):
                 async for revision, events in batches:
+                    self._require_current(principal())
                     told = [convert.event_to_proto(event.name, event.record) for event in events]
                     await stream.write(pb.WatchEventsResponse(revision=revision, events=told))
 
@@ -223,6 +238,7 @@ class ControlPlaneServicer(NotYetServed):
         with BoundedWrites(context, _UNREAD_S) as stream:
             async with aclosing(batches):
                 async for batch in batches:
+                    self._require_current(principal())
                     await _write(stream, batch)
 
 

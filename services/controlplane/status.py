@@ -1,4 +1,4 @@
-"""What is told of deployments and nodes: the operator's wish beside what the fleet makes of it. Pure."""
+"""What is told of deployments and nodes: the operator's wish beside what the fleet makes of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from services.controlplane.fleet import Fleet, Replica, Snapshot, replicas_of
+from services.controlplane.fleet import Fleet, Replica, Snapshot, readable, replicas_of
 from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.resources import Stored
 from services.core.manifest import is_digest
@@ -20,7 +20,6 @@ from services.core.records import (
     Tag,
     VersionState,
     Worker,
-    load,
     tag_key,
 )
 
@@ -117,15 +116,18 @@ def node_names(snapshot: Snapshot) -> list[str]:
 
 
 def node_view(name: str, snapshot: Snapshot, unplaced: Mapping[str, Unplaced]) -> NodeView | None:
-    """Return a node as it stands in the snapshot, None when nothing is known of it."""
+    """Return a node as it stands in the snapshot, None when nothing is known of it.
+
+    Of a record that cannot be read nothing is known.
+    """
     node, worker, assignment = (
         snapshot.entries.get(prefix + name) for prefix in (NODES, WORKERS, ASSIGNMENTS)
     )
     if node is None and worker is None and assignment is None:
         return None
-    record = Node(name) if node is None else load(node.value, Node)
-    loaded = None if worker is None else load(worker.value, Worker)
-    assigned = Assignment(name) if assignment is None else load(assignment.value, Assignment)
+    record = (readable(node, Node) if node is not None else None) or Node(name)
+    loaded = readable(worker, Worker) if worker is not None else None
+    assigned = (readable(assignment, Assignment) if assignment is not None else None) or Assignment(name)
     draining = record.draining or (loaded is not None and loaded.draining)
     return NodeView(
         record,
@@ -160,4 +162,5 @@ def _tag_digest(deployment: Deployment, snapshot: Snapshot) -> str:
     if is_digest(deployment.version):
         return ""
     entry = snapshot.entries.get(tag_key(deployment.model, deployment.version))
-    return "" if entry is None else load(entry.value, Tag).digest
+    tag = readable(entry, Tag) if entry is not None else None
+    return "" if tag is None else tag.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from services.ports.clock import Clock
@@ -17,8 +18,10 @@ STORE_LOST: Final = "store_lost"
 class ReconcilerTelemetry:
     """Told by the reconciler; knows whether its rounds go on."""
 
-    def __init__(self, clock: Clock, metrics: Metrics | None = None) -> None:
-        """Without metrics it counts for nobody."""
+    def __init__(
+        self, clock: Clock, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Without metrics it counts for nobody. ``leads``: whether the last round is the fleet's, too."""
         metrics = metrics or Metrics()
         self._clock = clock
         self._began_s: float | None = None
@@ -38,8 +41,8 @@ class ReconcilerTelemetry:
         )
         metrics.level(
             "fairway_controlplane_unplaced_deployments",
-            "Deployments with fewer replicas than wanted, as of the leader's last round",
-            lambda: float(self._unplaced),
+            "Deployments with fewer replicas than wanted, by the leader's last round; 0 while not leading",
+            lambda: float(self._unplaced) if leads() else 0.0,
         )
 
     def round_began(self) -> None:

@@ -12,11 +12,9 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, TypeVar
+from typing import Final
 
-import structlog
-
-from services.controlplane.fleet import Snapshot, read_snapshot, snapshot_of
+from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
 from services.controlplane.resources import Stored
 from services.controlplane.status import (
     DeploymentView,
@@ -26,7 +24,7 @@ from services.controlplane.status import (
     node_view,
     unplaced_in,
 )
-from services.core.errors import FailedPrecondition, IntegrityError
+from services.core.errors import FailedPrecondition
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
@@ -41,11 +39,8 @@ from services.core.records import (
     Tag,
     Tenant,
     VersionRecord,
-    load,
 )
 from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
-
-log = structlog.get_logger()
 
 
 class Kind(StrEnum):
@@ -57,7 +52,6 @@ class Kind(StrEnum):
     MODEL_TAG = "model_tag"
 
 
-R = TypeVar("R")
 View = Stored[Tenant] | Stored[ApiKey] | DeploymentView | NodeView | VersionRecord | Tag
 Name = tuple[Kind, str]
 # What is told of these two is made of several records; under which prefixes a key has their name.
@@ -166,7 +160,7 @@ def composed_views(snapshot: Snapshot, kinds: Collection[Kind]) -> dict[Name, Vi
     unplaced = unplaced_in(snapshot.fleet) if kinds else {}
     if Kind.DEPLOYMENT in kinds:
         for entry in snapshot.under(DEPLOYMENTS):
-            if (deployment := _loaded(entry, Deployment)) is not None:
+            if (deployment := readable(entry, Deployment)) is not None:
                 stored = Stored(deployment, entry.create_revision, entry.mod_revision)
                 found[Kind.DEPLOYMENT, deployment.meta.name] = deployment_view(stored, snapshot, unplaced)
     if Kind.NODE in kinds:
@@ -206,15 +200,15 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[Kind]) -> Change
     view: View | None
     match kind:
         case Kind.TENANT:
-            tenant = _loaded(entry, Tenant)
+            tenant = readable(entry, Tenant)
             view = None if tenant is None else Stored(tenant, entry.create_revision, entry.mod_revision)
         case Kind.KEY:
-            api_key = _loaded(entry, ApiKey)
+            api_key = readable(entry, ApiKey)
             view = None if api_key is None else Stored(api_key, entry.create_revision, entry.mod_revision)
         case Kind.MODEL_TAG:
-            view = _loaded(entry, Tag)
+            view = readable(entry, Tag)
         case _:
-            view = _loaded(entry, VersionRecord)
+            view = readable(entry, VersionRecord)
     return None if view is None else Change(kind, name, view)
 
 
@@ -255,12 +249,3 @@ def _key_of(event: Changed | Removed) -> str:
 
 def _entry_of(event: Changed | Removed) -> Entry | None:
     return None if isinstance(event, Removed) else event.entry
-
-
-def _loaded(entry: Entry, kind: type[R]) -> R | None:
-    """Return the record, None for one that cannot be read: it must not end every watch."""
-    try:
-        return load(entry.value, kind)
-    except IntegrityError as error:
-        log.error("watch.record_skipped", key=entry.key, error=error.message)
-        return None

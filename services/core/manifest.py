@@ -20,7 +20,8 @@ from typing import Final, Literal
 import msgspec
 
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
+from fairway.formats.names import problem_of
+from fairway.formats.weights import weights_digest
 from services.core.errors import IntegrityError, InvalidInput
 
 SCHEMA: Final = 2
@@ -36,6 +37,7 @@ Kind = Literal["causal-lm", "fixed-cost"]
 KINDS: Final = ("causal-lm", "fixed-cost")
 
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_TAG: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 # ASCII only: no two spellings of one name, on any file system. No leading or trailing dot.
 _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
 # Which files decide a behaviour: the first of them that a version holds is the one that is pinned.
@@ -96,6 +98,11 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
+def is_tag(text: str) -> bool:
+    """Return whether a version may have this tag; no digest is one."""
+    return _TAG.fullmatch(text) is not None
+
+
 def canonical_json(manifest: Manifest) -> bytes:
     """Return the one JSON text of a manifest: sorted keys, no blanks, every field of its schema present."""
     if manifest.schema != 1:
@@ -105,9 +112,8 @@ def canonical_json(manifest: Manifest) -> bytes:
 
 
 def weights_digest_of(files: Sequence[ManifestFile]) -> str:
-    """Return one digest of all tensor files: of the lines ``digest path``, in order; empty without any."""
-    lines = [f"{file.digest} {file.path}\n" for file in files if suffix_of(file.path) == TENSOR_SUFFIX]
-    return sha256_of("".join(sorted(lines)).encode()) if lines else ""
+    """Return one digest of all tensor files, empty without any."""
+    return weights_digest((file.path, file.digest) for file in files)
 
 
 def digest_of(manifest: Manifest) -> str:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import ConcurrencyExceeded, FairwayError, StoreUnavailable
+from services.core.errors import ConcurrencyExceeded, FairwayError
 from services.gateway.audience import copy_of
 from services.gateway.events import Received, RequestSink
 from services.gateway.follower import Follower
 from services.gateway.keyed_run import KeyedRun
+from services.gateway.keyed_telemetry import CameTo
 from services.gateway.keyed_types import KeyedPorts, Launch
-from services.gateway.settling import write_ending
-from services.ports.idempotency import RecordKey, Written
+from services.gateway.record_flusher import RecordFlusher
+from services.gateway.tenure import Tenure
+from services.gateway.unwritten import UnwrittenEndings
+from services.ports.idempotency import RecordKey
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
 
-MAX_UNWRITTEN: Final = 10_000
-_ENDINGS_AT_ONCE: Final = 64
 _DIGEST_CHARS: Final = 32
 
 
@@ -35,7 +39,13 @@ class Idempotent:
         self._runs: dict[tuple[RecordKey, str], KeyedRun] = {}
         self._followers: dict[Follower, str] = {}
         self._per_tenant: Counter[str] = Counter()
-        self._unwritten: OrderedDict[KeyedRun, tuple[RecordKey, str]] = OrderedDict()
+        self._flusher = RecordFlusher(ports, self.owned)
+        self._unwritten = UnwrittenEndings(ports, self._forget)
+        ports.telemetry.export_levels(
+            followers=lambda: len(self._followers),
+            owned=lambda: sum(1 for _ in self.owned()),
+            unwritten=lambda: len(self._unwritten),
+        )
 
     @property
     def followers(self) -> int:
@@ -45,6 +55,10 @@ class Idempotent:
     def busy(self) -> int:
         """How many requests and clients a drain has to wait for."""
         return sum(run.unwritten is None for run in self._runs.values()) + len(self._followers)
+
+    def owned(self) -> Iterator[Tenure]:
+        """Yield the records that this gateway runs the requests of."""
+        return (run.tenure for run in self._runs.values() if run.tenure is not None)
 
     def attach(
         self,
@@ -62,6 +76,7 @@ class Idempotent:
         """
         most = self._ports.limits.max_tenant_followers
         if self._per_tenant[key.tenant_id] >= most:
+            self._ports.telemetry.clients(key.tenant_id, CameTo.REFUSED)
             raise ConcurrencyExceeded(
                 f"this gateway serves {most} clients of this tenant's idempotency keys, its most",
                 retry_after_s=1.0,
@@ -79,16 +94,21 @@ class Idempotent:
         if first:
             task = self._supervisor.spawn(f"keyed {key.digest[:12]}", run.drive())
             run.start(task)
-            task.add_done_callback(lambda _: self._over(name, run))
+            task.add_done_callback(partial(self._over, run))
         return follower
 
     async def flush_forever(self) -> None:
         """Write behind the runs what they produced, and renew their leases; a task of the process."""
-        while True:
-            await self._ports.clock.sleep(self._ports.limits.flush_s)
-            self._bound_memory()
-            await self._flush()
-            await self._write_endings()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._flusher.flush_forever())
+            group.create_task(self._unwritten.write_forever())
+            while True:
+                await self._ports.clock.sleep(self._ports.limits.flush_s)
+                self._bound_memory()
+
+    async def write_endings(self) -> None:
+        """Try once more to write what the store did not take."""
+        await self._unwritten.write()
 
     def stop(self, error: FairwayError) -> int:
         """End every run and client here, for others to go on with. Returns how many clients were cut."""
@@ -101,32 +121,7 @@ class Idempotent:
 
     def check_integrity(self) -> None:
         assert sum(self._per_tenant.values()) == len(self._followers), "clients are counted wrongly"
-        assert len(self._unwritten) <= MAX_UNWRITTEN, "more endings are kept than the bound allows"
-
-    async def _flush(self) -> None:
-        now_s = self._ports.clock.monotonic_s()
-        due = [run for run in self._runs.values() if run.due(now_s)]
-        if not due:
-            return
-        writes = [run.begin_write() for run in due]
-        answers: tuple[Written | None, ...] = (None,) * len(due)
-        try:
-            answers = await self._ports.store.append([addition for addition, _ in writes])
-        except StoreUnavailable as error:
-            log.info("idempotency.flush_failed", records=len(due), reason=error.reason)
-        finally:
-            for run, (_, pieces), answer in zip(due, writes, answers, strict=True):
-                run.end_write(pieces, answer)
-
-    async def _write_endings(self) -> None:
-        """Write what the store did not take before. Until then their results are replayed from memory."""
-        for run in list(self._unwritten)[:_ENDINGS_AT_ONCE]:
-            assert run.unwritten is not None
-            try:
-                await write_ending(self._ports, run.unwritten)
-            except StoreUnavailable:
-                return
-            self._forget(self._unwritten.pop(run), run)
+        self._unwritten.check_integrity()
 
     def _bound_memory(self) -> None:
         """Give credit, and keep outputs no longer whole that are too large, the largest first."""
@@ -149,17 +144,15 @@ class Idempotent:
             if not self._per_tenant[tenant_id]:
                 del self._per_tenant[tenant_id]
 
-    def _over(self, name: tuple[RecordKey, str], run: KeyedRun) -> None:
+    def _over(self, run: KeyedRun, _: asyncio.Task[None]) -> None:
+        run.close()
         if run.unwritten is None:
-            self._forget(name, run)
-            return
-        self._unwritten[run] = name
-        if len(self._unwritten) > MAX_UNWRITTEN:
-            dropped, lost = self._unwritten.popitem(last=False)
-            self._forget(lost, dropped)
-            log.error("idempotency.end_dropped", record=dropped.key.digest[:12])
+            self._forget(run)
+        else:
+            self._unwritten.keep(run)
 
-    def _forget(self, name: tuple[RecordKey, str], run: KeyedRun) -> None:
+    def _forget(self, run: KeyedRun) -> None:
+        name = (run.key, run.fingerprint)
         if self._runs.get(name) is run:
             del self._runs[name]
 

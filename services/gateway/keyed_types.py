@@ -9,6 +9,7 @@ from typing import Protocol
 
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import RequestSink
+from services.gateway.keyed_telemetry import KeyedTelemetry
 from services.gateway.record_codec import Pin
 from services.gateway.request import Request
 from services.gateway.sequence_run import Produced
@@ -71,6 +72,8 @@ class KeyedPorts:
     store: IdempotencyStore
     limiter: Limiter
     clock: Clock
+    telemetry: KeyedTelemetry
+    new_incident: Callable[[], str]
     owner: str
     window_tokens: int
     limits: KeyedLimits

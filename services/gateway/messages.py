@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fairway.v1 import inference_pb2
+from services.gateway.completion import Completion
 from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
-from services.gateway.service import Completion
 from services.rpc.convert_inference import FINISH_REASONS, stage_clock, token_logprobs, usage
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
-from services.core.errors import FairwayError
-from services.gateway.audience import Audience
+from services.core.errors import FairwayError, IntegrityError, StoreUnavailable
+from services.gateway.audience import Audience, too_large
 from services.gateway.events import Finished
+from services.gateway.keyed_types import KeyedPorts, Resume
 from services.gateway.record_codec import (
     End,
     Failure,
@@ -18,7 +20,12 @@ from services.gateway.record_codec import (
     logprobs_out,
 )
 from services.gateway.record_log import START, Piece, Place
+from services.gateway.sequence_run import Produced
+from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
+
+# How long a follower waits for a store that does not answer.
+FOLLOW_PATIENCE_S: Final = 10.0
 
 
 class RecordReader:
@@ -44,6 +51,49 @@ class RecordReader:
                 self._take(entry)
             self.chunks += 1
 
+    async def follow(self, ports: KeyedPorts, key: RecordKey) -> bool:
+        """Read as the record grows, until it ended or nobody runs it. Whether it ended.
+
+        Raises ResultExpired when its log is not kept, StoreUnavailable when the store is away for long.
+        """
+        self.restart()
+        patience_until_s = ports.clock.monotonic_s() + FOLLOW_PATIENCE_S
+        while True:
+            try:
+                tail = await ports.store.read(key, self.chunks, watch=True)
+            except StoreUnavailable:
+                if ports.clock.monotonic_s() > patience_until_s:
+                    raise
+                await ports.clock.sleep(ports.limits.poll_s)
+                continue
+            patience_until_s = ports.clock.monotonic_s() + FOLLOW_PATIENCE_S
+            self.take(tail.chunks)
+            if tail.state is RecordState.EXPIRED:
+                raise too_large()
+            if tail.more:
+                continue
+            if tail.state is not RecordState.RUNNING:
+                return tail.state is RecordState.ENDED
+            await ports.clock.sleep(ports.limits.poll_s)
+
+    async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> Resume | None:
+        """Take over the first ``chunks`` of a record; return what a run of it goes on from."""
+        self.restart()
+        while self.chunks < chunks:
+            tail = await store.read(key, self.chunks, watch=False)
+            if not tail.chunks:
+                self.restart()  # the log went meanwhile: from the beginning, with the same seed
+                break
+            self.take(tail.chunks)
+        pin = self._audience.pin
+        if pin is None:
+            return None
+        found = self._audience.log.choices
+        produced = [Produced()] * (max(found, default=-1) + 1)
+        for number, choice in found.items():
+            produced[number] = Produced(choice.ids(choice.recorded), choice.recorded.chars)
+        return Resume(pin, tuple(produced))
+
     def _take(self, entry: Pin | Resumed | Output | End | Failure) -> None:
         if isinstance(entry, Output):
             at = Place(entry.offset, entry.chars)
@@ -56,6 +106,8 @@ class RecordReader:
             self._audience.accept(entry, fresh=False)
         elif isinstance(entry, Resumed):
             self.resumes += 1
+        elif not self.pinned:
+            raise IntegrityError("the record of this idempotency key has no beginning; use another key")
         elif isinstance(entry, End):
             self.end = end_out(entry)
         else:

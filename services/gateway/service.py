@@ -3,84 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 
 import structlog
 
 from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, StoreUnavailable, UnsupportedFeature
-from services.core.generation import GenerationSpec, Principal, TokenLogprobs, Usage
-from services.core.records import Tenant
+from services.core.generation import GenerationSpec, Principal
+from services.gateway.admission import Admission, RunTerms
 from services.gateway.buffered_stream import BufferedStream
-from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
-from services.gateway.events import Accepted, Event, Finished, Handle, Received, RequestSink, Tokens
+from services.gateway.catalog import ModelCatalog, Route
+from services.gateway.completion import Completion, complete
+from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.idempotent import Idempotent, fingerprint, record_key
-from services.gateway.keyed_types import KeyedLimits, KeyedPorts, Resume
+from services.gateway.keyed_telemetry import KeyedTelemetry
+from services.gateway.keyed_types import KeyedPorts, Resume
 from services.gateway.request import Admitted, Request
-from services.gateway.sequence_run import RunContext
-from services.gateway.stage_timer import Stage, StageTimer
-from services.gateway.telemetry import GatewayTelemetry, RequestTelemetry
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.stage_timer import StageTimer
 from services.gateway.validate import Validator
-from services.ports.clock import Clock
-from services.ports.idempotency import IdempotencyStore
-from services.ports.limiter import Limiter, Limits, Reservation
-from services.ports.placement import PlacementClient
-from services.ports.worker import WorkerClient
+from services.ports.limiter import Limiter
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
-from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayLimits:
-    """Bounds of one gateway process. Times in seconds, windows in tokens."""
-
-    max_requests: int = 4096
-    queue_ttl_s: float = 30.0
-    heartbeat_s: float = 5.0
-    window_tokens: int = 256
-    max_timeout_s: float = 3600.0
-    renew_s: float = 20.0
-    renew_batch: int = 512
-    keyed: KeyedLimits = field(default_factory=KeyedLimits)
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """What the service acts through. Without a store, idempotency keys are refused.
-
-    ``gateway_id`` is this process and no other, also not the one before it at the same address.
-    """
-
-    limiter: Limiter
-    placement: PlacementClient
-    workers: WorkerClient
-    clock: Clock
-    supervisor: Supervisor
-    rng: Random
-    sign_ticket: Callable[[str, str, float], bytes]
-    new_incident: Callable[[], str]
-    error_of: Callable[[str, str], FairwayError]
-    telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
-    idempotency: IdempotencyStore | None = None
-    gateway_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer: per choice its text, token ids and log probabilities."""
-
-    accepted: Accepted
-    texts: list[str]
-    ids: list[list[int]]
-    logprobs: list[list[TokenLogprobs]]
-    finished: Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +38,6 @@ class ServedModel:
     max_context_tokens: int
     ready_replicas: int
     created_unix_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class _RunTerms:
-    """How one request came and may run. ``client_window`` is in tokens, None without one.
-
-    Under a key: what an earlier run left, and what writes down what the request is accepted as.
-    """
-
-    received: Received
-    timeout_s: float
-    client_window: int | None = None
-    resume: Resume | None = None
-    record: Callable[[GenerationSpec], Awaitable[None]] | None = None
 
 
 class GatewayService:
@@ -119,6 +53,7 @@ class GatewayService:
         limits: GatewayLimits,
     ) -> None:
         self._validator = validator
+        self._admission = Admission(validator, identity, ports, limits)
         self._identity = identity
         self._catalog = catalog
         self._ports = ports
@@ -131,6 +66,8 @@ class GatewayService:
                 store=ports.idempotency,
                 limiter=ports.limiter,
                 clock=ports.clock,
+                telemetry=KeyedTelemetry(ports.telemetry.metrics),
+                new_incident=ports.new_incident,
                 owner=ports.gateway_id,
                 window_tokens=limits.window_tokens,
                 limits=limits.keyed,
@@ -171,7 +108,7 @@ class GatewayService:
         if refusal is not None:
             self._ports.telemetry.refused(received, refusal)
             raise refusal
-        terms = _RunTerms(received, self._timeout_s(generation, timeout_s), client_window)
+        terms = RunTerms(received, self._timeout_s(generation, timeout_s), client_window)
         if generation.idempotency_key:
             return self._attach(principal, generation, sink, terms)
         request, _ = self._start(principal, generation, sink, self._ports.limiter, terms)
@@ -203,33 +140,7 @@ class GatewayService:
         timeout_s: float | None = None,
     ) -> Completion:
         """Return the whole answer. Cancelling the call cancels the request."""
-        # By choice, made as they come: nothing has checked yet how many were asked for.
-        texts: defaultdict[int, list[str]] = defaultdict(list)
-        ids: defaultdict[int, list[int]] = defaultdict(list)
-        logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
-        accepted: Accepted | None = None
-        events = self.stream(principal, generation, received=received, timeout_s=timeout_s)
-        try:
-            async for event in events:
-                if isinstance(event, Tokens):
-                    texts[event.choice].append(event.text)
-                    ids[event.choice].extend(event.ids)
-                    logprobs[event.choice].extend(event.logprobs)
-                elif isinstance(event, Accepted):
-                    accepted = event
-                elif isinstance(event, Finished):
-                    assert accepted is not None
-                    choices = range(len(event.choices))
-                    return Completion(
-                        accepted,
-                        ["".join(texts[choice]) for choice in choices],
-                        [ids[choice] for choice in choices],
-                        [logprobs[choice] for choice in choices],
-                        event,
-                    )
-        finally:
-            await events.aclose()
-        raise AssertionError("a stream ended without a terminal event")
+        return await complete(self.stream(principal, generation, received=received, timeout_s=timeout_s))
 
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
@@ -293,7 +204,10 @@ class GatewayService:
             self._keyed.stop(Draining("this gateway is shutting down; send it again", retry_after_s=1.0))
         while self._busy() and self._ports.clock.monotonic_s() < deadline_s + 5.0:
             await self._ports.clock.sleep(0.01)
-        await self._renew()  # what was kept for a store that was away would end with this process
+        # What was kept for a store that was away would end with this process.
+        if self._keyed is not None:
+            await self._keyed.write_endings()
+        await self._renew()
         return len(left)
 
     def _busy(self) -> bool:
@@ -304,7 +218,7 @@ class GatewayService:
         principal: Principal,
         generation: inference_pb2.Generation,
         sink: RequestSink,
-        terms: _RunTerms,
+        terms: RunTerms,
     ) -> Handle:
         """Join the request of the key. Who may not run it may not hear it either."""
         if self._keyed is None:
@@ -344,7 +258,7 @@ class GatewayService:
             generation.CopyFrom(asked)
             generation.sampling.seed = pin.seed
             generation.max_output_tokens = pin.max_output_tokens
-        terms = _RunTerms(received, self._limits.max_timeout_s, None, resume, record)
+        terms = RunTerms(received, self._limits.max_timeout_s, None, resume, record)
         return self._start(principal, generation, sink, limiter, terms)
 
     def _start(
@@ -353,7 +267,7 @@ class GatewayService:
         generation: inference_pb2.Generation,
         sink: RequestSink,
         limiter: Limiter,
-        terms: _RunTerms,
+        terms: RunTerms,
     ) -> tuple[Request, asyncio.Task[None]]:
         ports = self._ports
         request = Request(
@@ -367,7 +281,7 @@ class GatewayService:
         )
 
         async def admit(timer: StageTimer) -> Admitted:
-            return await self._admit(principal, generation, timer, terms, request.telemetry)
+            return await self._admission.admit(principal, generation, timer, terms, request.telemetry)
 
         task = ports.supervisor.spawn(
             f"request {terms.received.request_id}", request.run(admit, terms.timeout_s)
@@ -376,94 +290,6 @@ class GatewayService:
         self._requests.add(request)
         task.add_done_callback(lambda _: self._requests.discard(request))
         return request, task
-
-    async def _admit(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        timer: StageTimer,
-        terms: _RunTerms,
-        telemetry: RequestTelemetry,
-    ) -> Admitted:
-        received, timeout_s, resume = terms.received, terms.timeout_s, terms.resume
-        ports, limits = self._ports, self._limits
-        if resume is None:
-            spec = await self._validator.resolve(principal, generation, received.request_id)
-        else:
-            pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
-            spec = await self._validator.resolve(principal, generation, received.request_id, pinned=pinned)
-        timer.enter(Stage.ADMIT, ports.clock.monotonic_s())
-        tenant = self._identity.still_valid(principal)
-        reservation = await self._reserve(tenant, spec.request_id)
-        if terms.record is not None:
-            await self._write_down(terms.record, spec, reservation)
-        context = RunContext(
-            placement=ports.placement,
-            workers=ports.workers,
-            clock=ports.clock,
-            rng=ports.rng,
-            error_of=ports.error_of,
-            tenant_id=tenant.meta.name,
-            ticket=ports.sign_ticket(tenant.meta.name, spec.request_id, ports.clock.unix_s() + timeout_s),
-            arrival_unix_us=received.unix_us,
-            queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
-            deadline_s=received.monotonic_s + timeout_s,
-            window_tokens=limits.window_tokens,
-            telemetry=telemetry,
-            client_window=terms.client_window,
-        )
-        return Admitted(spec, reservation, context, resume.produced if resume is not None else ())
-
-    async def _write_down(
-        self,
-        record: Callable[[GenerationSpec], Awaitable[None]],
-        spec: GenerationSpec,
-        reservation: Reservation,
-    ) -> None:
-        """Return once it is written what the request was accepted as; else its slot is given back."""
-        try:
-            await record(spec)
-        except BaseException:
-            self._ports.supervisor.spawn(f"undo {spec.request_id}", self._give_back(reservation))
-            raise
-
-    async def _reserve(self, tenant: Tenant, request_id: str) -> Reservation:
-        """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
-        ports = self._ports
-        limits = Limits(tenant.requests_per_minute, tenant.max_concurrency)
-        admission = ports.supervisor.spawn(
-            f"admit {request_id}", self._ask_limiter(tenant.meta.name, request_id, limits)
-        )
-        try:
-            outcome = await asyncio.shield(admission)
-        except asyncio.CancelledError:
-            ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
-            raise
-        if isinstance(outcome, FairwayError):
-            ports.telemetry.admission(outcome.reason)
-            raise outcome
-        ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
-        return outcome
-
-    async def _ask_limiter(
-        self, tenant_id: str, request_id: str, limits: Limits
-    ) -> Reservation | FairwayError:
-        """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
-        try:
-            return await self._ports.limiter.admit(tenant_id, request_id, limits)
-        except FairwayError as error:
-            return error
-
-    async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
-        outcome = await admission
-        if not isinstance(outcome, FairwayError):
-            await self._give_back(outcome)
-
-    async def _give_back(self, reservation: Reservation) -> None:
-        try:
-            await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
-        except FairwayError as error:
-            log.info("reservation.undo_failed", reason=error.reason)
 
     def _not_now(self) -> FairwayError | None:
         """Why no request can be taken, None when one can."""

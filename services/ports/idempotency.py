@@ -129,6 +129,7 @@ class IdempotencyStore(Protocol):
         """Add chunks and renew the leases of many records; one answer for each, in order.
 
         A record that outgrows its bound, or its tenant's, loses its log and answers TOO_LARGE from then on.
+        So does one of whose log a part lapsed under its owner: a log with a hole is never replayed.
         """
 
     async def finish(

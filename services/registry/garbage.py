@@ -27,7 +27,6 @@ log = structlog.get_logger()
 DEFAULT_AGE_S: Final = 24 * 3600.0
 LEAST_AGE_S: Final = 3600.0
 _BATCH: Final = 128
-_SLICE: Final = 16  # what is deleted between two looks at the deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +120,18 @@ class Collector:
         return gone
 
     async def _delete_batch(self, batch: Sequence[StoredBlob], deadline: Deadline) -> list[StoredBlob]:
-        """What is not deleted in time is left to the next collection."""
-        gone: set[str] = set()
-        for start in range(0, len(batch), _SLICE):
+        """What is not deleted in time is left to the next collection.
+
+        One at a time: the fence outlasts the deadline by no more than a deletion may take in a slow store.
+        """
+        gone: list[StoredBlob] = []
+        for position, blob in enumerate(batch):
             if deadline.has_passed:
-                log.warning("garbage.batch_cut_short", left=len(batch) - start)
+                log.warning("garbage.batch_cut_short", left=len(batch) - position)
                 break
-            gone.update(await self._blobs.delete(batch[start : start + _SLICE]))
-        return [blob for blob in batch if blob.digest in gone]
+            if await self._blobs.delete([blob]):
+                gone.append(blob)
+        return gone
 
 
 class _Needs:

@@ -7,7 +7,6 @@ a client sends can replace one. Implements ``ports.registry.VersionSource`` for 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import structlog
 from services.core.errors import (
     Conflict,
     DeadlineExceeded,
+    EtagMismatch,
     FailedPrecondition,
     IntegrityError,
     InvalidInput,
@@ -32,6 +32,7 @@ from services.core.manifest import (
     check_manifest,
     digest_of,
     is_digest,
+    is_tag,
     parse,
 )
 from services.core.paging import page_of
@@ -53,10 +54,10 @@ from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, S
 from services.registry.garbage import Collected, Collector
 from services.registry.sweep_fence import SweepFence
 from services.registry.verification import verify
+from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
 
 log = structlog.get_logger()
 
-_TAG: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 _MISSING_BATCH: Final = 4096
 _TRIES: Final = 5  # of a commit that others get in the way of
 _PARALLEL_VERIFICATIONS: Final = 2
@@ -77,6 +78,7 @@ class RegistryService:
         self._store = store
         self._blobs = blobs
         self._clock = clock
+        self._requests = RequestLog(store)
         self._fence = SweepFence(store, clock)
         self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
         self._verifying = asyncio.Semaphore(_PARALLEL_VERIFICATIONS)
@@ -129,23 +131,24 @@ class RegistryService:
                 return record, True
         raise Conflict("garbage is being collected again and again: try again", model=model)
 
-    async def delete_version(self, model: str, digest: str) -> None:
+    async def delete_version(self, model: str, digest: str, *, request_id: str = "") -> None:
         """Forget a version; what only it needed goes with the next garbage collection.
 
         Raises NotFound, FailedPrecondition while a tag or a deployment uses it, naming the first.
         """
+        request = _request("delete", VersionRecord(model, digest, 0, 0.0), request_id)
         for _ in range(_TRIES):
+            if await self._requests.answered(request) is not None:
+                return
             version = await self._version_entry(model, digest)
             users = await self._store.get(model_users_key(model))
             await self._require_unused(model, digest)
-            done = await self._store.commit(
-                [Delete(version.key)],
-                [
-                    ModRevisionIs(version.key, version.mod_revision),
-                    ModRevisionIs(model_users_key(model), users.mod_revision if users is not None else 0),
-                ],
+            conditions = (
+                ModRevisionIs(version.key, version.mod_revision),
+                ModRevisionIs(model_users_key(model), users.mod_revision if users is not None else 0),
             )
-            if isinstance(done, Committed):
+            write = Together(conditions, (Delete(version.key),))
+            if isinstance(await self._requests.commit(write, request, Answer()), Committed):
                 log.info("version.deleted", model=model, digest=digest)
                 return
         raise Conflict(f"tags and deployments of {model} are being changed: try again", model=model)
@@ -170,7 +173,7 @@ class RegistryService:
         """Return the digest that a digest or a tag names. Raises NotFound for a tag that is not set."""
         if is_digest(version):
             return version
-        if not _TAG.fullmatch(version):
+        if not is_tag(version):
             raise InvalidInput("version is neither a digest nor a tag", field="version")
         entry = await self._store.get(tag_key(model, version))
         if entry is None:
@@ -204,31 +207,44 @@ class RegistryService:
         models = [ModelSummary(name, versions[name], tags.get(name, {})) for name in sorted(versions)]
         return page_of(models, lambda model: model.name, size=size, token=token)
 
-    async def set_tag(self, model: str, tag: str, digest: str) -> int:
-        """Point a tag at a version and return the revision of the change. Raises NotFound."""
-        key = version_key(model, digest)
-        version = await self._version_entry(model, digest)
-        done = await self._store.commit(
-            [Put(tag_key(model, tag), dump(Tag(model, tag, digest))), Put(model_users_key(model), b"")],
-            [ModRevisionIs(key, version.mod_revision)],
-        )
-        if not isinstance(done, Committed):
-            raise Conflict(f"the record of {digest} changed meanwhile", model=model, digest=digest)
-        log.info("tag.set", model=model, tag=tag, digest=digest)
-        return done.revision
+    async def set_tag(
+        self, model: str, tag: str, digest: str, *, etag: str = "", request_id: str = ""
+    ) -> int:
+        """Point a tag at a version and return the revision of the change.
 
-    async def delete_tag(self, model: str, tag: str) -> None:
-        """Remove a tag; versions stay. Raises NotFound when it is not set."""
-        key = tag_key(model, tag)
+        ``etag`` is the digest that the tag points at. Raises NotFound, EtagMismatch when it points elsewhere.
+        """
+        key, record = tag_key(model, tag), Tag(model, tag, digest)
+        request = _request("set", record, request_id, etag)
         for _ in range(_TRIES):
+            if (found := await self._requests.answered(request)) is not None:
+                return found.revision
+            version = await self._version_entry(model, digest)
+            conditions = [ModRevisionIs(version.key, version.mod_revision)]
+            if etag:
+                conditions.append(_unmoved(key, await self._store.get(key), etag))
+            write = Together(conditions, (Put(key, dump(record)), Put(model_users_key(model), b"")))
+            done = await self._requests.commit(write, request, Answer())
+            if isinstance(done, Committed):
+                log.info("tag.set", model=model, tag=tag, digest=digest)
+                return done.revision
+        raise Conflict(f"the tag {tag} is being moved by others: try again", model=model, tag=tag)
+
+    async def delete_tag(self, model: str, tag: str, *, etag: str = "", request_id: str = "") -> None:
+        """Remove a tag; versions stay. Raises NotFound when it is not set, EtagMismatch as ``set_tag``."""
+        key = tag_key(model, tag)
+        request = _request("delete", Tag(model, tag, ""), request_id, etag)
+        for _ in range(_TRIES):
+            if await self._requests.answered(request) is not None:
+                return
             entry = await self._store.get(key)
             if entry is None:
                 raise NotFound(f"{model} has no tag {tag}", model=model, tag=tag)
-            done = await self._store.commit([Delete(key)], [ModRevisionIs(key, entry.mod_revision)])
-            if isinstance(done, Committed):
+            write = Together((_unmoved(key, entry, etag),), (Delete(key),))
+            if isinstance(await self._requests.commit(write, request, Answer()), Committed):
                 log.info("tag.deleted", model=model, tag=tag)
                 return
-        raise Conflict(f"the tag {tag} is being moved by others", model=model, tag=tag)
+        raise Conflict(f"the tag {tag} is being moved by others: try again", model=model, tag=tag)
 
     async def _record(self, model: str, digest: str) -> VersionRecord:
         return load((await self._version_entry(model, digest)).value, VersionRecord)
@@ -287,6 +303,20 @@ class RegistryService:
                 chunks=len(wanted),
                 first=missing[0],
             )
+
+
+def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> Request:
+    return Request(type(record).__name__.lower(), request_id, fingerprint_of(verb, dump(record), etag))
+
+
+def _unmoved(key: str, entry: Entry | None, etag: str) -> ModRevisionIs:
+    """Return the condition that the tag is as it was read. Raises EtagMismatch if it points elsewhere."""
+    digest = "" if entry is None else load(entry.value, Tag).digest
+    if etag and etag != digest:
+        raise EtagMismatch(
+            f"the tag points at {digest or 'nothing'}, not at {etag}: read it again", etag=etag
+        )
+    return ModRevisionIs(key, entry.mod_revision if entry is not None else 0)
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:

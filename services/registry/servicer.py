@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -13,14 +13,19 @@ from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 from services.core.errors import InvalidInput
 from services.registry.service import RegistryService
+from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert_registry import manifest_from_proto, version_to_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_UNREAD_S: Final = 30.0
+
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    def __init__(self, service: RegistryService) -> None:
+    def __init__(self, service: RegistryService, *, unread_s: float = _UNREAD_S) -> None:
+        """A download that is not read for ``unread_s`` ends; its reader goes on where it was."""
         self._service = service
+        self.unread_s = unread_s
 
     async def FindMissingChunks(
         self, request: pb.FindMissingChunksRequest, context: Context
@@ -41,9 +46,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def DownloadChunk(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
         self, request: pb.DownloadChunkRequest, context: Context
     ) -> None:
-        async with aclosing(self._service.download(request.digest, request.offset_bytes)) as pieces:
-            async for piece in pieces:
-                await context.write(pb.DownloadChunkResponse(data=piece))
+        with BoundedWrites(context, self.unread_s) as stream:
+            async with aclosing(self._service.download(request.digest, request.offset_bytes)) as pieces:
+                async for piece in pieces:
+                    await stream.write(pb.DownloadChunkResponse(data=piece))
 
     async def CreateVersion(
         self, request: pb.CreateVersionRequest, context: Context
@@ -82,18 +88,21 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
 
     async def SetTag(self, request: pb.SetTagRequest, context: Context) -> pb.SetTagResponse:
-        return pb.SetTagResponse(
-            revision=await self._service.set_tag(request.model, request.tag, request.digest)
+        revision = await self._service.set_tag(
+            request.model, request.tag, request.digest, etag=request.etag, request_id=request.request_id
         )
+        return pb.SetTagResponse(revision=revision)
 
     async def DeleteTag(self, request: pb.DeleteTagRequest, context: Context) -> pb.DeleteTagResponse:
-        await self._service.delete_tag(request.model, request.tag)
+        await self._service.delete_tag(
+            request.model, request.tag, etag=request.etag, request_id=request.request_id
+        )
         return pb.DeleteTagResponse()
 
     async def DeleteVersion(
         self, request: pb.DeleteVersionRequest, context: Context
     ) -> pb.DeleteVersionResponse:
-        await self._service.delete_version(request.model, request.digest)
+        await self._service.delete_version(request.model, request.digest, request_id=request.request_id)
         return pb.DeleteVersionResponse()
 
     async def CollectGarbage(

@@ -23,7 +23,8 @@ log = structlog.get_logger()
 
 SWEEPING: Final = ROOT + "guards/registry-sweeping"
 SWEEPS: Final = ROOT + "guards/registry-sweeps"
-# A batch takes seconds. Its lease outlasts it by far, and frees the fence after a crash.
+# A batch takes seconds. Its lease outlasts it by more than one deletion takes (two requests of at most 10 s
+# in a bucket), and frees the fence after a crash.
 LEASE_S: Final = 60
 BATCH_S: Final = 30.0
 _WAIT_S: Final = 20.0

@@ -18,10 +18,13 @@ from services.ports.clock import Clock
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
+from services.rpc.interceptors.base import AroundInterceptor
 from services.rpc.interceptors.bounds import RequestBounds
 from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.log_context import LogContext
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
+from services.rpc.interceptors.traces import TraceRpcs
+from services.runtime.tracing import Tracing
 
 log = structlog.get_logger()
 
@@ -42,10 +45,11 @@ _MAX_RPCS: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class RpcTelemetry:
-    """What a server tells of its RPCs."""
+    """What a server tells of its RPCs. ``tracing``: what makes a span of each, None where nothing does."""
 
     instruments: RpcMetrics
     clock: Clock
+    tracing: Tracing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ class Service:
     descriptor: ServiceDescriptor
     register: Callable[[Any, grpc.aio.Server], None]
     servicer: object
+
+
+def _watchers(descriptors: list[ServiceDescriptor], telemetry: RpcTelemetry) -> list[AroundInterceptor]:
+    """Return what looks at an RPC from outside: from when it arrives to the status that its caller gets."""
+    clock, tracing = telemetry.clock, telemetry.tracing
+    found = [NoteArrival(clock), CountRpcs(descriptors, telemetry.instruments, clock)]
+    return found if tracing is None else [*found, TraceRpcs(descriptors, tracing, clock)]
 
 
 class RpcServer:
@@ -77,14 +88,7 @@ class RpcServer:
         self._parts: dict[str, bool] = {}
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
-        outermost = (
-            ()
-            if telemetry is None
-            else (
-                NoteArrival(telemetry.clock),
-                CountRpcs(descriptors, telemetry.instruments, telemetry.clock),
-            )
-        )
+        outermost = [] if telemetry is None else _watchers(descriptors, telemetry)
         self._server = grpc.aio.server(
             interceptors=(
                 *outermost,

@@ -54,15 +54,22 @@ class KeyDirectory:
     def still_valid(self, principal: Principal) -> Tenant:
         """Return the tenant of a caller that was authenticated before, on a stream that may be old.
 
-        Raises Unauthenticated when the key was deleted or expired meanwhile, the grace of a rotated secret
-        ended, or its tenant was disabled.
+        Raises Unauthenticated as ``require_current`` does, and when the tenant was disabled meanwhile.
+        """
+        self.require_current(principal)
+        return self.tenant(principal.tenant_id)
+
+    def require_current(self, principal: Principal) -> None:
+        """Return if the key that a stream was opened with still opens it.
+
+        Raises Unauthenticated when it was deleted or expired meanwhile, or the grace of a rotated secret
+        ended.
         """
         held = self._keys.view.get(KEYS + principal.key_id)
         key = held.record if held is not None else None
         if key is None or (key.role, key.tenant) != (principal.role, principal.tenant_id):
             raise Unauthenticated("the API key is not valid any more")
         _require_in_time(key, principal.secret_hash or key.secret_hash, self._clock.unix_s())
-        return self.tenant(principal.tenant_id)
 
     def tenant(self, tenant_id: str) -> Tenant:
         """Return a tenant that may use the platform. Raises Unauthenticated for any other."""

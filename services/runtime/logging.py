@@ -20,7 +20,7 @@ def clean_id(text: object) -> str:
 
 
 class LineBudget:
-    """Bounds the lines of one kind: ``per_s`` a second, and as many at once after a quiet second.
+    """Bounds the lines of one kind: ``per_s`` a second, and as many at once after a quiet one, at least one.
 
     What it does not let through is counted, so that a log says by how much it is incomplete.
     """
@@ -28,14 +28,15 @@ class LineBudget:
     def __init__(self, monotonic_s: Callable[[], float], per_s: float) -> None:
         self._monotonic_s = monotonic_s
         self._per_s = per_s
-        self._left = per_s
+        self._most = max(per_s, 1.0) if per_s else 0.0
+        self._left = self._most
         self._at_s = monotonic_s()
         self.suppressed = 0
 
     def take(self) -> bool:
         """Whether to write a line now."""
         now_s = self._monotonic_s()
-        self._left = min(self._per_s, self._left + (now_s - self._at_s) * self._per_s)
+        self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1.0:
             self.suppressed += 1

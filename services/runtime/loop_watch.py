@@ -31,6 +31,11 @@ _LATE_TICKS: Final = 2  # one alone is a process that stood still, and goes on
 _MOST_TICK_S: Final = 5 * TICK_S  # whatever else passed, the whole process stood still
 
 
+def quiet_for(quiet_s: float, passed_s: float, *, beaten: bool) -> float:
+    """Return for how long the loop has run nothing, after ``passed_s`` more, by what was so before."""
+    return 0.0 if beaten else quiet_s + min(passed_s, _MOST_TICK_S)
+
+
 class LoopWatch:
     """``run`` is a task of the loop; ``start`` starts the thread."""
 
@@ -96,11 +101,10 @@ class LoopWatch:
         while not self._stopped.wait(TICK_S):
             now_s = time.monotonic()
             passed_s, ticked_s = now_s - ticked_s, now_s
-            if beat_s != self._beat_s:
-                beat_s, quiet_s, told = self._beat_s, 0.0, False
-                continue
-            quiet_s += min(passed_s, _MOST_TICK_S)
+            beaten, beat_s = beat_s != self._beat_s, self._beat_s
+            quiet_s = quiet_for(quiet_s, passed_s, beaten=beaten)
             if quiet_s < self._stall_s:
+                told = False
                 continue
             if not told:
                 told = True

@@ -105,9 +105,10 @@ class SpanQueue(SpanProcessor):
 
     def _run(self) -> None:
         while not self._closing.wait(_PERIOD_S):
-            while len(self._spans) and self._send():
+            while self._send():
                 pass
-        self._send()
+        while self._send():
+            pass
         self._exporter.shutdown()
 
     def _send(self) -> bool:

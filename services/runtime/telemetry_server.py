@@ -32,15 +32,24 @@ Answer = tuple[int, str, bytes]
 
 
 class TelemetryServer:
-    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so."""
+    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so.
+
+    A connection has ``timeout_s`` for its question and its answer together.
+    """
 
     def __init__(
-        self, registry: CollectorRegistry, listen: str, *, problems: Callable[[], tuple[str, ...]]
+        self,
+        registry: CollectorRegistry,
+        listen: str,
+        *,
+        problems: Callable[[], tuple[str, ...]],
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._registry = registry
         self._listen = listen
         self._problems = problems
-        self._connections = 0
+        self._timeout_s = timeout_s
+        self.connections = 0  # open ones, at most MAX_CONNECTIONS
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -65,10 +74,10 @@ class TelemetryServer:
             server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._connections >= MAX_CONNECTIONS:
+        if self.connections >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
-        self._connections += 1
+        self.connections += 1
         try:
             # A peer that breaks off, stalls or sends no head that can be read gets no answer, or part of one.
             with contextlib.suppress(
@@ -78,14 +87,14 @@ class TelemetryServer:
                 asyncio.LimitOverrunError,
                 UnicodeDecodeError,
             ):
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(self._timeout_s):
                     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                     status, content_type, body = await self._answer(head)
                     writer.write(_head(status, content_type, len(body)) + body)
                     writer.close()
                     await writer.wait_closed()
         finally:
-            self._connections -= 1
+            self.connections -= 1
             writer.transport.abort()  # what a peer has not taken by now is kept for nobody
 
     async def _answer(self, head: str) -> Answer:

@@ -1,8 +1,8 @@
 """Traces over OTLP: what one request did, in which process, for how long. No prompt and no output in them.
 
 Off unless an endpoint is set, and then a request costs one comparison per stage. The decision to record falls
-once, at the gateway, by a draw; every process behind it follows. Spans wait in a bounded queue for a
-thread that sends them: a collector that is slow or away costs spans, which are counted, and nothing else.
+once, where a request comes in, by a draw; every process behind it follows. Spans wait in a bounded queue for
+a thread that sends them: a collector that is slow or away costs spans, which are counted, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, S
 from services.ports.clock import Clock
 from services.runtime.metrics import Metrics
 
+_BEHIND_A_GATEWAY: Final = ("scheduler", "worker")
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 Attributes = Mapping[str, str | int | float | bool]
@@ -128,15 +129,15 @@ def open_tracing(
 ) -> Tracing:
     """Return tracing to an OTLP collector at ``endpoint`` over gRPC; off for an empty endpoint.
 
-    Whatever is behind a gateway records what its callers record. A gateway decides itself, whatever id and
-    flags a client sends, so that a client cannot make it record more.
+    Whatever is behind a gateway records what its callers record. Whoever is called from outside decides
+    itself, whatever id and flags a client sends, so that a client cannot make it record more.
     """
     tracing = Tracing(clock)
     if endpoint:
         # Imported here: a process without traces need not pay for it at its start.
         from services.runtime.otlp import connect
 
-        follows = role != "gateway"
+        follows = role in _BEHIND_A_GATEWAY
         tracing = Tracing(clock, *connect(endpoint, ratio=ratio, role=role, follows=follows, rng=rng))
     metrics.counted(
         "fairway_runtime_spans_total",

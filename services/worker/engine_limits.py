@@ -21,12 +21,16 @@ def read_limits(folder: Path) -> EngineLimits:
         raise FailedPrecondition(f"{LIMITS_NAME} of the version: {error}") from error
 
 
-def limited(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
-    """Return the configuration within the limits. A step still holds every sequence."""
+def limited(config: EngineConfig, limits: EngineLimits, *, max_context_tokens: int = 0) -> EngineConfig:
+    """Return the configuration within the limits and the context of the version's manifest (0: any).
+
+    A step still holds every sequence.
+    """
+    contexts = (config.max_model_len, limits.max_context_tokens, max_context_tokens)
     budget = min(config.token_budget, limits.token_budget or config.token_budget)
     return msgspec.structs.replace(
         config,
         token_budget=budget,
         max_sequences=min(config.max_sequences, limits.max_sequences or config.max_sequences, budget),
-        max_model_len=limits.max_context_tokens or config.max_model_len,
+        max_model_len=min((size for size in contexts if size), default=0),
     )

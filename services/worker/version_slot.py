@@ -50,6 +50,8 @@ class ModelSource(Protocol):
         progress: Callable[[float], None] | None = None,
     ) -> Awaitable[Path]: ...
 
+    async def max_context_tokens(self, model: str, digest: str) -> int: ...
+
     def pin(self, folder: Path) -> None: ...
 
     def unpin(self, folder: Path) -> None: ...
@@ -251,6 +253,7 @@ class VersionSlot:
         """Return the configuration, its memory granted."""
         settings = self._context.settings
         limits = await asyncio.to_thread(read_limits, folder)
+        context = await self._context.files.max_context_tokens(self.version.model, self.digest)
         kv_bytes = settings.kv_memory_bytes
         if self.version.executor != "null":  # a null engine allocates nothing
             weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
@@ -277,7 +280,7 @@ class VersionSlot:
             null_step_s=settings.null_step_s,
             request_log_per_s=settings.request_log_per_s,
         )
-        config = limited(config, limits)
+        config = limited(config, limits, max_context_tokens=context)
         self._max_sequences = config.max_sequences
         return config
 

@@ -229,6 +229,17 @@ async def test_what_is_stored_is_listed_once_with_its_size(blobs: BlobStore) -> 
     assert {blob.digest: blob.size_bytes for blob in listed} == wanted
 
 
+async def test_what_is_not_named_as_a_blob_is_nobodys(tmp_path: Path, object_store: ObjectStore) -> None:
+    folder, digest = FolderBlobs(tmp_path), digest_of(b"blob")
+    bucket = object_store.bucket(prefix="strangers")
+    for blobs in (folder, S3Blobs(bucket)):
+        await blobs.put(digest, pieces(b"blob"), 4)
+        (tmp_path / "sha256" / digest[7:9] / ".nfs0001").write_bytes(b"x")
+        (tmp_path / "sha256" / "notes").write_bytes(b"x")
+        await obstore.put_async(bucket, "sha256/notes", b"x")
+        assert [blob.digest for blob in await stored(blobs)] == [digest]
+
+
 async def test_a_deleted_blob_is_gone_and_the_others_stay(blobs: BlobStore) -> None:
     one, two = digest_of(b"one"), digest_of(b"two")
     await blobs.put(one, pieces(b"one"), 3)
@@ -247,6 +258,15 @@ async def test_a_blob_that_was_written_since_it_was_listed_is_not_deleted(blobs:
     (listed,) = await stored(blobs)
     assert await blobs.delete([replace(listed, written_unix_s=listed.written_unix_s - 5)]) == ()
     assert await blobs.missing([digest]) == ()
+
+
+async def test_a_bucket_whose_listing_is_finer_than_its_looks_can_be_cleaned(
+    object_store: ObjectStore,
+) -> None:
+    blobs, digest = S3Blobs(object_store.bucket(prefix="finer")), digest_of(b"old")
+    await blobs.put(digest, pieces(b"old"), 3)
+    (listed,) = await stored(blobs)
+    assert await blobs.delete([replace(listed, written_unix_s=listed.written_unix_s + 0.9)]) == (digest,)
 
 
 async def test_a_sweep_leaves_blobs_alone(kind: Kind) -> None:

@@ -44,6 +44,7 @@ class Modelled:
     ended: bool = False
     dropped: bool = False
     chunks: list[bytes] = field(default_factory=list)
+    written: int = 0  # chunks since its owner found what was there
     charged: int = 0
 
     @property
@@ -95,6 +96,7 @@ class Lives(RuleBasedStateMachine):
             assert isinstance(found, Owned)
             assert found.chunks == len(record.chunks)
             record.hold, record.lapsed = found.hold, False
+            record.written = len(record.chunks)
         else:
             expected = {
                 RecordState.RUNNING: Running(),
@@ -162,13 +164,15 @@ class Lives(RuleBasedStateMachine):
         return None
 
     def _put(self, record: Modelled, chunk: bytes, found: Written) -> None:
-        if not record.dropped and sum(map(len, record.chunks)) + len(chunk) > LIMITS.max_record_bytes:
-            record.dropped = bool(chunk)
+        if chunk and not record.dropped:
+            has_hole = record.written != len(record.chunks)
+            record.dropped = has_hole or sum(map(len, record.chunks)) + len(chunk) > LIMITS.max_record_bytes
         if record.dropped:
             record.chunks.clear()
             assert found is Written.TOO_LARGE
         else:
             record.chunks += [chunk] if chunk else []
+            record.written += bool(chunk)
             assert found is Written.KEPT
 
     @invariant()

@@ -231,6 +231,10 @@ def test_model_lives_from_publication_to_deletion(cli: CommandLine, tmp_path: Pa
         cli("models", "untag", "copy", tag)
     assert cli("models", "delete", "copy", digest, "-o", "json").json == {"name": digest, "deleted": True}
     assert "copy" not in [row[0] for row in cli("models", "list").rows]
+    garbage = cli("models", "collect-garbage", "--dry-run", "--older-than", "1ms", "-o", "json").json
+    assert int(garbage["deleted_blobs"]) >= 1, "its config.json and its manifest"
+    assert cli("models", "collect-garbage").rows[0][:2] == ["deleted", "0"], "a day has not passed"
+    assert "INVALID_INPUT" in cli("models", "collect-garbage", "--older-than", "1s", code=4).err
 
 
 def test_deployment_follows_a_tag_only_when_it_is_told_to(cli: CommandLine, tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fairway.v1 import inference_pb2
+from fairway.v1 import (
+    controlplane_pb2,
+    controlplane_pb2_grpc,
+    inference_pb2,
+    registry_pb2,
+    registry_pb2_grpc,
+)
 from tests.support.collector import Collector, SeenSpan, collector
 from tests.support.metrics import documented, exported, values
 from tests.support.stack import Stack, at_rest, metadata
@@ -146,6 +152,10 @@ async def test_stages_sum_to_the_latency_also_of_resumed_and_queued_requests(sta
         os.kill(stack.pids("services.worker.engine.process")[0], signal.SIGKILL)
         done = await asyncio.gather(*tasks)
         assert sum(finished.resumes for _, finished in done) > 0, "nothing was resumed"
+        restarts = "fairway_worker_engine_restarts_total"
+        counted = [values(fetch(stack, name, "/metrics")[1], restarts) for name in ("worker-0", "worker-1")]
+        assert all(counted), "a worker exports the count before there is anything to count"
+        assert sum(sum(found.values()) for found in counted) >= 1.0
         assert sum(finished.clock.queue_us > 100_000 for _, finished in done) >= 4, "nothing was queued"
         assert all(stages_s(finished.clock) <= measured_s + 0.001 for measured_s, finished in done)
         # What is missing is this client's own time, which a busy machine may make long: measured again then.
@@ -285,6 +295,24 @@ async def test_a_trace_goes_from_the_client_to_the_engine(stack: Stack, spans: C
     assert sum(span.end_ns - span.start_ns for span in stages) >= 0.99 * (request.end_ns - request.start_ns)
     assert request.attributes["fairway.request_id"].startswith("req_")
     assert not [span for span in found if CANARY in str(span.attributes)]
+
+
+async def test_calls_of_operators_are_traced(stack: Stack, spans: Collector) -> None:
+    trace_id, client_span = "6c" * 16, "7d" * 8
+    trace = (*metadata(stack.endpoints["admin_key"]), ("traceparent", f"00-{trace_id}-{client_span}-00"))
+    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+        plane: Any = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+        await plane.ListNodes(controlplane_pb2.ListNodesRequest(), metadata=trace, timeout=30)
+    async with grpc.aio.insecure_channel(stack.endpoints["registry"]) as channel:
+        registry: Any = registry_pb2_grpc.RegistryServiceStub(channel)
+        await registry.ListRegisteredModels(
+            registry_pb2.ListRegisteredModelsRequest(), metadata=trace, timeout=30
+        )
+    found = await asyncio.to_thread(spans.wait_for, lambda seen: len(seen) >= 2, trace_id)
+    assert {(span.service, span.name, span.parent_id) for span in found} == {
+        ("fairway-controlplane", "fairway.v1.ControlPlaneService/ListNodes", client_span),
+        ("fairway-registry", "fairway.v1.RegistryService/ListRegisteredModels", client_span),
+    }
 
 
 async def test_a_frozen_engine_takes_its_worker_out_of_service_until_it_moves(stack: Stack) -> None:

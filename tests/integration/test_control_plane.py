@@ -7,6 +7,7 @@ import base64
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -88,6 +89,7 @@ class Plane:
     store: MemoryStore
     clock: TurnedClock
     stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub
+    revoked: set[str]
 
     async def call(self, method: str, request: object) -> object:
         try:
@@ -147,13 +149,21 @@ async def plane() -> AsyncIterator[Plane]:
         record = VersionRecord("tiny", digest, 1, 0.0)
         await store.commit([Put(version_key("tiny", digest), dump(record))])
     await store.commit([Put(tag_key("tiny", "prod"), dump(Tag("tiny", "prod", DIGEST)))])
+    revoked: set[str] = set()
+
+    def require_current(who: Principal) -> None:
+        if who.key_id in revoked:
+            raise Unauthenticated("the API key is not valid any more")
+
     queues = GrpcQueues(SchedulerDirectory(store, clock), "t" * 40, clock, timeout_s=0.2)
     server = RpcServer(
         [
             Service(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-                ControlPlaneServicer(ControlPlaneService(store, clock, SEALER), store, queues),
+                ControlPlaneServicer(
+                    ControlPlaneService(store, clock, SEALER), store, queues, require_current=require_current
+                ),
             )
         ],
         listen="127.0.0.1:0",
@@ -163,7 +173,7 @@ async def plane() -> AsyncIterator[Plane]:
     )
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
-    yield Plane(store, clock, controlplane_pb2_grpc.ControlPlaneServiceStub(channel))
+    yield Plane(store, clock, controlplane_pb2_grpc.ControlPlaneServiceStub(channel), revoked)
     await channel.close()
     await server.stop(0)
 
@@ -567,6 +577,44 @@ async def test_nodes_are_cordoned_drained_and_given_back(plane: Plane) -> None:
     assert [node.metadata.name for node in listed.nodes] == ["w0"]  # type: ignore[attr-defined]
     got = await plane.call("GetNode", pb.GetNodeRequest(name="w0"))
     assert got.node.incarnation > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [("WatchResources", pb.WatchResourcesRequest()), ("WatchEvents", pb.WatchEventsRequest())],
+)
+async def test_a_watch_ends_with_the_key_that_opened_it(plane: Plane, method: str, request_: object) -> None:
+    stream: Any = getattr(plane.stub, method)(request_, metadata=ADMIN, timeout=10)
+    await stream.read()
+    plane.revoked.add("admin")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await stream.read()
+    assert isinstance(from_rpc_error(caught.value), Unauthenticated)
+
+
+async def test_a_record_that_cannot_be_read_takes_no_other_with_it(plane: Plane) -> None:
+    await plane.deployment("good")
+    await plane.tenant("acme")
+    await plane.put(WORKERS + "w0", Worker("w0", "x"))
+    bad = [DEPLOYMENTS + "bad", TENANTS + "bad", WORKERS + "w1", ASSIGNMENTS + "w2", tag_key("tiny", "prod")]
+    await plane.store.commit([Put(key, b"{") for key in bad])
+    deployments = (await plane.call("ListDeployments", pb.ListDeploymentsRequest())).deployments  # type: ignore[attr-defined]
+    assert [found.metadata.name for found in deployments] == ["good"]
+    tenants = (await plane.call("ListTenants", pb.ListTenantsRequest())).tenants  # type: ignore[attr-defined]
+    assert [found.metadata.name for found in tenants] == ["acme"]
+    nodes = (await plane.call("ListNodes", pb.ListNodesRequest())).nodes  # type: ignore[attr-defined]
+    states = [(found.metadata.name, found.state) for found in nodes]
+    assert states == [
+        ("w0", pb.NODE_STATE_LIVE),
+        ("w1", pb.NODE_STATE_LOST),
+        ("w2", pb.NODE_STATE_LOST),
+    ]
+    stream = plane.stub.WatchResources(pb.WatchResourcesRequest(), metadata=ADMIN, timeout=10)
+    begun: Any = await stream.read()
+    told = {change.WhichOneof("resource") for change in begun.changes}
+    assert (begun.snapshot_end, told) == (True, {"deployment", "node", "tenant", "model_version"})
+    stream.cancel()
 
 
 # --- the rest --------------------------------------------------------------------------------------

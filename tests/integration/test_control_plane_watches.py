@@ -114,7 +114,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
             Service(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-                ControlPlaneServicer(service, store, queues),
+                ControlPlaneServicer(service, store, queues, require_current=lambda _: None),
             )
         ],
         listen="127.0.0.1:0",

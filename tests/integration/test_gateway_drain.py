@@ -10,7 +10,8 @@ from services.adapters.fallback_limiter import FallbackLimiter
 from services.adapters.memory_limiter import MemoryLimiter
 from services.adapters.redis_limiter import RedisLimiter
 from services.core.generation import Usage
-from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock

@@ -29,7 +29,8 @@ from services.core.generation import (
 )
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.events import Received
-from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.servicer import InferenceServicer
 from services.gateway.session import MAX_MESSAGE_TOKENS, MAX_UNREAD, MuxedSession
 from services.ports.worker import SequenceSink

@@ -9,7 +9,7 @@ import pytest
 
 from services.core import errors
 from services.core.generation import Usage
-from services.ports.idempotency import RecordLimits
+from services.ports.idempotency import RecordLimits, RecordState
 from tests.support.keyed_gateways import Answer, Fleet, Gateway, gateways, keyed_limits, token
 
 TIMEOUT_S = 60
@@ -309,7 +309,10 @@ async def stop_flushing(gateway: Gateway) -> None:
     """Cancel the flusher, and wait until the record's lease is over."""
     (task,) = (found for found in asyncio.all_tasks() if found.get_name() == f"flush {gateway.name}")
     task.cancel()
-    await asyncio.sleep(1.2)
+    async with asyncio.timeout(TIMEOUT_S):
+        for tenure in gateway.keyed.owned():
+            while (await gateway.store.read(tenure.hold.key, 0, watch=False)).state is RecordState.RUNNING:
+                await asyncio.sleep(0.02)
 
 
 async def test_a_continuation_that_differs_fails_whom_it_was_told_otherwise(

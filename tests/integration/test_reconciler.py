@@ -18,11 +18,13 @@ from services.controlplane.reconciler import Reconciler
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
+    EVENTS,
     ROOT,
     WORKERS,
     AssignedVersion,
     Assignment,
     Deployment,
+    EventRecord,
     Leader,
     LoadedVersion,
     Meta,
@@ -148,6 +150,7 @@ async def test_deposed_leader_writes_nothing() -> None:
     try:
         await put(store, WORKERS + "w0", Worker("w0", "x"))
         await put(store, DEPLOYMENTS + "d", deployment("d"))
+        await put(store, DEPLOYMENTS + "short", deployment("short", 2))
         await put(store, KEY, Leader("old", ""))
         entry = await store.get(KEY)
         assert entry is not None
@@ -161,13 +164,16 @@ async def test_deposed_leader_writes_nothing() -> None:
         await put(store, KEY, Leader("new", ""))
         assert not await reconciler.reconcile(entry.create_revision)
         assert await assignments(store) == {}
+        assert (await store.list(EVENTS)).entries == (), "a deposed leader tells nothing"
         new = await store.get(KEY)
         assert new is not None
         reconciler = Reconciler(
             store, informer, Deposed(new.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
         )
         assert await reconciler.reconcile(new.create_revision)
-        assert await assignments(store) == {"w0": ["d"]}
+        assert await assignments(store) == {"w0": ["d", "short"]}
+        (told,) = (await store.list(EVENTS)).entries
+        assert load(told.value, EventRecord).resource == "short"
     finally:
         await supervisor.close()
 

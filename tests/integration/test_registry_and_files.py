@@ -30,19 +30,23 @@ from services.adapters.memory_store import MemoryStore
 from services.adapters.model_files import ModelFiles
 from services.adapters.registry_client import RegistryClient
 from services.core.errors import (
+    Conflict,
+    EtagMismatch,
     FailedPrecondition,
     FairwayError,
     IntegrityError,
     InvalidInput,
     NotFound,
     PermissionDenied,
+    SlowReader,
     StoreUnavailable,
     Unauthenticated,
     Unavailable,
 )
 from services.core.generation import Principal
 from services.core.manifest import CHUNK_BYTES, Manifest, ManifestFile, digest_of, sha256_of
-from services.core.records import KeyRole, VersionRecord, version_key
+from services.core.records import KeyRole, VersionRecord, dump, version_key
+from services.ports.store import Put
 from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer
 from services.rpc.channel import auth_metadata, open_channel
@@ -238,6 +242,7 @@ class Counting:
         self.inner = inner
         self.downloads: list[tuple[str, int]] = []
         self.broken = 0
+        self.error: type[FairwayError] = Unavailable
         self.flip: dict[str, int] = {}
         self.stop_after = -1
         self.stopped = asyncio.Event()
@@ -258,7 +263,7 @@ class Counting:
                 yield piece
                 if self.broken:
                     self.broken -= 1
-                    raise Unavailable("cut")
+                    raise self.error("cut")
 
 
 async def test_concurrent_fetches_share_one_download(
@@ -272,15 +277,34 @@ async def test_concurrent_fetches_share_one_download(
     assert len(source.downloads) == 7
 
 
+@pytest.mark.parametrize("error", [Unavailable, SlowReader])
 async def test_broken_connection_resumes_at_the_byte(
-    registry: Registry, folder: Path, tmp_path: Path
+    registry: Registry, folder: Path, tmp_path: Path, error: type[FairwayError]
 ) -> None:
     done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
-    source.broken = 3
+    source.broken, source.error = 3, error
     path = await files(source, tmp_path / "cache").fetch("tiny", done.digest)
     assert same(folder, path)
     assert any(offset > 0 for _, offset in source.downloads)
+
+
+async def test_a_download_that_nobody_reads_ends(registry: Registry, folder: Path) -> None:
+    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    _, manifest = await registry.client.get_version("tiny", done.digest)
+    weights = next(file for file in manifest.files if file.path == "model.safetensors")
+    registry.servicer.unread_s = 0.2
+    request = pb.DownloadChunkRequest(digest=weights.chunks[0])
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+    async with grpc.aio.insecure_channel(registry.address, options=narrow) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        call: Any = stub.DownloadChunk(request, metadata=ADMIN, timeout=60)
+        await call.read()
+        await asyncio.sleep(2.0)  # nobody reads: what is waited for is the other side's patience
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert isinstance(from_rpc_error(caught.value), SlowReader)
 
 
 async def test_one_flipped_bit_is_fetched_again_two_are_an_error(
@@ -537,6 +561,27 @@ async def test_a_used_folder_outlives_an_older_use_also_across_a_restart(
     assert (first.exists(), third.exists()) == (True, False)
 
 
+async def test_what_the_disk_does_not_let_go_counts_and_serves_on(registry: Registry, tmp_path: Path) -> None:
+    digests = []
+    for number in range(2):
+        root = tmp_path / f"m{number}"
+        root.mkdir()
+        (root / "config.json").write_text(json.dumps(chr(65 + number) * 998))
+        digests.append((await publish(registry.channel, root, "tiny", metadata=ADMIN)).digest)
+    models = files(registry.client, tmp_path / "cache", max_bytes=1500)
+    first = await models.fetch("tiny", digests[0])
+    obstacle = tmp_path / "cache" / "partial" / f"{first.name}.gone"
+    obstacle.write_bytes(b"")  # a file where the folder has to go: the system refuses the rename
+    with pytest.raises(StoreUnavailable):
+        await models.fetch("tiny", digests[1])
+    assert models.kept_bytes == 1000
+    assert await models.fetch("tiny", digests[0]) == first
+    obstacle.unlink()
+    second = await models.fetch("tiny", digests[1])
+    assert (first.exists(), second.exists()) == (False, True)
+    models.check_integrity()
+
+
 async def test_full_disk_is_clear_and_leaves_nothing(
     registry: Registry, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -736,6 +781,66 @@ async def test_tags_move_and_are_deleted(registry: Registry) -> None:
         await registry.client.get_version("tiny", "prod")
     with pytest.raises(InvalidInput):
         await registry.client.get_version("tiny", "../../keys/admin")
+
+
+async def test_a_tag_that_others_moved_is_not_moved_back(registry: Registry, folder: Path) -> None:
+    old = (await publish(registry.channel, folder, "tiny", "prod", metadata=ADMIN)).digest
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    new = (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).digest
+
+    async def call(method: str, request: Any) -> Any:
+        try:
+            return await getattr(registry.stub, method)(request, metadata=ADMIN, timeout=30)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    def move(digest: str, etag: str, request_id: str = "") -> pb.SetTagRequest:
+        return pb.SetTagRequest(model="tiny", tag="prod", digest=digest, etag=etag, request_id=request_id)
+
+    first = await call("SetTag", move(new, old, "r1"))
+    with pytest.raises(EtagMismatch, match=f"points at {new}"):
+        await call("SetTag", move(new, old))
+    with pytest.raises(EtagMismatch):
+        await call("DeleteTag", pb.DeleteTagRequest(model="tiny", tag="prod", etag=old))
+    await call("SetTag", move(old, new))
+    assert await call("SetTag", move(new, old, "r1")) == first, "the first answer again"
+    assert await registry.service.tags("tiny") == {"prod": old}, "and nothing was moved by it"
+    with pytest.raises(Conflict):
+        await call("SetTag", move(old, "", "r1"))
+    delete = pb.DeleteTagRequest(model="tiny", tag="prod", etag=old, request_id="r2")
+    forget = pb.DeleteVersionRequest(model="tiny", digest=old, request_id="r1")
+    for method, request in (("DeleteTag", delete), ("DeleteVersion", forget)):
+        await call(method, request)
+        await call(method, request)
+    with pytest.raises(EtagMismatch, match="nothing"):
+        await call("SetTag", move(new, old))
+
+
+async def test_a_move_that_comes_between_is_seen(registry: Registry, folder: Path) -> None:
+    class Between(MemoryStore):
+        act: Any = None
+
+        async def commit(self, operations: Any, conditions: Any = ()) -> Any:
+            act, self.act = self.act, None
+            if act is not None:
+                await act()
+            return await super().commit(operations, conditions)
+
+    store = Between(SystemClock())
+    service = RegistryService(store, registry.blobs, SystemClock())
+    old, new = sha256_of(b"old"), sha256_of(b"new")
+    for digest in (old, new):
+        await store.commit([Put(version_key("m", digest), dump(VersionRecord("m", digest, 1, 0.0)))])
+    await service.set_tag("m", "prod", old)
+
+    async def moved() -> None:
+        await service.set_tag("m", "prod", new)
+
+    store.act = moved
+    with pytest.raises(EtagMismatch):
+        await service.set_tag("m", "prod", old, etag=old)
+    store.act = moved
+    await service.set_tag("m", "prod", old)  # without an etag the last one wins
 
 
 async def test_lists_come_in_pages(registry: Registry) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -30,12 +30,16 @@ from services.core.generation import (
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
+from services.gateway.idempotent import Idempotent
 from services.gateway.keyed_types import KeyedLimits
-from services.gateway.service import GatewayLimits, GatewayService, Ports
-from services.ports.idempotency import RecordLimits
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.telemetry import GatewayTelemetry
+from services.ports.idempotency import IdempotencyStore, RecordLimits
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
+from services.runtime.metrics import Metrics
 from services.runtime.supervisor import Supervisor
 
 CLOCK = SystemClock()
@@ -221,6 +225,7 @@ class Gateway:
     supervisor: Supervisor
     store: RedisIdempotency
     limiter: RedisLimiter
+    metrics: Metrics
     requests: int = 0
 
     def stream(
@@ -262,14 +267,26 @@ class Gateway:
             answer.error = error
         return answer
 
+    @property
+    def keyed(self) -> Idempotent:
+        assert self.service._keyed is not None
+        return self.service._keyed
+
+    def counted(self, name: str, **labels: str) -> float:
+        """Return a metric of this gateway, summed over the labels that are not named."""
+        return sum(
+            sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
     async def at_rest(self, timeout_s: float = 20.0) -> None:
         """Return once nothing runs here and no slot is held."""
-        keyed = self.service._keyed
-        assert keyed is not None
         async with asyncio.timeout(timeout_s):
-            while self.service.running or keyed.busy or await self._slots():
+            while self.service.running or self.keyed.busy or await self._slots():
                 await asyncio.sleep(0.01)
-        keyed.check_integrity()
+        self.keyed.check_integrity()
 
     async def _slots(self) -> int:
         """Return how many slots are held; one while nobody can tell."""
@@ -291,6 +308,16 @@ def keyed_limits(**changes: Any) -> KeyedLimits:
     return KeyedLimits(**{"flush_s": 0.02, "renew_s": 0.3, "poll_s": 0.01, **changes})
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of one gateway."""
+
+    keyed: KeyedLimits
+    records: RecordLimits
+    window_tokens: int
+    timeout_s: float
+
+
 @asynccontextmanager
 async def gateways(
     url: str,
@@ -300,13 +327,17 @@ async def gateways(
     keyed: KeyedLimits | None = None,
     records: RecordLimits | None = None,
     window_tokens: int = 256,
+    timeout_s: float = 2.0,
+    wrap: Callable[[IdempotencyStore], IdempotencyStore] = lambda store: store,
 ) -> AsyncIterator[list[Gateway]]:
-    """Yield gateways that share a Redis; check on the way out that no task of theirs crashed."""
+    """Yield gateways that share a Redis; check on the way out that no task of theirs crashed.
+
+    ``timeout_s`` bounds each call of Redis. ``wrap``: what stands between a gateway and its records.
+    """
+    options = Options(keyed or keyed_limits(), records or RecordLimits(lease_s=1.0), window_tokens, timeout_s)
     async with AsyncExitStack() as stack:
         yield [
-            await stack.enter_async_context(
-                _gateway(url, fleet, f"g{number}", keyed or keyed_limits(), records, window_tokens)
-            )
+            await stack.enter_async_context(_gateway(url, fleet, f"g{number}", options, wrap))
             for number in range(count)
         ]
 
@@ -316,13 +347,13 @@ async def _gateway(
     url: str,
     fleet: Fleet,
     name: str,
-    keyed: KeyedLimits,
-    records: RecordLimits | None,
-    window_tokens: int,
+    options: Options,
+    wrap: Callable[[IdempotencyStore], IdempotencyStore],
 ) -> AsyncIterator[Gateway]:
     supervisor = Supervisor(CLOCK)
-    limiter = RedisLimiter(url, CLOCK, timeout_s=2.0)
-    store = RedisIdempotency(url, CLOCK, records or RecordLimits(lease_s=1.0), timeout_s=2.0)
+    limiter = RedisLimiter(url, CLOCK, timeout_s=options.timeout_s)
+    store = RedisIdempotency(url, CLOCK, options.records, timeout_s=options.timeout_s)
+    metrics = Metrics()
     workers = Workers(fleet, supervisor)
     service = GatewayService(
         validator=Validator(fleet),  # type: ignore[arg-type]
@@ -338,14 +369,15 @@ async def _gateway(
             sign_ticket=lambda tenant, request, expiry: b"t",
             new_incident=lambda: "inc_1",
             error_of=by_reason,
-            idempotency=store,
+            idempotency=wrap(store),
+            telemetry=GatewayTelemetry(metrics, clock=CLOCK),
             gateway_id=name,
         ),
-        limits=GatewayLimits(window_tokens=window_tokens, keyed=keyed),
+        limits=GatewayLimits(window_tokens=options.window_tokens, keyed=options.keyed),
     )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:
-        yield Gateway(name, fleet, service, workers, supervisor, store, limiter)
+        yield Gateway(name, fleet, service, workers, supervisor, store, limiter, metrics)
         assert supervisor.healthy, supervisor.failures
     finally:
         await supervisor.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
 import typer
 
 from fairway.cli.bars import Bars
-from fairway.cli.changes import confirm, read_and_change, show_deleted
-from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.changes import confirm, show_deleted
+from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
     Format,
@@ -21,10 +20,9 @@ from fairway.cli.flags import (
     YesOption,
     pairs,
 )
-from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.listing import Resource, add_list, add_show, resource
 from fairway.cli.table import Column
 from fairway.cli.waiting import show_replicas, until_deployed
-from fairway.cli.watch import resources
 from fairway.cli.words import age, labels, priority, short_digest
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -48,24 +46,9 @@ def _version(deployment: cp.Deployment) -> str:
     return f"{tag}{short_digest(deployment.version_digest)}" + (" (tag moved)" if moved else "")
 
 
-async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Deployment], str]:
-    request = cp.ListDeploymentsRequest(page_size=PAGE, page_token=token)
-    what = "cannot list the deployments"
-    answer = await connection.call(connection.control.ListDeployments, request, what=what)
-    return answer.deployments, answer.next_page_token
-
-
-async def _get(connection: Connection, name: str) -> cp.Deployment:
-    request = cp.GetDeploymentRequest(name=name)
-    what = f"cannot show the deployment {name}"
-    return (await connection.call(connection.control.GetDeployment, request, what=what)).deployment
-
-
-DEPLOYMENTS: Final[Resource[cp.Deployment]] = Resource(
-    singular="deployment",
-    plural="deployments",
-    server=Server.CONTROLPLANE,
-    columns=(
+DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
+    "deployment",
+    (
         Column("name", lambda deployment: deployment.metadata.name),
         Column("model", lambda deployment: deployment.model),
         Column("version", _version),
@@ -83,14 +66,7 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = Resource(
         Column("age", lambda deployment: age(deployment.metadata), wide=True),
         Column("etag", lambda deployment: deployment.metadata.etag, wide=True),
     ),
-    page=_page,
-    get=_get,
-    watch=resources(
-        "deployment",
-        "the deployments",
-        cp.RESOURCE_KIND_DEPLOYMENT,
-        lambda deployment: deployment.metadata.name,
-    ),
+    lambda admin: admin.deployments,
 )
 add_list(app, DEPLOYMENTS, about="List the deployments and how many replicas are ready.")
 add_show(app, DEPLOYMENTS, about="Show a deployment with the state of each replica.")
@@ -130,9 +106,8 @@ async def create(
         node_selector=pairs(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
-    request = cp.CreateDeploymentRequest(deployment=wanted, request_id=new_request_id())
-    what = f"cannot create the deployment {name}"
-    made = (await connection.call(connection.control.CreateDeployment, request, what=what)).deployment
+    creation = connection.admin.deployments.create(wanted)
+    made = await connection.run(creation, what=f"cannot create the deployment {name}")
     await _show(connection, made, wait, output)
 
 
@@ -182,8 +157,9 @@ async def update(
             deployment.metadata.labels.clear()
             deployment.metadata.labels.update(pairs(label, flag="--label"))
 
-    changed = await _changed(connection, name, etag, change, keep_version=not version)
-    await _show(connection, changed, wait, output)
+    changed = connection.admin.deployments.change(name, change, etag=etag)
+    changed_to = await connection.run(changed, what=f"cannot change the deployment {name}")
+    await _show(connection, changed_to, wait, output)
 
 
 @command(
@@ -202,10 +178,9 @@ async def scale(
 ) -> None:
     """Run the same version on another number of workers."""
 
-    def change(deployment: cp.Deployment) -> None:
-        deployment.replicas = replicas
-
-    await _show(connection, await _changed(connection, name, etag, change, keep_version=True), wait, output)
+    scaling = connection.admin.deployments.scale(name, replicas, etag=etag)
+    scaled = await connection.run(scaling, what=f"cannot change the deployment {name}")
+    await _show(connection, scaled, wait, output)
 
 
 @command(
@@ -223,34 +198,9 @@ async def delete(
 ) -> None:
     """Stop keeping it running; its workers finish what runs and unload it."""
     confirm(f"Delete the deployment {name}? Its model is served no more.", yes=yes)
-    request = cp.DeleteDeploymentRequest(name=name, etag=etag, request_id=new_request_id())
-    what = f"cannot delete the deployment {name}"
-    await connection.call(connection.control.DeleteDeployment, request, what=what)
+    deletion = connection.admin.deployments.delete(name, etag=etag)
+    await connection.run(deletion, what=f"cannot delete the deployment {name}")
     show_deleted(name, output)
-
-
-async def _changed(
-    connection: Connection,
-    name: str,
-    etag: str,
-    change: Callable[[cp.Deployment], None],
-    *,
-    keep_version: bool,
-) -> cp.Deployment:
-    async def write(deployment: cp.Deployment, etag: str) -> cp.Deployment:
-        tag_moved = deployment.status.tag_digest not in ("", deployment.version_digest)
-        if keep_version and tag_moved:
-            deployment.version = deployment.version_digest  # a tag that is named again is resolved again
-        change(deployment)
-        deployment.metadata.etag = etag
-        deployment.ClearField("status")
-        request = cp.UpdateDeploymentRequest(deployment=deployment, request_id=new_request_id())
-        what = f"cannot change the deployment {name}"
-        return (await connection.call(connection.control.UpdateDeployment, request, what=what)).deployment
-
-    return await read_and_change(
-        etag, lambda: _get(connection, name), write, lambda deployment: deployment.metadata.etag
-    )
 
 
 async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, output: Format) -> None:
@@ -258,7 +208,6 @@ async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, o
     if wait:
         name = deployment.metadata.name
         with Bars() as bars:
-            deployment = await until_deployed(
-                lambda: _get(connection, name), show_replicas(bars.update), timeout_s=connection.wait_s
-            )
+            report = show_replicas(bars.update)
+            deployment = await until_deployed(connection.admin, name, report, timeout_s=connection.wait_s)
     DEPLOYMENTS.write_one(deployment, output)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Final
 
-import grpc
 import typer
 
-from fairway.cli.calls import to_cli_error
+from fairway.cli.calls import admin_error
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.errors import ExitCode
 from fairway.cli.flags import Format, OutputOption, WatchOption, past
 from fairway.cli.formats import DOCUMENTS, document_of, write_document, write_part
 from fairway.cli.output import err, out, plain
 from fairway.cli.table import Column, line_of, show_rows, visible
+from fairway.cli.watch import lost
 from fairway.cli.words import kind, moment, word
+from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 
 COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
@@ -31,8 +31,6 @@ COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
 )
 _PAGE: Final = 1000
 _NEWEST: Final = 20
-_FIRST_PAUSE_S: Final = 0.5
-_LAST_PAUSE_S: Final = 10.0
 
 
 class KindName(StrEnum):
@@ -97,19 +95,9 @@ async def _newest(
     limit: int,
 ) -> list[cp.Event]:
     """Return at most ``limit`` events, the oldest of them first."""
-    found: list[cp.Event] = []
-    token = ""
-    while len(found) < limit:
-        request = cp.ListEventsRequest(
-            page_size=min(_PAGE, limit - len(found)), page_token=token, kinds=kinds, resource=resource
-        )
-        answer = await connection.call(connection.control.ListEvents, request, what="cannot list the events")
-        recent = [event for event in answer.events if _is_since(event, since)]
-        found += recent
-        token = answer.next_page_token
-        if not token or len(recent) < len(answer.events):
-            break
-    return found[::-1]
+    listing = connection.admin.events.list(kinds=kinds, resource=resource, limit=limit)
+    found = await connection.run(listing, what="cannot list the events")
+    return [event for event in reversed(found) if _is_since(event, since)]
 
 
 async def _follow(
@@ -123,34 +111,19 @@ async def _follow(
 
     A connection that is lost is made again where it was. Raises CliError when the first one fails.
     """
-    show = _shower(output)
-    revision, began, pause_s = 0, False, _FIRST_PAUSE_S
-    newest = _PAGE if since else _NEWEST
-    while True:
-        request = cp.WatchEventsRequest(
-            kinds=kinds, resource=resource, newest=newest, after_revision=revision
-        )
-        call = connection.control.WatchEvents(request, metadata=connection.metadata)
-        try:
-            async for answer in call:
-                began, pause_s = True, _FIRST_PAUSE_S
-                for event in answer.events:
-                    if _is_since(event, since):
-                        show(event)
-                revision = answer.revision
-        except grpc.aio.AioRpcError as exc:
-            error = to_cli_error(exc, what="cannot watch the events")
-            if began and exc.code() is grpc.StatusCode.FAILED_PRECONDITION and revision:
-                plain(err(), f"{error.message}; events may be missing here")
-                revision = 0
-            elif not began or error.exit_code is not ExitCode.UNAVAILABLE:
-                raise error from exc
-            else:
-                plain(err(), f"{error.message}; again in {pause_s:g} s")
-        finally:
-            call.cancel()
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+    show, what = _shower(output), "cannot watch the events"
+    watch = connection.admin.events.watch(
+        kinds=kinds, resource=resource, newest=_PAGE if since else _NEWEST, on_lost=lost(what)
+    )
+    try:
+        async with aclosing(watch) as told:
+            async for event in told:
+                if isinstance(event, Missed):
+                    plain(err(), "events may be missing here")
+                elif _is_since(event, since):
+                    show(event)
+    except FairwayError as exc:
+        raise admin_error(exc, what=what) from exc
 
 
 def _shower(output: Format) -> Callable[[cp.Event], None]:

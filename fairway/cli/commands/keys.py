@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import typer
-from google.protobuf.duration_pb2 import Duration
 
-from fairway.cli.changes import confirm, read_and_change, show_deleted
-from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.changes import confirm, show_deleted
+from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
     Format,
@@ -23,10 +21,9 @@ from fairway.cli.flags import (
     span_s,
 )
 from fairway.cli.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.listing import Resource, add_list, add_show, resource
 from fairway.cli.output import err, out, plain
 from fairway.cli.table import Column
-from fairway.cli.watch import resources
 from fairway.cli.words import age, labels, moment, word
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -54,22 +51,9 @@ def _expiry(key: cp.Key) -> str:
     return moment(key.expire_time) + (" (expired)" if expired else "")
 
 
-async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Key], str]:
-    request = cp.ListKeysRequest(page_size=PAGE, page_token=token)
-    answer = await connection.call(connection.control.ListKeys, request, what="cannot list the keys")
-    return answer.keys, answer.next_page_token
-
-
-async def _get(connection: Connection, name: str) -> cp.Key:
-    request = cp.GetKeyRequest(name=name)
-    return (await connection.call(connection.control.GetKey, request, what=f"cannot show the key {name}")).key
-
-
-KEYS: Final[Resource[cp.Key]] = Resource(
-    singular="key",
-    plural="keys",
-    server=Server.CONTROLPLANE,
-    columns=(
+KEYS: Final[Resource[cp.Key]] = resource(
+    "key",
+    (
         Column("name", lambda key: key.metadata.name),
         Column("role", lambda key: word(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
         Column("tenant", lambda key: key.tenant),
@@ -79,9 +63,7 @@ KEYS: Final[Resource[cp.Key]] = Resource(
         Column("age", lambda key: age(key.metadata), wide=True),
         Column("etag", lambda key: key.metadata.etag, wide=True),
     ),
-    page=_page,
-    get=_get,
-    watch=resources("key", "the keys", cp.RESOURCE_KIND_KEY, lambda key: key.metadata.name),
+    lambda admin: admin.keys,
 )
 add_list(app, KEYS, about="List the keys, without their secrets.")
 add_show(app, KEYS, about="Show a key, without its secret.")
@@ -117,8 +99,7 @@ async def create(
     )
     if expires is not None:
         wanted.expire_time.FromDatetime(expires)
-    request = cp.CreateKeyRequest(key=wanted, request_id=new_request_id())
-    made = await connection.call(connection.control.CreateKey, request, what=f"cannot create the key {name}")
+    made = await connection.run(connection.admin.keys.create(wanted), what=f"cannot create the key {name}")
     _show_secret(made.key, made.secret, output)
 
 
@@ -144,10 +125,8 @@ async def rotate(
         confirm(
             f"Rotate the key {name} without a grace? Whoever uses the old secret is refused at once.", yes=yes
         )
-    span = Duration()
-    span.FromMicroseconds(round(grace * 1e6))
-    request = cp.RotateKeyRequest(name=name, grace=span, etag=etag, request_id=new_request_id())
-    made = await connection.call(connection.control.RotateKey, request, what=f"cannot rotate the key {name}")
+    rotation = connection.admin.keys.rotate(name, grace_s=grace, etag=etag)
+    made = await connection.run(rotation, what=f"cannot rotate the key {name}")
     _show_secret(made.key, made.secret, output)
 
 
@@ -180,7 +159,7 @@ async def update(
     if (model and all_models) or (expires and no_expiry):
         raise typer.BadParameter("--model and --all-models, --expires and --no-expiry exclude each other")
 
-    async def write(key: cp.Key, etag: str) -> cp.Key:
+    def change(key: cp.Key) -> None:
         if model or all_models:
             del key.models[:]
             key.models.extend(model or ())
@@ -191,15 +170,9 @@ async def update(
         if label is not None:
             key.metadata.labels.clear()
             key.metadata.labels.update(pairs(label, flag="--label"))
-        key.metadata.etag = etag
-        request = cp.UpdateKeyRequest(key=key, request_id=new_request_id())
-        what = f"cannot change the key {name}"
-        return (await connection.call(connection.control.UpdateKey, request, what=what)).key
 
-    changed = await read_and_change(
-        etag, lambda: _get(connection, name), write, lambda key: key.metadata.etag
-    )
-    KEYS.write_one(changed, output)
+    changed = connection.admin.keys.change(name, change, etag=etag)
+    KEYS.write_one(await connection.run(changed, what=f"cannot change the key {name}"), output)
 
 
 @command(
@@ -217,8 +190,8 @@ async def revoke(
 ) -> None:
     """Delete a key: it opens nothing any more."""
     confirm(f"Revoke the key {name}? Whoever uses it is refused from now on.", yes=yes)
-    request = cp.DeleteKeyRequest(name=name, etag=etag, request_id=new_request_id())
-    await connection.call(connection.control.DeleteKey, request, what=f"cannot revoke the key {name}")
+    deletion = connection.admin.keys.delete(name, etag=etag)
+    await connection.run(deletion, what=f"cannot revoke the key {name}")
     show_deleted(name, output)
 
 

@@ -14,10 +14,10 @@ from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.durations import show_bytes
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.flags import Format, OutputOption, YesOption
+from fairway.cli.flags import Format, OutputOption, YesOption, span_s
 from fairway.cli.fleet.publishing import VERB, publish_folder
-from fairway.cli.formats import DOCUMENTS, write_document
-from fairway.cli.listing import PAGE, Resource, add_list
+from fairway.cli.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.listing import Resource, add_list
 from fairway.cli.output import err, out, plain
 from fairway.cli.table import Column
 from fairway.cli.watch import polled
@@ -31,18 +31,14 @@ ModelArgument = Annotated[str, typer.Argument(help="Name of the model.")]
 VersionArgument = Annotated[
     str, typer.Argument(help="A tag, a digest, or the beginning of a digest that only one version has.")
 ]
+TagEtagOption = Annotated[
+    str, typer.Option("--etag", help="Only if it points at this digest now: nobody's move is lost.")
+]
 _MIN_PREFIX = 6
 
 
-async def _models_page(connection: Connection, token: str) -> tuple[Sequence[rg.RegisteredModel], str]:
-    request = rg.ListRegisteredModelsRequest(page_size=PAGE, page_token=token)
-    what = "cannot list the models"
-    answer = await connection.call(connection.registry.ListRegisteredModels, request, what=what)
-    return answer.models, answer.next_page_token
-
-
-async def _all_models(connection: Connection) -> list[rg.RegisteredModel]:
-    return await MODELS.all(connection)
+async def _all(connection: Connection) -> Sequence[rg.RegisteredModel]:
+    return await connection.run(connection.admin.models.list(), what="cannot list the models")
 
 
 def _tags(model: rg.RegisteredModel) -> str:
@@ -59,8 +55,8 @@ MODELS: Final[Resource[rg.RegisteredModel]] = Resource(
         Column("tags", _tags),
         Column("digests", lambda m: " ".join(f"{tag}={d}" for tag, d in sorted(m.tags.items())), wide=True),
     ),
-    page=_models_page,
-    watch=polled("model", "the models", lambda model: model.name, _all_models),
+    all=_all,
+    watch=polled("model", "the models", lambda model: model.name, _all),
 )
 VERSION_COLUMNS: Final[tuple[Column[rg.Version], ...]] = (
     Column("digest", lambda version: version.digest),
@@ -69,6 +65,13 @@ VERSION_COLUMNS: Final[tuple[Column[rg.Version], ...]] = (
     Column("created", lambda version: moment(version.create_time)),
     Column("model", lambda version: version.model, wide=True),
 )
+
+
+async def _unlisted(_: Connection) -> Sequence[rg.Version]:
+    raise AssertionError("versions are listed by model")
+
+
+VERSIONS: Final = Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS, _unlisted)
 add_list(app, MODELS, about="List the models of the registry with their tags.")
 
 
@@ -97,9 +100,7 @@ async def publish(
         def tell(progress: PublishProgress) -> None:
             bars.update(VERB[progress.phase], progress.done_ratio, str(folder))
 
-        done = await publish_folder(
-            connection.channel, folder, name, tag, admin=connection.metadata, report=tell
-        )
+        done = await publish_folder(connection.admin, folder, name, tag, report=tell)
     _show_published(done, tag, output)
 
 
@@ -135,8 +136,7 @@ def _show_published(done: Published, tag: str, output: Format) -> None:
 async def versions(connection: Connection, model: ModelArgument, output: OutputOption = Format.TABLE) -> None:
     """List the versions of a model, with the tags that point at each."""
     found = await _versions(connection, model)
-    resource = Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS, _no_page)
-    resource.write_list(sorted(found, key=lambda version: -version.create_time.seconds), output)
+    VERSIONS.write_list(sorted(found, key=lambda version: -version.create_time.seconds), output)
 
 
 @command(
@@ -153,10 +153,8 @@ async def show(
 ) -> None:
     """Show a version with its manifest: every file with its size and digest."""
     digest = await _resolve(connection, model, version)
-    request = rg.GetVersionRequest(model=model, version=digest)
     what = f"cannot show {model} {version}"
-    found = (await connection.call(connection.registry.GetVersion, request, what=what)).version
-    Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS, _no_page).write_one(found, output)
+    VERSIONS.write_one(await connection.run(connection.admin.models.get(model, digest), what=what), output)
 
 
 @command(
@@ -170,12 +168,13 @@ async def tag(
     model: ModelArgument,
     version: VersionArgument,
     tag: Annotated[str, typer.Argument(help="The tag that points at it afterwards.")],
+    etag: TagEtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Point a tag at a version. Deployments stay at what they run until they are updated."""
     digest = await _resolve(connection, model, version)
-    request = rg.SetTagRequest(model=model, tag=tag, digest=digest)
-    await connection.call(connection.registry.SetTag, request, what=f"cannot tag {model} {version}")
+    tagging = connection.admin.models.tag(model, tag, digest, etag=etag)
+    await connection.run(tagging, what=f"cannot tag {model} {version}")
     if output in DOCUMENTS:
         write_document({"model": model, "tag": tag, "digest": digest}, output)
     else:
@@ -187,13 +186,14 @@ async def untag(
     connection: Connection,
     model: ModelArgument,
     tag: Annotated[str, typer.Argument(help="The tag to remove.")],
+    etag: TagEtagOption = "",
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Remove a tag. The version that it points at stays."""
     confirm(f"Remove the tag {tag} of {model}?", yes=yes)
-    request = rg.DeleteTagRequest(model=model, tag=tag)
-    await connection.call(connection.registry.DeleteTag, request, what=f"cannot untag {model} {tag}")
+    untagging = connection.admin.models.untag(model, tag, etag=etag)
+    await connection.run(untagging, what=f"cannot untag {model} {tag}")
     show_deleted(tag, output)
 
 
@@ -213,23 +213,54 @@ async def delete(
     """Delete a version that no tag and no deployment uses."""
     digest = await _resolve(connection, model, version)
     confirm(f"Delete {model} {digest}?", yes=yes)
-    request = rg.DeleteVersionRequest(model=model, digest=digest)
     what = f"cannot delete {model} {short_digest(digest)}"
-    await connection.call(connection.registry.DeleteVersion, request, what=what)
+    await connection.run(connection.admin.models.delete(model, digest), what=what)
     show_deleted(digest, output)
 
 
-async def _versions(connection: Connection, model: str) -> list[rg.Version]:
-    found: list[rg.Version] = []
-    token = ""
-    while True:
-        request = rg.ListVersionsRequest(model=model, page_size=PAGE, page_token=token)
-        what = f"cannot list the versions of {model}"
-        answer = await connection.call(connection.registry.ListVersions, request, what=what)
-        found.extend(answer.versions)
-        token = answer.next_page_token
-        if not token:
-            return found
+@command(
+    app,
+    "collect-garbage",
+    to=Server.REGISTRY,
+    examples=(
+        "fairway models collect-garbage --dry-run",
+        "fairway models collect-garbage --older-than 7d --timeout 1h",
+    ),
+)
+async def collect_garbage(
+    connection: Connection,
+    older_than: Annotated[
+        float,
+        typer.Option(
+            "--older-than", parser=span_s, metavar="SPAN", help="Younger ones stay; at least an hour."
+        ),
+    ] = "24h",  # type: ignore[assignment]  # parsed like what is typed
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Delete from the blob store what no version needs and what is old enough.
+
+    The age spares uploads whose version is still to come.
+    """
+    if not dry_run:
+        confirm("Delete what no version needs?", yes=yes)
+    collection = connection.admin.models.collect_garbage(
+        dry_run=dry_run, min_age_s=older_than, timeout_s=connection.wait_s
+    )
+    found = await connection.run(collection, what="cannot collect garbage")
+    if output in DOCUMENTS:
+        write_document(document_of(found), output)
+        return
+    plain(out(), f"deleted\t{found.deleted_blobs}\t{show_bytes(found.deleted_bytes)}")
+    plain(out(), f"kept\t{found.kept_blobs}\t{show_bytes(found.kept_bytes)}")
+    plain(out(), f"too young\t{found.young_blobs}")
+    plain(out(), f"leftovers\t{found.deleted_leftovers}")
+
+
+async def _versions(connection: Connection, model: str) -> Sequence[rg.Version]:
+    listing = connection.admin.models.versions(model)
+    return await connection.run(listing, what=f"cannot list the versions of {model}")
 
 
 async def _resolve(connection: Connection, model: str, version: str) -> str:
@@ -259,7 +290,3 @@ async def _resolve(connection: Connection, model: str, version: str) -> str:
         else "`fairway models list` lists what is there",
         exit_code=ExitCode.REFUSED,
     )
-
-
-async def _no_page(_: Connection, __: str) -> tuple[Sequence[rg.Version], str]:
-    raise AssertionError("versions are listed by model")

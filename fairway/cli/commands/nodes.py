@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import typer
 
 from fairway.cli.bars import Bars
 from fairway.cli.changes import confirm, show_deleted
-from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.connection import Connection, Server, command
 from fairway.cli.durations import show_bytes
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption, YesOption
-from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.listing import Resource, add_list, add_show, resource
 from fairway.cli.table import Column
 from fairway.cli.waiting import until_drained
-from fairway.cli.watch import resources
 from fairway.cli.words import labels, version_state
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -34,23 +32,9 @@ def _versions(node: cp.Node) -> str:
     return " ".join(f"{loaded.deployment}:{version_state(loaded.state)}" for loaded in node.versions)
 
 
-async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Node], str]:
-    request = cp.ListNodesRequest(page_size=PAGE, page_token=token)
-    answer = await connection.call(connection.control.ListNodes, request, what="cannot list the nodes")
-    return answer.nodes, answer.next_page_token
-
-
-async def _get(connection: Connection, name: str) -> cp.Node:
-    request = cp.GetNodeRequest(name=name)
-    answer = await connection.call(connection.control.GetNode, request, what=f"cannot show the node {name}")
-    return answer.node
-
-
-NODES: Final[Resource[cp.Node]] = Resource(
-    singular="node",
-    plural="nodes",
-    server=Server.CONTROLPLANE,
-    columns=(
+NODES: Final[Resource[cp.Node]] = resource(
+    "node",
+    (
         Column("name", lambda node: node.metadata.name),
         Column("address", lambda node: node.address),
         Column("device", lambda node: node.device),
@@ -64,9 +48,7 @@ NODES: Final[Resource[cp.Node]] = Resource(
         Column("waiting", lambda node: str(sum(loaded.waiting for loaded in node.versions)), wide=True),
         Column("incarnation", lambda node: str(node.incarnation), wide=True),
     ),
-    page=_page,
-    get=_get,
-    watch=resources("node", "the nodes", cp.RESOURCE_KIND_NODE, lambda node: node.metadata.name),
+    lambda admin: admin.nodes,
 )
 add_list(app, NODES, about="List the workers and what they have loaded.")
 add_show(app, NODES, about="Show a worker with its versions, its memory and how far a drain is.")
@@ -77,9 +59,8 @@ async def cordon(
     connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
 ) -> None:
     """Give a node no new work; what it has stays."""
-    request = cp.CordonNodeRequest(name=name, etag=etag, request_id=new_request_id())
-    what = f"cannot cordon the node {name}"
-    NODES.write_one((await connection.call(connection.control.CordonNode, request, what=what)).node, output)
+    cordoned = connection.admin.nodes.cordon(name, etag=etag)
+    NODES.write_one(await connection.run(cordoned, what=f"cannot cordon the node {name}"), output)
 
 
 @command(app, "uncordon", to=Server.CONTROLPLANE, examples=("fairway nodes uncordon worker-1",))
@@ -87,9 +68,8 @@ async def uncordon(
     connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
 ) -> None:
     """Let a node have work again. A drain that goes on ends."""
-    request = cp.UncordonNodeRequest(name=name, etag=etag, request_id=new_request_id())
-    what = f"cannot uncordon the node {name}"
-    NODES.write_one((await connection.call(connection.control.UncordonNode, request, what=what)).node, output)
+    opened = connection.admin.nodes.uncordon(name, etag=etag)
+    NODES.write_one(await connection.run(opened, what=f"cannot uncordon the node {name}"), output)
 
 
 @command(
@@ -112,14 +92,11 @@ async def drain(
 
     A version leaves once its replacement is READY elsewhere. Without --wait it returns at once.
     """
-    request = cp.DrainNodeRequest(name=name, etag=etag, request_id=new_request_id())
-    what = f"cannot drain the node {name}"
-    node = (await connection.call(connection.control.DrainNode, request, what=what)).node
+    draining = connection.admin.nodes.drain(name, etag=etag)
+    node = await connection.run(draining, what=f"cannot drain the node {name}")
     if wait:
         with Bars() as bars:
-            node = await until_drained(
-                lambda: _get(connection, name), bars.update, timeout_s=connection.wait_s
-            )
+            node = await until_drained(connection.admin, name, bars.update, timeout_s=connection.wait_s)
     NODES.write_one(node, output)
 
 
@@ -138,6 +115,6 @@ async def delete(
 ) -> None:
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     confirm(f"Forget the node {name}?", yes=yes)
-    request = cp.DeleteNodeRequest(name=name, etag=etag, request_id=new_request_id())
-    await connection.call(connection.control.DeleteNode, request, what=f"cannot delete the node {name}")
+    deletion = connection.admin.nodes.delete(name, etag=etag)
+    await connection.run(deletion, what=f"cannot delete the node {name}")
     show_deleted(name, output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Final
 
 import typer
@@ -12,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.durations import show_span
 from fairway.cli.flags import Format, OutputOption, WatchOption
-from fairway.cli.listing import PAGE, Resource
+from fairway.cli.listing import Resource
 from fairway.cli.table import Column
 from fairway.cli.watch import follow, polled
 from fairway.cli.words import priority, short_digest
@@ -51,14 +50,13 @@ COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
 def queues_of(tenant: str) -> Resource[cp.Queue]:
     """Return the pools, with the shares of one tenant or of all."""
 
-    async def page(connection: Connection, token: str) -> tuple[Sequence[cp.Queue], str]:
-        request = cp.ListQueuesRequest(page_size=PAGE, page_token=token, tenant=tenant)
-        answer = await connection.call(connection.control.ListQueues, request, what="cannot list the queues")
-        return answer.queues, answer.next_page_token
+    async def listed(connection: Connection) -> Sequence[cp.Queue]:
+        return await connection.run(
+            connection.admin.queues.list(tenant=tenant), what="cannot list the queues"
+        )
 
-    resource = Resource("queue", "queues", Server.CONTROLPLANE, COLUMNS, page)
-    watch = polled("queue", "the queues", lambda found: found.pool.version_digest, resource.all)
-    return replace(resource, watch=watch)
+    watch = polled("queue", "the queues", lambda found: found.pool.version_digest, listed)
+    return Resource("queue", "queues", Server.CONTROLPLANE, COLUMNS, listed, watch=watch)
 
 
 def add(app: typer.Typer) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.changes import confirm, read_and_change, show_deleted
-from fairway.cli.connection import Connection, Server, command, new_request_id
+from fairway.cli.changes import confirm, show_deleted
+from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
     Format,
@@ -19,9 +19,8 @@ from fairway.cli.flags import (
     YesOption,
     pairs,
 )
-from fairway.cli.listing import PAGE, Resource, add_list, add_show
+from fairway.cli.listing import Resource, add_list, add_show, resource
 from fairway.cli.table import Column
-from fairway.cli.watch import resources
 from fairway.cli.words import age, labels, limit, priority
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -39,25 +38,9 @@ PriorityOption = Annotated[
 ]
 
 
-async def _page(connection: Connection, token: str) -> tuple[Sequence[cp.Tenant], str]:
-    request = cp.ListTenantsRequest(page_size=PAGE, page_token=token)
-    answer = await connection.call(connection.control.ListTenants, request, what="cannot list the tenants")
-    return answer.tenants, answer.next_page_token
-
-
-async def _get(connection: Connection, name: str) -> cp.Tenant:
-    request = cp.GetTenantRequest(name=name)
-    answer = await connection.call(
-        connection.control.GetTenant, request, what=f"cannot show the tenant {name}"
-    )
-    return answer.tenant
-
-
-TENANTS: Final[Resource[cp.Tenant]] = Resource(
-    singular="tenant",
-    plural="tenants",
-    server=Server.CONTROLPLANE,
-    columns=(
+TENANTS: Final[Resource[cp.Tenant]] = resource(
+    "tenant",
+    (
         Column("name", lambda tenant: tenant.metadata.name),
         Column("display name", lambda tenant: tenant.display_name),
         Column("requests/min", lambda tenant: limit(tenant.requests_per_minute)),
@@ -68,9 +51,7 @@ TENANTS: Final[Resource[cp.Tenant]] = Resource(
         Column("age", lambda tenant: age(tenant.metadata), wide=True),
         Column("etag", lambda tenant: tenant.metadata.etag, wide=True),
     ),
-    page=_page,
-    get=_get,
-    watch=resources("tenant", "the tenants", cp.RESOURCE_KIND_TENANT, lambda tenant: tenant.metadata.name),
+    lambda admin: admin.tenants,
 )
 add_list(app, TENANTS, about="List the tenants with their limits.")
 add_show(app, TENANTS, about="Show a tenant with everything that is known of it.")
@@ -98,10 +79,8 @@ async def create(
     """Create a tenant with its limits."""
     wanted = cp.Tenant(metadata=cp.Metadata(name=name))
     _set(wanted, display_name, requests_per_minute, max_concurrency, max_priority, label)
-    request = cp.CreateTenantRequest(tenant=wanted, request_id=new_request_id())
     what = f"cannot create the tenant {name}"
-    created = await connection.call(connection.control.CreateTenant, request, what=what)
-    TENANTS.write_one(created.tenant, output)
+    TENANTS.write_one(await connection.run(connection.admin.tenants.create(wanted), what=what), output)
 
 
 @command(
@@ -171,24 +150,16 @@ async def delete(
 ) -> None:
     """Delete a tenant. Refused while it has keys."""
     confirm(f"Delete the tenant {name}?", yes=yes)
-    request = cp.DeleteTenantRequest(name=name, etag=etag, request_id=new_request_id())
-    await connection.call(connection.control.DeleteTenant, request, what=f"cannot delete the tenant {name}")
+    deletion = connection.admin.tenants.delete(name, etag=etag)
+    await connection.run(deletion, what=f"cannot delete the tenant {name}")
     show_deleted(name, output)
 
 
 async def _changed(
     connection: Connection, name: str, etag: str, change: Callable[[cp.Tenant], None]
 ) -> cp.Tenant:
-    async def write(tenant: cp.Tenant, etag: str) -> cp.Tenant:
-        change(tenant)
-        tenant.metadata.etag = etag
-        request = cp.UpdateTenantRequest(tenant=tenant, request_id=new_request_id())
-        what = f"cannot change the tenant {name}"
-        return (await connection.call(connection.control.UpdateTenant, request, what=what)).tenant
-
-    return await read_and_change(
-        etag, lambda: _get(connection, name), write, lambda tenant: tenant.metadata.etag
-    )
+    changed = connection.admin.tenants.change(name, change, etag=etag)
+    return await connection.run(changed, what=f"cannot change the tenant {name}")
 
 
 def _disabled(disabled: bool) -> Callable[[cp.Tenant], None]:

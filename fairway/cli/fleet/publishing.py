@@ -6,22 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import grpc
-
-from fairway.cli.calls import to_cli_error
+from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError
-from fairway.client.publish import Published, PublishProgress, PublishRefused, publish
+from fairway.client import AdminClient, FairwayError
+from fairway.client.publish import Published, PublishProgress, PublishRefused
 
 VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
 
 
 async def publish_folder(
-    channel: grpc.aio.Channel,
+    admin: AdminClient,
     folder: Path,
     model: str,
     tag: str,
     *,
-    admin: tuple[tuple[str, str], ...],
     report: Callable[[PublishProgress], None],
 ) -> Published:
     """Publish a checkpoint folder, point ``tag`` at it unless that is empty, and return what became of it.
@@ -29,9 +27,9 @@ async def publish_folder(
     Raises CliError.
     """
     try:
-        return await publish(channel, folder, model, tag, report, metadata=admin)
-    except grpc.aio.AioRpcError as exc:
-        raise to_cli_error(exc, what=f"cannot publish {folder}") from exc
+        return await admin.models.publish(folder, model, tag, progress=report)
+    except FairwayError as exc:
+        raise admin_error(exc, what=f"cannot publish {folder}") from exc
     except PublishRefused as exc:
         raise CliError("FOLDER_REFUSED", f"cannot publish {folder}: {exc}", next_step=exc.next_step) from exc
     except OSError as exc:

@@ -20,13 +20,14 @@ else
     return {'full', tonumber(oldest[2]) - now}
   end
   redis.call('DEL', log)
-  forget_size(KEYS[4], KEYS[5], ARGV[1])
 end
 
 -- By the clock, so that an epoch of a record that was forgotten is not given again.
 local epoch = int(math.max(before + 1, now))
-redis.call('HSET', head, 'f', ARGV[2], 'o', ARGV[3], 'e', epoch, 's', 'r', 'l', int(now + lease_us))
+local chunks = redis.call('LLEN', log)
+if chunks == 0 then forget_size(KEYS[4], KEYS[5], ARGV[1]) end -- it lapsed: the next owner begins anew
+redis.call('HSET', head, 'f', ARGV[2], 'o', ARGV[3], 'e', epoch, 's', 'r', 'l', int(now + lease_us), 'n', chunks)
 redis.call('PEXPIRE', head, math.ceil(tombstone_us / 1000))
 redis.call('ZADD', index, int(now + tombstone_us), ARGV[1])
 redis.call('PEXPIRE', index, math.ceil(tombstone_us / 1000) + 60000)
-return {'owned', epoch, redis.call('LLEN', log)}
+return {'owned', epoch, chunks}

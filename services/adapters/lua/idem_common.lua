@@ -1,6 +1,6 @@
 -- Shared by the scripts of idempotency records, which it precedes. See redis_idempotency.py for the keys.
 -- Head of a record: f fingerprint, o owner, e epoch, s state (r running, i idle, d ended, x log dropped),
--- l lease deadline us, w watched until us, cp, co, cc tokens charged so far.
+-- l lease deadline us, w watched until us, n chunks that the log has to have, cp, co, cc tokens charged so far.
 local function now_us()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -51,7 +51,8 @@ local function make_room(prefix, bodies, sizes, wanted, most, now)
   end
 end
 
--- Add a chunk to a log. Returns whether the record has its log; without room it loses it.
+-- Add a chunk to a log. Returns whether the record has its log; without room it loses it, and so it does when
+-- chunks of it lapsed meanwhile: a log with a hole is none.
 -- limits: body us, most bytes of a record, most bytes of a tenant, tombstone us
 local function put(prefix, digest, bodies, sizes, chunk, limits, now)
   local head, log = prefix .. digest, prefix .. digest .. ':log'
@@ -61,13 +62,15 @@ local function put(prefix, digest, bodies, sizes, chunk, limits, now)
   make_room(prefix, bodies, sizes, #chunk, limits.tenant_bytes, now)
   local own = tonumber(redis.call('HGET', sizes, digest) or '0')
   local all = tonumber(redis.call('HGET', sizes, '') or '0')
-  if own + #chunk > limits.record_bytes or all + #chunk > limits.tenant_bytes then
+  local lost = redis.call('LLEN', log) ~= tonumber(redis.call('HGET', head, 'n') or '0')
+  if lost or own + #chunk > limits.record_bytes or all + #chunk > limits.tenant_bytes then
     redis.call('DEL', log)
     forget_size(bodies, sizes, digest)
     redis.call('HSET', head, 's', 'x')
     return false
   end
   redis.call('RPUSH', log, chunk)
+  redis.call('HINCRBY', head, 'n', 1)
   redis.call('PEXPIRE', log, math.ceil(limits.body_us / 1000))
   redis.call('ZADD', bodies, int(now + limits.body_us), digest)
   redis.call('HINCRBY', sizes, digest, #chunk)

@@ -34,11 +34,12 @@ def controlplane(environment: Environment) -> Role:
     election = open_election(environment, "controlplane", leader_record(environment))
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
     environment.exported.informer(fleet)
-    rounds = ReconcilerTelemetry(clock, environment.metrics)
+    rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
     reconciler = Reconciler(
         store, fleet, election, leader_key("controlplane"), clock, rounds, chronicle=recorder
     )
+    identity = environment.identity()
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()))
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
 
@@ -54,8 +55,8 @@ def controlplane(environment: Environment) -> Role:
         Service(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(service, store, queues),
+            ControlPlaneServicer(service, store, queues, require_current=identity.require_current),
         ),
-        identity=environment.identity(),
+        identity=identity,
     )
     return Role(server, start=start, checks=(Check("rounds", rounds.problem),))

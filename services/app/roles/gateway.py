@@ -31,7 +31,8 @@ from services.gateway.events import Received
 from services.gateway.http_server import HttpServer
 from services.gateway.keyed_types import KeyedLimits
 from services.gateway.openai_http import ObserveExchange, build_app
-from services.gateway.service import GatewayLimits, GatewayService, Ports
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.servicer import InferenceServicer
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.validate import Validator

@@ -1,4 +1,4 @@
-"""Outermost: domain errors become rich statuses, bugs become INTERNAL with an incident id and no text."""
+"""Domain errors become rich statuses, bugs become INTERNAL with an incident id and no text."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class CountRpcs(AroundInterceptor):
             code = "CANCELLED"
             raise
         except BaseException:
-            code = _code(context.code)
+            code = status_name(context.code)
             raise
         finally:
             instruments.running[name] -= 1
@@ -74,7 +74,7 @@ class CountRpcs(AroundInterceptor):
                 instruments.handling.observe(self._clock.monotonic_s() - began_s, name)
 
 
-def _code(read: Callable[[], Any]) -> str:
+def status_name(read: Callable[[], Any]) -> str:
     """Return the name of the status that was set; an error that set none reaches the caller as UNKNOWN."""
     found = read()
     if isinstance(found, grpc.StatusCode):

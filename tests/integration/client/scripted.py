@@ -263,6 +263,8 @@ class _ScriptedSession:
         for position in range(_count(generation)):
             if isinstance(fault, Refuse) and fault.after_tokens == position:
                 await self._context.abort_with_status(status(fault))
+            if isinstance(fault, Hang) and fault.after_tokens == position:
+                await asyncio.Event().wait()
             while position >= self._credit[stream_id]:
                 self._more[stream_id].clear()
                 await self._more[stream_id].wait()

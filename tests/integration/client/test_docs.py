@@ -12,7 +12,9 @@ import pytest
 from tests.integration.client.scripted import ScriptedGateway
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "client.md"
-EXAMPLES: Final = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+FOUND: Final = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+# Those of the operators' client are run by tests/e2e/test_admin_client.py.
+EXAMPLES: Final = [example for example in FOUND if "AdminClient" not in example]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -71,6 +71,9 @@ async def test_calls_of_every_kind(stack: Stack, client: Client) -> None:
     assert (whole.text, whole.choices[0].ids) == (streamed.text, streamed.choices[0].ids)
     assert whole.usage.prompt_tokens == count.prompt_tokens
     assert whole.choices[0].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+    ordered = [await client.complete(stack.model, "Order", idempotency_key="order-1") for _ in range(2)]
+    assert [one.accepted.replayed for one in ordered] == [False, True]
+    assert ordered[0].text == ordered[1].text
     answer = await client.chat(stack.model, [Message("user", "Hello")], Options(max_output_tokens=4))
     assert answer.usage.output_tokens >= 1
 

@@ -24,7 +24,7 @@ from fairway.client import (
     Tokens,
     Unauthenticated,
 )
-from tests.integration.client.scripted import Fleet, Refuse, ScriptedGateway, token
+from tests.integration.client.scripted import Fleet, Hang, Refuse, ScriptedGateway, token
 
 Pair = tuple[ScriptedGateway, ScriptedGateway]
 QUICK = RetryPolicy(first_delay_s=0.001, max_delay_s=0.005)
@@ -53,10 +53,13 @@ async def test_generations_share_one_stream(gateways: Pair) -> None:
     async with client(*gateways) as opened, opened.session(SessionOptions(window_tokens=8)) as session:
         streams = [session.generate("tiny", "hi", Options(max_output_tokens=50)) for _ in range(20)]
         found = await asyncio.gather(*(ids(stream) for stream in streams))
+        late = session.generate("tiny", "hi", Options(max_output_tokens=1))
+        assert (len(await ids(late)), late.attempts) == (1, 1)
     seeds = [stream.accepted.seed for stream in streams if stream.accepted]
     assert sorted(seeds) == list(range(1, 21))
     assert found == [run_of(seed, 50) for seed in seeds]
     assert gateways[0].sessions + gateways[1].sessions == 1
+    assert {stream.attempts for stream in streams} == {1}
 
 
 async def test_a_slow_reader_holds_up_itself_alone(gateways: Pair) -> None:
@@ -123,6 +126,31 @@ async def test_a_broken_session_goes_on_at_another_gateway_each_token_once(gatew
     assert found == [run_of(stream.accepted.seed, 120) for stream in streams if stream.accepted]
     assert first.sessions + second.sessions == 3
     assert len({body.idempotency_key for body in first.fleet.bodies}) == 10
+
+
+async def test_a_silent_session_is_left_for_another_gateway(gateways: Pair) -> None:
+    for gateway in gateways:
+        gateway.faults.append(Hang(after_tokens=3))
+    async with (
+        client(*gateways, silence_timeout_s=0.3) as opened,
+        opened.session() as session,
+        asyncio.timeout(60),
+    ):
+        stream = session.generate("tiny", "hi", Options(max_output_tokens=6))
+        assert await ids(stream) == run_of(1, 6)
+    assert stream.attempts == 3
+
+
+async def test_the_deadline_of_a_generation_holds_within_a_session(gateways: Pair) -> None:
+    gateway = gateways[0]
+    gateway.faults.append(Hang(after_tokens=2))
+    async with client(gateway) as opened, opened.session() as session, asyncio.timeout(15):
+        with pytest.raises(DeadlineExceeded) as caught:
+            await ids(session.generate("tiny", "hi", timeout_s=0.3))
+        assert caught.value.delivered_tokens == 2
+        await until(lambda: gateway.session_cancels == [1] and not gateway.running)
+        assert len(await ids(session.generate("tiny", "hi"))) == 8, "the session goes on"
+    assert gateway.sessions == 1
 
 
 async def test_a_broken_session_without_keys_says_what_was_delivered(gateways: Pair) -> None:

@@ -26,7 +26,7 @@ from services.core.records import DEPLOYMENTS, Deployment, Meta, dump, tag_key
 from services.ports.blob_store import StoredBlob
 from services.ports.store import Committed, Condition, ConditionFailed, Entry, Listing, Operation, Put
 from services.registry.service import RegistryService
-from services.registry.sweep_fence import SWEEPING, SweepFence
+from services.registry.sweep_fence import LEASE_S, SWEEPING, SweepFence
 from services.runtime.clock import SystemClock
 from tests.conftest import Server
 from tests.support.model_folder import write_model
@@ -339,6 +339,33 @@ async def test_no_order_of_events_leaves_a_version_without_its_chunks(first_seed
             _, manifest = await services[0].get_version(f"m{number}", record.digest)
             lost = await blobs.missing([chunk for file in manifest.files for chunk in file.chunks])
             assert lost == (), f"seed {seed}"
+
+
+class Turned(SystemClock):
+    """Ahead by what the deletions of a slow store took."""
+
+    ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.ahead_s
+
+
+async def test_a_slow_store_deletes_nothing_once_the_fence_may_be_down() -> None:
+    clock, store, fenced = Turned(), MemoryStore(CLOCK), []
+
+    class Slow(MemoryBlobs):
+        async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
+            fenced.append(clock.ahead_s)
+            clock.ahead_s += 20.0 * len(blobs)  # two requests that are answered at the last moment
+            return await super().delete(blobs)
+
+    blobs = Slow()
+    for number in range(5):
+        await blobs.put(*_chunk(number))
+    service = RegistryService(store, blobs, clock)
+    assert (await service.collect_garbage()).deleted_blobs == 2
+    assert max(fenced) + 20.0 < LEASE_S, "a deletion outlasted the fence"
+    assert (await service.collect_garbage()).deleted_blobs == 2, "the next collection goes on"
 
 
 async def test_a_sweep_waits_for_no_one_and_makers_wait_for_it() -> None:

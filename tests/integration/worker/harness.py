@@ -82,6 +82,7 @@ class FolderSource:
         self.folder = folder
         self.pins = 0
         self.error: FairwayError | None = None  # raised by every fetch while it is set
+        self.context = 0
 
     async def fetch(
         self,
@@ -96,6 +97,9 @@ class FolderSource:
         if progress is not None:
             progress(1.0)
         return self.folder
+
+    async def max_context_tokens(self, model: str, digest: str) -> int:
+        return self.context
 
     def pin(self, folder: Path) -> None:
         self.pins += 1

@@ -49,6 +49,15 @@ async def test_thirty_two_sequences_stream_to_their_ends(start_worker: Starter) 
     await eventually(lambda: table.stats.kv_blocks_used == 0)
 
 
+async def test_an_engine_is_within_what_its_version_allows(start_worker: Starter, model_dir: Path) -> None:
+    (model_dir / "engine_limits.json").write_text('{"max_context_tokens": 512, "max_sequences": 2}')
+    worker = await start_worker(assign=False)
+    worker.files.context = 256  # of the manifest
+    await worker.assign(worker.version)
+    limits = (await worker.ready()).limits
+    assert (limits.max_model_len, limits.max_sequences) == (256, 2)
+
+
 async def test_text_is_the_decode_of_the_tokens_and_a_resume_goes_on(
     start_worker: Starter, tokenizer: Tokenizer
 ) -> None:

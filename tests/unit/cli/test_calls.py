@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.cli.calls import checked, open_channel
+from fairway.cli.calls import admin_client, checked
 from fairway.cli.commands.lifecycle import curl_line, python_line
 from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.main import main
-from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc
+from fairway.v1 import controlplane_pb2_grpc
 from services.core import errors
 from services.rpc.status import to_grpc_status
 
@@ -42,12 +42,9 @@ async def address() -> AsyncIterator[str]:
 
 
 async def _error(address: str, name: str) -> CliError:
-    async with open_channel(address) as channel:
-        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+    async with admin_client(address, admin_key="k", call_s=5) as admin:
         with pytest.raises(CliError) as caught:
-            await checked(
-                stub.GetKey(controlplane_pb2.GetKeyRequest(name=name), timeout=5), what="cannot look"
-            )
+            await checked(admin.keys.get(name), what="cannot look")
     return caught.value
 
 
@@ -71,8 +68,11 @@ async def test_reason_and_next_step(address: str, name: str, reason: str, code: 
 async def test_first_of_several_servers_that_answers_is_asked(address: str) -> None:
     error = await _error(f"127.0.0.1:9,nowhere.invalid:1,localhost:{address.rpartition(':')[2]}", "missing")
     assert error.reason == "NOT_FOUND"
-    with pytest.raises(CliError, match="can be resolved") as caught:
-        await _error("nowhere.invalid:1,nobody.invalid:2", "missing")
+    error = await _error("nowhere.invalid:1,nobody.invalid:2", "missing")
+    assert (error.reason, error.exit_code) == ("UNAVAILABLE", ExitCode.UNAVAILABLE)
+    assert "no control plane could be reached" in error.message
+    with pytest.raises(CliError, match="address") as caught:
+        admin_client(",", admin_key="k")
     assert caught.value.exit_code is ExitCode.UNAVAILABLE
 
 

@@ -24,7 +24,7 @@ from fairway.cli.main import app, main, run
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {
-    "models": {"list", "publish", "versions", "show", "tag", "untag", "delete"},
+    "models": {"list", "publish", "versions", "show", "tag", "untag", "delete", "collect-garbage"},
     "deployments": {"list", "show", "create", "update", "scale", "delete"},
     "tenants": {"list", "show", "create", "update", "disable", "enable", "delete"},
     "keys": {"list", "show", "create", "rotate", "update", "revoke"},

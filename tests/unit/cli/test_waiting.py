@@ -1,148 +1,89 @@
-"""Waiting for deployments and drains, told what a control plane would answer."""
+"""What is shown while the command line waits, and what it says when the wait fails."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
 import pytest
-from google.protobuf.timestamp_pb2 import Timestamp
 
-from fairway.cli.changes import read_and_change
-from fairway.cli.errors import CliError
-from fairway.cli.waiting import show_replicas, until_deployed, until_drained
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.waiting import show_drain, show_replicas, until_deployed, until_drained
 from fairway.v1 import controlplane_pb2 as cp
-from fairway.v1 import worker_pb2
+from fairway.v1 import controlplane_pb2_grpc, worker_pb2
+from tests.unit.cli.serving import admin_of
 
-T = TypeVar("T")
 READY, LOADING, FAILED = (
     worker_pb2.VERSION_STATE_READY,
     worker_pb2.VERSION_STATE_LOADING,
     worker_pb2.VERSION_STATE_FAILED,
 )
+Told = list[tuple[str, float | None, str]]
 
 
-def answers(*states: T) -> Callable[[], Awaitable[T]]:
-    """The states one after the other; the last one stays."""
-    left = list(states)
+class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
+    """Has one deployment and one node."""
 
-    async def read() -> T:
-        return left.pop(0) if len(left) > 1 else left[0]
+    def __init__(self, deployment: cp.Deployment, node: cp.Node) -> None:
+        self.deployment, self.node = deployment, node
 
-    return read
+    async def GetDeployment(self, request: object, context: object) -> cp.GetDeploymentResponse:
+        return cp.GetDeploymentResponse(deployment=self.deployment)
 
-
-def deployment(*replicas: cp.ReplicaStatus, wanted: int = 2, message: str = "") -> cp.Deployment:
-    ready = sum(replica.state == READY for replica in replicas)
-    return cp.Deployment(
-        metadata=cp.Metadata(name="chat"),
-        replicas=wanted,
-        version_digest="new",
-        status=cp.DeploymentStatus(ready_replicas=ready, replicas=replicas, message=message),
-    )
+    async def GetNode(self, request: object, context: object) -> cp.GetNodeResponse:
+        return cp.GetNodeResponse(node=self.node)
 
 
-def replica(
-    worker: str, state: worker_pb2.VersionState.ValueType, digest: str = "new", **values: object
-) -> cp.ReplicaStatus:
-    return cp.ReplicaStatus(worker_id=worker, state=state, version_digest=digest, **values)  # type: ignore[arg-type]
+def deployment(*replicas: cp.ReplicaStatus, message: str = "") -> cp.Deployment:
+    status = cp.DeploymentStatus(replicas=replicas, message=message)
+    return cp.Deployment(metadata=cp.Metadata(name="chat"), replicas=2, status=status)
 
 
-async def test_deployment_is_ready_once_all_run_the_wanted_version() -> None:
-    told: list[tuple[str, float | None, str]] = []
-    read = answers(
-        deployment(replica("a", READY, "old"), replica("b", READY, "old")),
-        deployment(replica("a", READY), message="no worker for 1 replicas"),
-        deployment(
-            replica("a", READY), replica("b", LOADING, progress_ratio=0.5), replica("c", READY, "old")
-        ),
-        deployment(replica("a", READY), replica("b", READY)),
-    )
+def test_replicas_are_shown_one_by_one_and_what_the_missing_ones_wait_for() -> None:
+    told: Told = []
     report = show_replicas(lambda name, ratio, detail: told.append((name, ratio, detail)))
-    found = await until_deployed(read, report, timeout_s=60)
-    assert {each.version_digest for each in found.status.replicas} == {"new"}
-    assert ("b", 0.5, "loading") in told
-    assert ("chat", None, "no worker for 1 replicas") in told
+    ready = cp.ReplicaStatus(worker_id="a", state=READY)
+    loading = cp.ReplicaStatus(worker_id="b", state=LOADING, progress_ratio=0.5)
+    report(deployment(ready, message="no worker for 1 replicas"))
+    report(deployment(ready, loading))
+    assert told == [
+        ("a", 1.0, "ready"),
+        ("chat", None, "no worker for 1 replicas"),
+        ("a", 1.0, "ready"),
+        ("b", 0.5, "loading"),
+    ]
 
 
-async def test_deployment_without_replicas_is_reached_once_none_is_left() -> None:
-    read = answers(deployment(replica("a", READY), wanted=0), deployment(wanted=0))
-    assert not (await until_deployed(read, lambda _: None, timeout_s=60)).status.replicas
+def test_a_drain_is_shown_until_it_is_done() -> None:
+    told: Told = []
+    report = show_drain(lambda name, ratio, detail: told.append((name, ratio, detail)))
+    node = cp.Node(metadata=cp.Metadata(name="w"), draining=True)
+    node.drain.CopyFrom(cp.DrainProgress(assigned_versions=1, ending_versions=1, waiting_for=["chat: none"]))
+    report(node)
+    node.drain.CopyFrom(cp.DrainProgress(done=True))
+    report(node)
+    assert told == [("w", None, "versions left: 2; chat: none"), ("w", 1.0, "drained")]
 
 
-async def test_replica_that_fails_for_good_ends_the_wait() -> None:
-    gone = replica("a", FAILED, message="it needs 9 GiB, 2 GiB are free", reason="DOES_NOT_FIT")
-    with pytest.raises(CliError, match="9 GiB") as caught:
-        await until_deployed(answers(deployment(gone)), lambda _: None, timeout_s=60)
-    assert caught.value.reason == "DOES_NOT_FIT"
-
-
-async def test_replica_that_is_tried_again_is_waited_for_a_few_times() -> None:
-    again = replica("a", FAILED, failed_attempts=1, retry_time=Timestamp(seconds=1))
-    last = replica("a", FAILED, failed_attempts=3, retry_time=Timestamp(seconds=9), message="exit code 1")
-    read = answers(deployment(again), deployment(again), deployment(last))
-    with pytest.raises(CliError, match="exit code 1"):
-        await until_deployed(read, lambda _: None, timeout_s=60)
-
-
-async def test_failure_of_the_version_before_ends_nothing() -> None:
-    read = answers(
-        deployment(replica("a", FAILED, "old"), wanted=1), deployment(replica("a", READY), wanted=1)
-    )
-    await until_deployed(read, lambda _: None, timeout_s=60)
-
-
-async def test_wait_that_is_over_says_what_is_missing() -> None:
-    read = answers(deployment(message="no worker for 2 replicas: 1 cordoned"))
-    with pytest.raises(CliError, match=r"0 of 2 replicas.*1 cordoned") as caught:
-        await until_deployed(read, lambda _: None, timeout_s=0)
-    assert caught.value.reason == "NOT_READY_IN_TIME"
-
-
-def node(*, draining: bool = True, **values: object) -> cp.Node:
-    found = cp.Node(metadata=cp.Metadata(name="w"), draining=draining)
-    if draining:
-        found.drain.CopyFrom(cp.DrainProgress(**values))  # type: ignore[arg-type]
-    return found
-
-
-async def test_drain_is_done_when_the_node_says_so() -> None:
-    read = answers(node(assigned_versions=1), node(ending_versions=1), node(done=True))
-    assert (await until_drained(read, lambda *_: None, timeout_s=60)).drain.done
-
-
-async def test_drain_that_somebody_ends_or_that_takes_too_long() -> None:
-    with pytest.raises(CliError, match="uncordoned") as caught:
-        await until_drained(
-            answers(node(assigned_versions=1), node(draining=False)), lambda *_: None, timeout_s=60
-        )
-    assert caught.value.reason == "DRAIN_ENDED"
-    stuck = node(assigned_versions=1, waiting_for=["chat: no worker for 1 replicas"])
-    with pytest.raises(CliError, match="chat: no worker") as caught:
-        await until_drained(answers(stuck), lambda *_: None, timeout_s=0)
-    assert caught.value.reason == "NOT_DRAINED_IN_TIME"
-
-
-async def test_change_by_someone_else_is_read_and_the_own_one_made_again() -> None:
-    stored = {"etag": "1", "value": 0}
-    races = [2, 3]
-
-    async def read() -> dict[str, object]:
-        return dict(stored)
-
-    async def write(found: dict[str, object], etag: str) -> dict[str, object]:
-        if races:  # somebody is faster
-            stored["etag"] = str(races.pop(0))
-        if etag != stored["etag"]:
-            raise CliError("ETAG_MISMATCH", "it has another etag")
-        stored["value"] = 7
-        return dict(stored)
-
-    done = await read_and_change("", read, write, lambda found: str(found["etag"]))
-    assert done["value"] == 7
-    with pytest.raises(CliError, match="etag"):
-        await read_and_change("2", read, write, lambda found: str(found["etag"]))
-    races += [5, 6, 7, 8]
-    with pytest.raises(CliError, match="etag"):
-        await read_and_change("", read, write, lambda found: str(found["etag"]))
-    assert races == []
+async def test_what_ends_a_wait_comes_with_the_next_step() -> None:
+    gone = cp.ReplicaStatus(worker_id="a", state=FAILED, reason="DOES_NOT_FIT", message="it needs 9 GiB")
+    node = cp.Node(metadata=cp.Metadata(name="w"), draining=True)
+    service = ControlPlane(deployment(gone), node)  # type: ignore[abstract]
+    async with admin_of(service) as admin:
+        with pytest.raises(CliError, match="9 GiB") as failed:
+            await until_deployed(admin, "chat", lambda _: None, timeout_s=60)
+        service.deployment = deployment(message="1 cordoned")
+        with pytest.raises(CliError, match="1 cordoned") as late:
+            await until_deployed(admin, "chat", lambda _: None, timeout_s=0.1)
+        with pytest.raises(CliError, match="versions left: 0") as stuck:
+            await until_drained(admin, "w", lambda *_: None, timeout_s=0.1)
+        service.node = cp.Node(metadata=cp.Metadata(name="w"))
+        with pytest.raises(CliError, match="uncordoned") as ended:
+            await until_drained(admin, "w", lambda *_: None, timeout_s=60)
+    errors = [caught.value for caught in (failed, late, stuck, ended)]
+    assert [error.reason for error in errors] == [
+        "DOES_NOT_FIT",
+        "NOT_READY_IN_TIME",
+        "NOT_DRAINED_IN_TIME",
+        "DRAIN_ENDED",
+    ]
+    assert {error.exit_code for error in errors} == {ExitCode.FAILED}
+    assert "fairway deployments show chat" in errors[0].next_step
+    assert "fairway nodes drain w" in errors[3].next_step

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.cli.calls import open_channel
+from fairway.cli.calls import admin_client
 from fairway.cli.commands.events import _follow as follow_events
 from fairway.cli.commands.tenants import TENANTS
 from fairway.cli.connection import Connection
@@ -21,17 +21,21 @@ from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.watch import follow
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc
+from tests.unit.cli.serving import serving
 
 
 class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     """Has tenants, tells them in two messages, then what is put into ``news``."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, remembers: bool = True) -> None:
         self.names = names
+        self.remembers = remembers
         self.news: asyncio.Queue[cp.ResourceChange] = asyncio.Queue()
         self.resumed: list[int] = []
 
     async def WatchResources(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        if request.after_revision and not self.remembers:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "too old to resume from")
         for name in self.names:
             await context.write(cp.WatchResourcesResponse(revision=1, changes=[change(name)]))
         await context.write(cp.WatchResourcesResponse(revision=1, snapshot_end=True))
@@ -47,8 +51,8 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         await asyncio.Event().wait()
 
 
-def control_plane(*names: str) -> ControlPlane:
-    return ControlPlane(*names)  # type: ignore[abstract]
+def control_plane(*names: str, remembers: bool = True) -> ControlPlane:
+    return ControlPlane(*names, remembers=remembers)  # type: ignore[abstract]
 
 
 def change(name: str, *, deleted: bool = False, **values: Any) -> cp.ResourceChange:
@@ -57,21 +61,9 @@ def change(name: str, *, deleted: bool = False, **values: Any) -> cp.ResourceCha
 
 
 @asynccontextmanager
-async def serving(service: ControlPlane, port: int = 0) -> AsyncIterator[int]:
-    server = grpc.aio.server()
-    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    try:
-        yield port
-    finally:
-        await server.stop(0)
-
-
-@asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Connection]:
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        yield Connection(channel, (), None, DEFAULT_STATE_DIR)
+    async with admin_client(f"127.0.0.1:{port}", admin_key="k") as admin:
+        yield Connection(admin, None, DEFAULT_STATE_DIR)
 
 
 class Heard:
@@ -105,7 +97,9 @@ async def test_what_changed_while_the_server_was_away_is_told(capsys: pytest.Cap
     assert told[2]["tenant"]["requests_per_minute"] == 5
 
 
-async def test_watch_goes_on_after_a_break(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_what_the_server_does_not_remember_is_told_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     heard = Heard(capsys)
     assert TENANTS.watch is not None
     async with serving(control_plane("acme", "bolt")) as port:
@@ -113,7 +107,7 @@ async def test_watch_goes_on_after_a_break(capsys: pytest.CaptureFixture[str]) -
         connection = await stack.__aenter__()
         watching = asyncio.create_task(follow(connection, TENANTS.watch, TENANTS.columns, Format.TABLE))
         await heard.until(2)
-    async with serving(control_plane("bolt", "cargo"), port):
+    async with serving(control_plane("bolt", "cargo", remembers=False), port):
         lines = await heard.until(4)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

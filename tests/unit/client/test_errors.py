@@ -26,6 +26,12 @@ def info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain="fairway", metadata=metadata)
 
 
+def test_a_limit_of_grpc_is_no_quota() -> None:
+    found = errors.from_rpc(failed(grpc.StatusCode.RESOURCE_EXHAUSTED))
+    assert type(found) is errors.Unavailable
+    assert found.reason == "RESOURCE_EXHAUSTED"
+
+
 def test_reason_metadata_and_retry_after_are_taken_from_the_details() -> None:
     retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=2, nanos=500_000_000))
     code = grpc.StatusCode.RESOURCE_EXHAUSTED

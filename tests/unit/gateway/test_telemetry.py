@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -23,7 +24,7 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock
 from services.runtime.logging import LineBudget
-from services.runtime.metrics import Metrics
+from services.runtime.metrics import OTHER, LabelCap, Metrics
 from services.runtime.supervisor import Supervisor
 from services.runtime.tracing import Tracing
 from tests.support.metrics import values
@@ -67,7 +68,7 @@ class Ends:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, lines_per_s: float = 100.0) -> None:
         self.metrics = Metrics()
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
@@ -76,7 +77,7 @@ class Rig:
             self.metrics,
             clock=CLOCK,
             tracing=Tracing(CLOCK, provider.get_tracer("test")),
-            lines=LineBudget(CLOCK.monotonic_s, 100.0),
+            lines=LineBudget(CLOCK.monotonic_s, lines_per_s),
         )
         self.sink, self.limiter, self.supervisor = Ends(), SlowSettling(), Supervisor(CLOCK)
         self.workers = Workers(emit(3, ended(3)))
@@ -156,6 +157,79 @@ async def test_a_finished_request_is_counted_and_has_a_line_and_spans() -> None:
     assert {"validate", "admit", "queue", "dispatch", "decode", "send"} <= set(spans)
     assert {span.parent.span_id for span in spans.values() if span.parent} == {root.context.span_id}
     assert rig.workers.started[0].traceparent.split("-")[2] == f"{spans['dispatch'].context.span_id:016x}"
+
+
+async def test_each_figure_is_of_its_own_interval() -> None:
+    rig = Rig()
+    await rig.run()
+    assert rig.sink.finished is not None
+    clock = rig.sink.finished.clock
+    spent = rig.counted("fairway_gateway_stage_seconds_sum")
+    assert spent == {
+        (("stage", stage.value.removesuffix("_us")),): pytest.approx(getattr(clock, stage.value) / 1e6)
+        for stage in Stage
+    }
+    whole = rig.counted("fairway_gateway_request_seconds_sum")
+    assert whole == {(("outcome", "finished"),): pytest.approx(sum(spent.values()))}
+    assert rig.counted("fairway_gateway_request_seconds_count") == {(("outcome", "finished"),): 1.0}
+
+
+def test_the_pace_of_a_choice_is_weighted_by_token() -> None:
+    rig = Rig()
+    request = rig.telemetry.begin(Received(10.0, 1, "req_1"))
+    request.accepted("acme", "m")
+    pace = request.pace()
+    for count, now_s in ((1, 10.5), (4, 10.9), (1, 11.9)):
+        pace.tokens(count, now_s)
+    pace.finished(6, 11.9)
+    label = (("model", "m"),)
+
+    def figure(name: str) -> tuple[float, Any]:
+        full = f"fairway_gateway_{name}_seconds"
+        return rig.counted(f"{full}_count")[label], pytest.approx(rig.counted(f"{full}_sum")[label])
+
+    assert figure("ttft") == (1.0, 0.5)
+    assert figure("itl") == (5.0, 1.4)
+    assert figure("tpot") == (1.0, 1.4 / 5)
+    gaps = rig.counted("fairway_gateway_itl_seconds_bucket")
+    assert gaps[("le", "0.15"), ("model", "m")] == 4.0, "four tokens in 0.4 s, then one after a second"
+    request.pace().finished(1, 12.0)
+    assert figure("tpot")[0] == 1.0, "one token has no pace"
+
+
+def test_names_that_operators_make_are_bounded_and_kinds_of_tokens_are_apart() -> None:
+    rig = Rig()
+    rig.metrics.tenants = LabelCap(1)
+    for tenant in ("acme", "umbrella"):
+        request = rig.telemetry.begin(Received(CLOCK.monotonic_s(), 1, "req_1"))
+        request.accepted(tenant, "m")
+        clock = request.timer().finish(CLOCK.monotonic_s())
+        request.finished(Finished((), Usage(prompt_tokens=7, output_tokens=3, cached_tokens=5), clock, 0))
+    tokens = rig.counted("fairway_gateway_tokens_total")
+    assert tokens == {
+        (("kind", kind), ("model", "m"), ("tenant", tenant)): count
+        for tenant in ("acme", OTHER)
+        for kind, count in (("prompt", 7.0), ("cached", 5.0), ("output", 3.0))
+    }
+
+
+def test_what_is_refused_and_placed_again_is_counted_by_cause() -> None:
+    rig = Rig()
+    rig.telemetry.admission("ADMITTED")
+    rig.telemetry.admission("OVER_QUOTA")
+    rig.telemetry.begin(Received(0.0, 1, "req_1")).placed_again("LOST")
+    assert rig.counted("fairway_gateway_admissions_total") == {
+        (("outcome", "ADMITTED"),): 1.0,
+        (("outcome", "OVER_QUOTA"),): 1.0,
+    }
+    assert rig.counted("fairway_gateway_placed_again_total") == {(("cause", "LOST"),): 1.0}
+
+
+async def test_lines_are_within_their_budget() -> None:
+    rig = Rig(lines_per_s=0.0)
+    with capture_logs() as logs:
+        await rig.run()
+    assert not [entry for entry in logs if entry["event"] == "request.finished"]
 
 
 async def test_a_refused_request_is_counted_by_its_reason_and_by_no_name_of_the_client() -> None:

@@ -9,14 +9,19 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import empty_pb2
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fairway.v1 import inference_pb2
 from services.core.errors import QueueFull
 from services.rpc.interceptors.arrival import Arrival, NoteArrival, arrival, many_requests
 from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
+from services.rpc.interceptors.traces import TraceRpcs
 from services.runtime.clock import SystemClock
 from services.runtime.metrics import Metrics
+from services.runtime.tracing import Tracing
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 COMPLETE, SESSION = f"{SERVICE.full_name}/Complete", f"{SERVICE.full_name}/Session"
@@ -30,11 +35,15 @@ class Rig:
         self.instruments = RpcMetrics(Metrics())
         self.arrived: list[Arrival] = []
         self.fail: Exception | None = None
+        self.spans = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.spans))
         clock = SystemClock()
         self.server = grpc.aio.server(
             interceptors=(
                 NoteArrival(clock),
                 CountRpcs([SERVICE], self.instruments, clock),
+                TraceRpcs([SERVICE], Tracing(clock, provider.get_tracer("test")), clock),
                 ErrorStatus(lambda: "inc_1"),
             )
         )
@@ -98,6 +107,10 @@ async def test_a_call_is_counted_timed_and_has_its_trace(rig: Rig) -> None:
         )
     await rig.settled(COMPLETE)
     assert rig.codes() == {(COMPLETE, "OK"): 1.0}
+    (span,) = rig.spans.get_finished_spans()
+    assert (span.name, span.status.description) == (COMPLETE, None)
+    assert span.parent is not None
+    assert f"{span.context.trace_id:032x}-{span.parent.span_id:016x}" == "1" * 32 + "-" + "2" * 16
     assert sum(rig.instruments.handling.cell(COMPLETE).counts) == 1
     (arrived,) = rig.arrived
     assert arrived.traceparent == TRACE
@@ -115,6 +128,9 @@ async def test_an_error_is_counted_as_the_caller_gets_it(rig: Rig, error: Except
     assert caught.value.code().name == code
     await rig.settled(COMPLETE)
     assert rig.codes() == {(COMPLETE, code): 1.0}
+    (span,) = rig.spans.get_finished_spans()
+    assert (span.name, span.status.description, span.parent) == (COMPLETE, code, None)
+    assert not span.events, "an exception's text may hold what a client sent"
 
 
 async def test_a_stream_is_open_while_it_is_and_its_requests_arrive_one_by_one(rig: Rig) -> None:
@@ -131,3 +147,4 @@ async def test_a_stream_is_open_while_it_is_and_its_requests_arrive_one_by_one(r
     assert [found.at_s for found in rig.arrived] == [None, None]
     assert {found.traceparent for found in rig.arrived} == {TRACE}
     assert rig.instruments.handling._cells == {}
+    assert not rig.spans.get_finished_spans()

@@ -153,16 +153,29 @@ def test_a_caller_of_long_ago_is_looked_at_again(changes: dict[str, Any]) -> Non
 def test_a_stream_ends_with_the_grace_of_the_secret_that_opened_it() -> None:
     opened = directory().authenticate(TEXT)
     new, others = OLD_HASH, secrets.secret_hash("another")
-    in_grace = {"previous_secret_hash": HASH, "previous_expire_unix_s": NOW_S + 1}
+    in_grace: dict[str, Any] = {"previous_secret_hash": HASH, "previous_expire_unix_s": NOW_S + 1}
     assert directory(secret_hash=new, **in_grace).still_valid(opened).meta.name == "acme"
-    for changes in (
+    late: tuple[dict[str, Any], ...] = (
         {"secret_hash": new},
         {"secret_hash": new, **in_grace, "previous_expire_unix_s": NOW_S},
         {"secret_hash": new, **in_grace, "previous_secret_hash": others},  # rotated twice
-    ):
+    )
+    for changes in late:
         with pytest.raises(Unauthenticated, match="rotated"):
             directory(**changes).still_valid(opened)
     assert HASH not in repr(opened)
+
+
+def test_an_operators_stream_needs_its_key_and_no_tenant() -> None:
+    def held(**changes: Any) -> KeyDirectory:
+        key = ApiKey(Meta("alpha"), KeyRole.ADMIN, **{"secret_hash": HASH, **changes})
+        return KeyDirectory(View({KEYS + "alpha": key}), View({}), Wall())
+
+    opened = held().authenticate(TEXT)
+    held().require_current(opened)
+    for changes in ({"expire_unix_s": NOW_S}, {"secret_hash": OLD_HASH}):
+        with pytest.raises(Unauthenticated):
+            held(**changes).require_current(opened)
 
 
 def test_a_deleted_key_opens_nothing_on_an_open_stream() -> None:

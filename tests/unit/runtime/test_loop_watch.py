@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+
+import psutil
+import pytest
 
 from services.runtime.clock import SystemClock
 from services.runtime.health import Check, Health
-from services.runtime.loop_watch import EXIT_STUCK, LoopWatch
+from services.runtime.loop_watch import EXIT_STUCK, LoopWatch, quiet_for
 from services.runtime.metrics import Metrics
 
 
@@ -35,14 +43,79 @@ async def test_a_stuck_loop_ends_the_process() -> None:
         task.cancel()
 
 
-async def test_a_late_loop_is_not_fit_for_work_until_it_is_on_time() -> None:
+# A process whose loop turns, and which says so: it is ended when its loop is stuck for a second.
+WATCHED = """
+import asyncio, sys
+from services.runtime.clock import SystemClock
+from services.runtime.loop_watch import LoopWatch
+from services.runtime.metrics import Metrics
+
+async def main():
+    watch = LoopWatch(Metrics(), SystemClock(), stall_s=0.6, fatal_s=1.0)
+    task = asyncio.create_task(watch.run())
+    watch.start()
+    while True:
+        await asyncio.sleep(0.05)
+        sys.stdout.write(".")
+        sys.stdout.flush()
+
+asyncio.run(main())
+"""
+
+
+def test_time_in_which_nothing_ran_does_not_count() -> None:
+    quiet_s = quiet_for(1.0, 0.1, beaten=False)
+    assert quiet_s == pytest.approx(1.1)
+    assert quiet_for(quiet_s, 8 * 3600.0, beaten=False) < 2.0, "a laptop that slept"
+    assert quiet_for(59.0, 0.1, beaten=True) == 0.0
+
+
+def test_a_process_that_stood_still_goes_on() -> None:
+    """Stopped for longer than a stuck loop is given."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WATCHED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.read(4) == b"....", process.communicate()
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped = psutil.Process(process.pid)
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        time.sleep(1.5)  # what is shown is that this time does not count
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout.read(30) == b"." * 30
+        assert process.poll() is None
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert b"loop.stuck" not in errors
+
+
+async def test_a_loop_that_was_late_once_is_fit_for_work() -> None:
+    watch = LoopWatch(Metrics(), SystemClock())
+    task = asyncio.create_task(watch.run())
+    try:
+        await asyncio.sleep(0.01)
+        time.sleep(1.3)
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            assert watch.problem() == ""
+    finally:
+        task.cancel()
+
+
+async def test_a_loop_that_is_late_time_and_again_is_not_until_it_is_on_time() -> None:
     watch = LoopWatch(Metrics(), SystemClock())
     task = asyncio.create_task(watch.run())
     try:
         await asyncio.sleep(0.01)
         assert watch.problem() == ""
-        time.sleep(1.3)
         while not watch.problem():
+            time.sleep(1.3)
             await asyncio.sleep(0.01)
         while watch.problem():
             await asyncio.sleep(0.01)

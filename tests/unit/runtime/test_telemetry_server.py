@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.core.errors import FailedPrecondition
 from services.runtime.metrics import Metrics
-from services.runtime.telemetry_server import MAX_HEAD_BYTES, TelemetryServer
+from services.runtime.telemetry_server import (
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    TIMEOUT_S,
+    TelemetryServer,
+)
+
+BIG = 60_000  # label values: their text is more than the sockets between hold
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.problems: tuple[str, ...] = ()
         self.metrics = Metrics()
         self.metrics.level("fairway_test_level", "Level", lambda: 3.0)
-        self.server = TelemetryServer(self.metrics.registry, "127.0.0.1:0", problems=lambda: self.problems)
+        self.server = TelemetryServer(
+            self.metrics.registry, "127.0.0.1:0", problems=lambda: self.problems, timeout_s=timeout_s
+        )
 
     async def say(self, text: bytes) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
@@ -33,12 +44,24 @@ class Rig:
         return int(head.split()[1]), body
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
+@contextlib.asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[Rig]:
     await rig.server.start()
     yield rig
     await rig.server.stop()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with running(Rig()) as found:
+        yield found
+
+
+@pytest.fixture
+async def hasty() -> AsyncIterator[Rig]:
+    """One whose clients have a second."""
+    async with running(Rig(timeout_s=1.0)) as found:
+        yield found
 
 
 async def test_metrics_and_health_are_served(rig: Rig) -> None:
@@ -63,6 +86,48 @@ async def test_other_methods_are_refused(rig: Rig) -> None:
 async def test_a_head_without_end_gets_no_answer(rig: Rig) -> None:
     assert await rig.say(b"GET / HTTP/1.1\r\nx: " + b"a" * (2 * MAX_HEAD_BYTES)) == ""
     assert (await rig.get("/healthz"))[0] == 200
+
+
+async def test_what_a_slow_client_does_not_take_is_not_kept_for_it(hasty: Rig) -> None:
+    hasty.metrics.gauge(
+        "fairway_test_big",
+        "Big",
+        lambda: [((f"{number:0200d}",), 1.0) for number in range(BIG)],
+        ("name",),
+    )
+    with socket.create_connection(("127.0.0.1", hasty.server.port)) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(60):
+            for wanted in (1, 0):
+                while hasty.server.connections != wanted:
+                    await asyncio.sleep(0.01)
+        got = await asyncio.to_thread(_all_of, slow)
+    assert got < BIG * 200, "the rest was sent after its time"
+    assert (await hasty.get("/healthz"))[0] == 200
+
+
+async def test_connections_are_bounded_and_silent_ones_end(hasty: Rig) -> None:
+    with contextlib.ExitStack() as silent:
+        for _ in range(MAX_CONNECTIONS):
+            silent.enter_context(socket.create_connection(("127.0.0.1", hasty.server.port)))
+        async with asyncio.timeout(60):
+            while hasty.server.connections < MAX_CONNECTIONS:
+                await asyncio.sleep(0.01)
+            with pytest.raises((ConnectionError, IndexError)):  # cut off, with a reset or without
+                await hasty.get("/healthz")
+            while hasty.server.connections:
+                await asyncio.sleep(0.05)
+        assert (await hasty.get("/healthz"))[0] == 200
+
+
+def _all_of(connection: socket.socket) -> int:
+    """Return how many bytes come before the connection ends, in whatever way."""
+    got = 0
+    connection.settimeout(30)
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1 << 20):
+            got += len(piece)
+    return got
 
 
 async def test_a_port_that_is_taken_is_named(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from prometheus_client import generate_latest
 
 from services.core.errors import (
     FairwayError,
@@ -17,11 +18,14 @@ from services.core.errors import (
 from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot
 from services.core.generation import Grant
 from services.core.records import Priority
+from services.runtime.metrics import Metrics
 from services.scheduler.fleet_view import FleetLimits, FleetView
 from services.scheduler.flow_queue import FlowQueue, QueueLimits
 from services.scheduler.policy.placement import PlacementProfile
 from services.scheduler.policy.queue_order import OrderPolicy
-from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
+from services.scheduler.telemetry import SchedulerTelemetry
+from tests.support.metrics import values
+from tests.unit.scheduler.model import BLOCK, DIGEST, ManualClock, place_spec
 
 OTHER = "sha256:" + "b" * 64
 
@@ -39,12 +43,15 @@ class Rig:
         self.now_s = 1000.0
         self.slots = slots
         self.fleet = FleetView(1, FleetLimits())
+        self.metrics = Metrics()
+        self.telemetry = SchedulerTelemetry(self.metrics, ManualClock())
         self.queue = FlowQueue(
             self.fleet,
             limits if limits is not None else QueueLimits(),
             order if order is not None else OrderPolicy(max_bypasses=3, lookahead=8),
             PlacementProfile(),
             Random(1),
+            observer=self.telemetry,
         )
         self.totals = list(totals)
         self.reserved = [0] * len(totals)
@@ -102,6 +109,7 @@ class Rig:
         self.queue.expire(self.now_s)
         self.queue.run_pass(self.now_s)
         self.queue.check_integrity()
+        assert sum(self.counted("fairway_scheduler_queue_placements").values()) == len(self.queue)
         self.fleet.check_integrity()
         found: dict[int, Grant | FairwayError] = {}
         for _, outcome in self.queue.take_outcomes():
@@ -115,6 +123,9 @@ class Rig:
                 assert isinstance(outcome, Refused)
                 found[outcome.placement_id] = outcome.error
         return found
+
+    def counted(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        return values(generate_latest(self.metrics.registry).decode(), name)
 
     def free(self, index: int, blocks: int) -> None:
         self.reserved[index] -= blocks

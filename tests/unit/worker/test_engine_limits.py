@@ -31,6 +31,13 @@ def test_the_smaller_of_both_counts(limits: EngineLimits, expected: tuple[int, i
     assert (config.token_budget, config.max_sequences, config.max_model_len) == expected
 
 
+@pytest.mark.parametrize(("own", "file", "manifest", "expected"), [(0, 9, 5, 5), (3, 9, 5, 3), (0, 0, 7, 7)])
+def test_the_smallest_context_counts(own: int, file: int, manifest: int, expected: int) -> None:
+    config = EngineConfig("", "", max_model_len=own)
+    limits = EngineLimits(max_context_tokens=file)
+    assert limited(config, limits, max_context_tokens=manifest).max_model_len == expected
+
+
 @pytest.mark.parametrize("body", [b"{", b'{"max_sequences": -1}', b'{"unknown": 1}'])
 def test_limits_that_cannot_be_read_stop_the_load(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "engine_limits.json").write_bytes(body)

@@ -148,17 +148,18 @@ def test_messages_are_bounded(text: str) -> None:
 
 def test_what_cannot_be_placed_is_told_when_it_begins_and_when_it_ends() -> None:
     short = Unplaced("d", 1, (("w0", "no_memory: needs 9 MiB, 1 of 5 MiB are free"), ("w1", "cordoned")))
-    told, news = news_of({}, [short])
+    told, news = news_of({}, [short], "d")
     assert [one.reason for one in news] == [UNPLACED]
     assert "1 no_memory (w0 needs 9 MiB, 1 of 5 MiB are free)" in news[0].message
     moved = replace(
         short, rejected=(("w0", "no_memory: needs 9 MiB, 2 of 5 MiB are free"), ("w1", "cordoned"))
     )
-    assert news_of(told, [moved]) == (told, ()), "figures that move are no news"
-    _, news = news_of(told, [replace(short, rejected=(("w0", "cordoned"),))])
+    assert news_of(told, [moved], "d") == (told, ()), "figures that move are no news"
+    _, news = news_of(told, [replace(short, rejected=(("w0", "cordoned"),))], "d")
     assert [one.reason for one in news] == [UNPLACED], "another reason is"
-    assert [one.reason for one in news_of(told, [])[1]] == [PLACED]
-    assert news_of({"d": ""}, [short])[1] == (), "an earlier leader told it"
+    assert [one.reason for one in news_of(told, [], "d")[1]] == [PLACED]
+    assert news_of({"d": ""}, [short], "d")[1] == (), "an earlier leader told it"
+    assert news_of(told, [], ()) == ({}, ()), "one that was deleted is not placed"
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

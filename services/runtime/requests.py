@@ -1,4 +1,4 @@
-"""What a request id promises: within ten minutes the same request again has the first one's answer.
+"""What a request id promises: the same request again, within ten minutes, has the first one's answer.
 
 A write that carries a request id leaves a marker under a lease, in the same revision. The marker holds the
 answer, so a repetition is answered as the first was, whatever happened to the resource since; the revision

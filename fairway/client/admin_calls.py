@@ -1,0 +1,147 @@
+"""Calls of the control plane and the registry: deadline, failover, retries, pages, and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+import grpc
+
+from fairway.client.attempts import Attempts, Core, unary
+from fairway.client.endpoints import Endpoint
+from fairway.client.errors import FailedPrecondition, connection_lost, from_rpc
+from fairway.client.guard import Guard
+from fairway.client.values import checked_timeout_s
+
+PAGE: Final = 1000
+MAX_ITEMS: Final = 100_000
+# A server that stopped answering without closing its connection: another one is asked after so long.
+ATTEMPT_S: Final = 5.0
+
+Stub = Any
+
+
+class Service:
+    """One gRPC service, at whichever of its servers answers. Methods and fields go by their proto names.
+
+    Every call has a deadline, which covers its retries. What stays unanswered for a third of it, or for
+    ``ATTEMPT_S``, is sent to another server, where there is one.
+    """
+
+    def __init__(
+        self, core: Core, guard: Guard, stub_of: Callable[[grpc.aio.Channel], Stub], messages: ModuleType
+    ) -> None:
+        self.core = core
+        self.guard = guard
+        self._stub_of = stub_of
+        self._messages = messages
+        self._stubs: dict[str, Stub] = {}
+
+    def request(self, method: str, fields: dict[str, Any]) -> Any:
+        return getattr(self._messages, f"{method}Request")(**fields)
+
+    async def call(
+        self, method: str, *, timeout_s: float | None = None, quick: bool = True, **fields: Any
+    ) -> Any:
+        """Return the answer. Unless ``quick``, an attempt may take the whole time. Raises FairwayError."""
+        self.guard.check()
+        request = self.request(method, fields)
+
+        def send(endpoint: Endpoint, attempt_s: float) -> Any:
+            found = getattr(self.stub(endpoint), method)
+            return found(request, timeout=attempt_s, metadata=self.core.metadata)
+
+        limit_s = self.timeout_s(timeout_s)
+        attempt_s = attempt_of(limit_s) if quick else None
+        return await self.guard.run(unary(self.core, send, limit_s, attempt_s=attempt_s))
+
+    async def change(self, method: str, *, timeout_s: float | None = None, **fields: Any) -> Any:
+        """Return the answer of a call that changes something: done once, however often it is sent."""
+        return await self.call(method, timeout_s=timeout_s, request_id=secrets.token_hex(16), **fields)
+
+    async def pages(
+        self,
+        method: str,
+        field: str,
+        *,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+        page_size: int = PAGE,
+        most: int = MAX_ITEMS,
+        **fields: Any,
+    ) -> list[Any]:
+        """Return what ``field`` holds on all pages, or the first ``limit``; the time is that of each page.
+
+        Raises FailedPrecondition where that is more than ``most``.
+        """
+        if limit is not None and limit < 1:
+            raise ValueError("limit must be at least 1")
+        wanted = most + 1 if limit is None else min(limit, most)
+        found: list[Any] = []
+        token = ""
+        while len(found) < wanted:
+            size = min(page_size, wanted - len(found))
+            answer = await self.call(method, timeout_s=timeout_s, page_size=size, page_token=token, **fields)
+            found += getattr(answer, field)
+            token = answer.next_page_token
+            if not token:
+                break
+        if len(found) > most:
+            raise FailedPrecondition(
+                f"there are more than {most} {field}: ask for the first of them with limit=",
+                reason="LIST_TOO_LONG",
+                metadata={"limit": str(most)},
+            )
+        return found
+
+    def timeout_s(self, asked_s: float | None) -> float:
+        return self.core.options.timeout_s if asked_s is None else checked_timeout_s(asked_s)
+
+    def stub(self, endpoint: Endpoint) -> Stub:
+        if endpoint.address not in self._stubs:
+            self._stubs[endpoint.address] = self._stub_of(endpoint.channel)
+        return self._stubs[endpoint.address]
+
+    async def open(self, method: str, request: Any, attempts: Attempts) -> Stream:
+        """Return a stream of answers; close it. Raises NoGateway and DeadlineExceeded."""
+        self.guard.check()
+        return Stream(self, await self.guard.run(attempts.begin()), method, request)
+
+
+def attempt_of(timeout_s: float) -> float:
+    """Return how long an attempt may stay unanswered where another server could be asked."""
+    return min(ATTEMPT_S, timeout_s / 3)
+
+
+class Stream:
+    """One attempt of a streaming call. Holds its endpoint until ``close``."""
+
+    def __init__(self, service: Service, endpoint: Endpoint, method: str, request: Any) -> None:
+        self.endpoint = endpoint
+        self._service = service
+        self._call = getattr(service.stub(endpoint), method)(request, metadata=service.core.metadata)
+
+    async def read(self, within_s: float) -> Any:
+        """Return the next answer. Raises ConnectionLost where none, nor a sign of life, comes in time."""
+        return await self._service.guard.run(self._read(within_s))
+
+    def close(self) -> None:
+        """Cancel it."""
+        self._call.cancel()
+        self._service.core.pool.give_back(self.endpoint)
+
+    async def _read(self, within_s: float) -> Any:
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self._call.read()
+        except TimeoutError:
+            raise connection_lost(f"the server was silent for {within_s:g} s") from None
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc(exc) from None
+        if answer is grpc.aio.EOF:
+            raise connection_lost("the server ended the stream")
+        self._service.core.pool.answered(self.endpoint)
+        return answer

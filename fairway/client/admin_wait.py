@@ -1,0 +1,153 @@
+"""Waiting until the fleet is as it was asked to be: what counts as done, as failed for good, and as late."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from fairway.client.errors import DeadlineExceeded, FairwayError, WaitFailed
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import worker_pb2
+
+T = TypeVar("T")
+
+WAIT_S: Final = 600.0
+POLL_S: Final = 0.25
+_MAX_FAILED_ATTEMPTS: Final = 3
+_STATE: Final = "VERSION_STATE_"
+
+
+async def until_ready(
+    read: Callable[[], Awaitable[cp.Deployment]],
+    report: Callable[[cp.Deployment], None] | None = None,
+    *,
+    timeout_s: float = WAIT_S,
+) -> cp.Deployment:
+    """Return the deployment once it has exactly its replicas, all READY and of the wanted version.
+
+    Raises WaitFailed as soon as a replica fails for good, with its reason, and DeadlineExceeded.
+    """
+    return await _until(read, report, is_deployed, why_never_ready, late_deployment, timeout_s)
+
+
+async def until_drained(
+    read: Callable[[], Awaitable[cp.Node]],
+    report: Callable[[cp.Node], None] | None = None,
+    *,
+    timeout_s: float = WAIT_S,
+) -> cp.Node:
+    """Return the node once nothing is assigned to it and nothing runs on it.
+
+    Raises WaitFailed when somebody uncordons it, and DeadlineExceeded.
+    """
+    return await _until(read, report, lambda node: node.drain.done, why_never_drained, late_drain, timeout_s)
+
+
+async def _until(
+    read: Callable[[], Awaitable[T]],
+    report: Callable[[T], None] | None,
+    is_done: Callable[[T], bool],
+    why_never: Callable[[T], FairwayError | None],
+    late: Callable[[T, float], FairwayError],
+    timeout_s: float,
+) -> T:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found = await read()
+        if report is not None:
+            report(found)
+        if (error := why_never(found)) is not None:
+            raise error
+        if is_done(found):
+            return found
+        if time.monotonic() >= deadline_s:
+            raise late(found, timeout_s)
+        await asyncio.sleep(POLL_S)
+
+
+def is_deployed(deployment: cp.Deployment) -> bool:
+    """As many replicas as wanted, all READY and all of the wanted version: those before it are gone."""
+    replicas = deployment.status.replicas
+    return len(replicas) == deployment.replicas and all(
+        replica.state == worker_pb2.VERSION_STATE_READY and _is_wanted(deployment, replica)
+        for replica in replicas
+    )
+
+
+def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
+    """Return what a replica of the wanted version failed of, where another attempt is no reason to hope."""
+    for replica in deployment.status.replicas:
+        is_tried_again = replica.HasField("retry_time") and replica.failed_attempts < _MAX_FAILED_ATTEMPTS
+        is_failed = replica.state == worker_pb2.VERSION_STATE_FAILED
+        if is_failed and _is_wanted(deployment, replica) and not is_tried_again:
+            name = deployment.metadata.name
+            return WaitFailed(
+                f"{replica.worker_id} cannot serve {name}: {replica.message or 'no reason given'}",
+                reason=replica.reason or "MODEL_FAILED",
+                metadata={"deployment": name, "worker_id": replica.worker_id},
+            )
+    return None
+
+
+def late_deployment(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:
+    name, status = deployment.metadata.name, deployment.status
+    why = status.message or describe(deployment)
+    return DeadlineExceeded(
+        f"{name} has {status.ready_replicas} of {deployment.replicas} replicas after {timeout_s:g} s: {why}",
+        reason="NOT_READY_IN_TIME",
+        metadata={"deployment": name, "ready_replicas": str(status.ready_replicas)},
+    )
+
+
+def why_never_drained(node: cp.Node) -> WaitFailed | None:
+    if node.draining:
+        return None
+    name = node.metadata.name
+    return WaitFailed(
+        f"{name} is not draining any more: somebody uncordoned it",
+        reason="DRAIN_ENDED",
+        metadata={"node": name},
+    )
+
+
+def late_drain(node: cp.Node, timeout_s: float) -> DeadlineExceeded:
+    name, why = node.metadata.name, "; ".join(node.drain.waiting_for) or versions_left(node)
+    return DeadlineExceeded(
+        f"{name} is not drained after {timeout_s:g} s: {why}",
+        reason="NOT_DRAINED_IN_TIME",
+        metadata={"node": name},
+    )
+
+
+def versions_left(node: cp.Node) -> str:
+    """Return how far a drain is, in words."""
+    return f"versions left: {node.drain.assigned_versions + node.drain.ending_versions}"
+
+
+def describe(deployment: cp.Deployment) -> str:
+    """Return where a deployment stands, in words."""
+    status = deployment.status
+    parts = [
+        f"{replica.worker_id}: {state_word(replica.state) or 'assigned'}"
+        + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
+        + (f", {replica.message}" if replica.message else "")
+        for replica in status.replicas
+    ]
+    return "; ".join(parts) or status.message or "waiting for a worker"
+
+
+def state_word(number: worker_pb2.VersionState.ValueType) -> str:
+    """Return a state as a word; "" for none, the number for one that a newer server sends."""
+    try:
+        name = worker_pb2.VersionState.Name(number)
+    except ValueError:
+        return str(number)
+    word = name.removeprefix(_STATE).lower()
+    return "" if word == "unspecified" else word
+
+
+def _is_wanted(deployment: cp.Deployment, replica: cp.ReplicaStatus) -> bool:
+    """A control plane that does not tell which version is assigned is believed to mean the wanted one."""
+    return replica.version_digest in ("", deployment.version_digest)

@@ -1,0 +1,141 @@
+"""From a request to one that may run: validated, within its tenant's quotas, and written down under a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from fairway.v1 import inference_pb2
+from services.core.errors import FairwayError
+from services.core.generation import GenerationSpec, Principal, Usage
+from services.core.records import Tenant
+from services.gateway.catalog import PinnedVersion
+from services.gateway.events import Received
+from services.gateway.keyed_types import Resume
+from services.gateway.request import Admitted
+from services.gateway.sequence_run import RunContext
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.telemetry import RequestTelemetry
+from services.gateway.validate import Validator
+from services.ports.limiter import Limits, Reservation
+from services.runtime.identity import KeyDirectory
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """How one request came and may run. ``client_window`` is in tokens, None without one.
+
+    Under a key: what an earlier run left, and what writes down what the request is accepted as.
+    """
+
+    received: Received
+    timeout_s: float
+    client_window: int | None = None
+    resume: Resume | None = None
+    record: Callable[[GenerationSpec], Awaitable[None]] | None = None
+
+
+class Admission:
+    """The way of every request to its slot. What it took and cannot use, it gives back."""
+
+    def __init__(
+        self, validator: Validator, identity: KeyDirectory, ports: Ports, limits: GatewayLimits
+    ) -> None:
+        self._validator = validator
+        self._identity = identity
+        self._ports = ports
+        self._limits = limits
+
+    async def admit(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        timer: StageTimer,
+        terms: RunTerms,
+        telemetry: RequestTelemetry,
+    ) -> Admitted:
+        received, timeout_s, resume = terms.received, terms.timeout_s, terms.resume
+        ports, limits = self._ports, self._limits
+        if resume is None:
+            spec = await self._validator.resolve(principal, generation, received.request_id)
+        else:
+            pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
+            spec = await self._validator.resolve(principal, generation, received.request_id, pinned=pinned)
+        timer.enter(Stage.ADMIT, ports.clock.monotonic_s())
+        tenant = self._identity.still_valid(principal)
+        reservation = await self._reserve(tenant, spec.request_id)
+        if terms.record is not None:
+            await self._write_down(terms.record, spec, reservation)
+        context = RunContext(
+            placement=ports.placement,
+            workers=ports.workers,
+            clock=ports.clock,
+            rng=ports.rng,
+            error_of=ports.error_of,
+            tenant_id=tenant.meta.name,
+            ticket=ports.sign_ticket(tenant.meta.name, spec.request_id, ports.clock.unix_s() + timeout_s),
+            arrival_unix_us=received.unix_us,
+            queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
+            deadline_s=received.monotonic_s + timeout_s,
+            window_tokens=limits.window_tokens,
+            telemetry=telemetry,
+            client_window=terms.client_window,
+        )
+        return Admitted(spec, reservation, context, resume.produced if resume is not None else ())
+
+    async def _write_down(
+        self,
+        record: Callable[[GenerationSpec], Awaitable[None]],
+        spec: GenerationSpec,
+        reservation: Reservation,
+    ) -> None:
+        """Return once it is written what the request was accepted as; else its slot is given back."""
+        try:
+            await record(spec)
+        except BaseException:
+            self._ports.supervisor.spawn(f"undo {spec.request_id}", self._give_back(reservation))
+            raise
+
+    async def _reserve(self, tenant: Tenant, request_id: str) -> Reservation:
+        """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
+        ports = self._ports
+        limits = Limits(tenant.requests_per_minute, tenant.max_concurrency)
+        admission = ports.supervisor.spawn(
+            f"admit {request_id}", self._ask_limiter(tenant.meta.name, request_id, limits)
+        )
+        try:
+            outcome = await asyncio.shield(admission)
+        except asyncio.CancelledError:
+            ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
+            raise
+        if isinstance(outcome, FairwayError):
+            ports.telemetry.admission(outcome.reason)
+            raise outcome
+        ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
+        return outcome
+
+    async def _ask_limiter(
+        self, tenant_id: str, request_id: str, limits: Limits
+    ) -> Reservation | FairwayError:
+        """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
+        try:
+            return await self._ports.limiter.admit(tenant_id, request_id, limits)
+        except FairwayError as error:
+            return error
+
+    async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
+        outcome = await admission
+        if not isinstance(outcome, FairwayError):
+            await self._give_back(outcome)
+
+    async def _give_back(self, reservation: Reservation) -> None:
+        try:
+            await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
+        except FairwayError as error:
+            log.info("reservation.undo_failed", reason=error.reason)

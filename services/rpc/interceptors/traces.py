@@ -1,0 +1,49 @@
+"""A span per RPC, where the RPCs are the work itself. A gateway's requests have spans of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.descriptor import ServiceDescriptor
+from opentelemetry.trace import SpanKind
+
+from services.ports.clock import Clock
+from services.rpc.interceptors.arrival import arrival
+from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.rpc.interceptors.metrics import status_name
+from services.runtime.tracing import Tracing, parse_traceparent
+
+
+class TraceRpcs(AroundInterceptor):
+    """``services``: whose methods with one response are traced; others last as long as a client wishes."""
+
+    def __init__(self, services: Iterable[ServiceDescriptor], tracing: Tracing, clock: Clock) -> None:
+        self._tracing = tracing
+        self._clock = clock
+        self._traced = frozenset(
+            f"/{service.full_name}/{method.name}"
+            for service in services
+            for method in service.methods
+            if not method.server_streaming
+        )
+
+    async def around(self, method: str, call: Call, context: Context) -> Any:
+        if method not in self._traced:
+            return await call()
+        arrived = arrival()
+        began_s = self._clock.monotonic_s() if arrived.at_s is None else arrived.at_s
+        parent = parse_traceparent(arrived.traceparent) if arrived.traceparent else None
+        span = self._tracing.start(method[1:], began_s, parent, kind=SpanKind.SERVER)
+        error = ""
+        try:
+            return await call()
+        except asyncio.CancelledError:
+            error = "CANCELLED"
+            raise
+        except BaseException:
+            error = status_name(context.code)
+            raise
+        finally:
+            self._tracing.end(span, self._clock.monotonic_s(), error=error)

@@ -1,0 +1,73 @@
+"""What Prometheus is told of engines, also where a deployment has two versions on one worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.runtime.clock import SystemClock
+from services.runtime.metrics import Metrics
+from services.worker.telemetry import EngineLevels, WorkerTelemetry, export_levels
+from tests.support.metrics import values
+
+OLD = EngineLevels(
+    model="chat",
+    state="draining",
+    kv_blocks_used=3,
+    kv_blocks_reserved=4,
+    kv_blocks_total=10,
+    running=1,
+    waiting=0,
+    queued_prefill_tokens=0,
+    silent_s=0.1,
+    rss_bytes=100,
+    device_bytes=1000,
+)
+NEW = replace(OLD, state="ready", kv_blocks_used=1, kv_blocks_total=20, waiting=2, silent_s=2.0)
+
+
+def scraped(*engines: EngineLevels) -> str:
+    metrics = Metrics()
+    export_levels(metrics, lambda: engines)
+    return generate_latest(metrics.registry).decode()
+
+
+def test_two_versions_of_a_deployment_make_one_series() -> None:
+    text = scraped(OLD, NEW, replace(NEW, model="other", silent_s=0.0))
+    for family in text_string_to_metric_families(text):
+        series = [tuple(sorted(sample.labels.items())) for sample in family.samples]
+        assert len(series) == len(set(series)), f"{family.name} has a series twice"
+    blocks = values(text, "fairway_worker_kv_blocks")
+    assert blocks[("model", "chat"), ("state", "used")] == 4.0
+    assert blocks[("model", "chat"), ("state", "total")] == 30.0
+    assert blocks[("model", "other"), ("state", "total")] == 20.0
+    sequences = values(text, "fairway_worker_sequences")
+    assert sequences[("model", "chat"), ("state", "running")] == 2.0
+    assert sequences[("model", "chat"), ("state", "waiting")] == 2.0
+    states = values(text, "fairway_worker_version_state")
+    assert states[("model", "chat"), ("state", "draining")] == 1.0
+    assert states[("model", "chat"), ("state", "ready")] == 1.0
+    assert values(text, "fairway_worker_engine_silence_seconds")[(("model", "chat"),)] == 2.0
+    assert values(text, "fairway_worker_engine_rss_bytes")[(("model", "chat"),)] == 200.0
+
+
+def test_two_versions_in_one_state_are_counted() -> None:
+    states = values(scraped(OLD, OLD), "fairway_worker_version_state")
+    assert states == {(("model", "chat"), ("state", "draining")): 2.0}
+
+
+def test_restarts_are_counted_from_the_first_engine_on() -> None:
+    metrics = Metrics()
+    telemetry = WorkerTelemetry(metrics, clock=SystemClock())
+
+    def restarts() -> dict[tuple[tuple[str, str], ...], float]:
+        text = generate_latest(metrics.registry).decode()
+        return values(text, "fairway_worker_engine_restarts_total")
+
+    telemetry.version("chat")
+    assert restarts() == {(("model", "chat"),): 0.0}
+    telemetry.restarted("chat")
+    telemetry.version("chat")
+    assert restarts() == {(("model", "chat"),): 1.0}
