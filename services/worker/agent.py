@@ -42,7 +42,7 @@ from services.worker.version_slot import EngineSettings, ModelSource, SlotContex
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
-SILENCE_S: Final = 5.0  # an engine that says nothing for so long is not counted on; it speaks each second
+PAUSE_S: Final = 1.0  # between two sweeps: this process was stopped, or its machine slept
 RECONCILE_S: Final = 0.5  # at the latest; a change wakes it at once
 PUBLISH_S: Final = 0.1  # several changes within it are one write
 
@@ -181,9 +181,7 @@ class WorkerAgent:
     def moving(self) -> dict[str, bool]:
         """Return by digest of each loaded version whether its engine's step loop was heard of late."""
         return {
-            digest: slot.silent_s < SILENCE_S
-            for digest, slot in self._slots.items()
-            if slot.table is not None
+            digest: not slot.table.stalled for digest, slot in self._slots.items() if slot.table is not None
         }
 
     def problem(self) -> str:
@@ -268,9 +266,14 @@ class WorkerAgent:
             await self._clock.sleep(PUBLISH_S)
 
     async def _sweep_forever(self) -> None:
+        swept_s = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(SWEEP_S)
-            self._host.sweep(self._clock.monotonic_s())
+            now_s = self._clock.monotonic_s()
+            if now_s - swept_s > PAUSE_S:
+                self._host.forgive_silence()
+            swept_s = now_s
+            self._host.sweep(now_s)
 
     # --- inside ---------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from services.worker.engine_protocol import (
     Stepped,
     encode,
 )
+from services.worker.policy.engine_silence import HAND_BACK_STEPS
 
 log = structlog.get_logger()
 
@@ -116,6 +117,7 @@ class EngineProcess:
         self._link = EngineLink(self._on_event, self._kill)
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
+        self._full_step_s = 0.0
         self._stopping = False
         self._refused: LoadRefused | None = None
         self._fault = ""
@@ -264,9 +266,13 @@ class EngineProcess:
             elif not self._ready and now_s - self._started_s > self._timeouts.load_s:
                 self._kill(f"loading took longer than {self._timeouts.load_s:g} s")
             elif now_s - self._heard_s > (
-                self._timeouts.silence_s if self._ready else self._timeouts.load_silence_s
+                self._patience_s() if self._ready else self._timeouts.load_silence_s
             ):
                 self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
+
+    def _patience_s(self) -> float:
+        """After how long a silence it is killed: later than its sequences are given to others."""
+        return max(self._timeouts.silence_s, 2 * HAND_BACK_STEPS * self._full_step_s)
 
     def _on_event(self, event: Event) -> None:
         self._heard_s = self._clock.monotonic_s()
@@ -279,6 +285,7 @@ class EngineProcess:
                 self._events.on_progress(event)
             case Ready():
                 self._ready = True
+                self._full_step_s = event.full_step_s
                 self._events.on_ready(event)
             case LoadFailed():
                 self._refused = LoadRefused(event.reason, event.message)

@@ -129,6 +129,8 @@ class Ready(Message, frozen=True):
     vocab_size: int
     kv_bytes_per_block: int
     weight_bytes: int
+    # How long a step with all of its token budget takes, by the measure of the warm-up.
+    full_step_s: float = 0.0
 
 
 class LoadFailed(Message, frozen=True):

@@ -46,6 +46,7 @@ class PoolLimits:
     block_size: int
     max_model_len: int
     max_sequences: int
+    full_step_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class SequenceTable:
         self._live: dict[int, LiveSequence] = {}
         self._unprefilled: dict[int, LiveSequence] = {}  # no token yet, in order of submission
         self._last_number = 0
-        self._silence = EngineSilence(clock.monotonic_s())
+        self._silence = EngineSilence(clock.monotonic_s(), limits.full_step_s)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -237,6 +238,10 @@ class SequenceTable:
         self.stats.kv_blocks_used = event.kv_blocks_used
         self.stats.running = event.running
         self.stats.waiting = event.waiting
+
+    def forgive_silence(self) -> None:
+        """This process stood still itself: what the engine said meanwhile is still to be read."""
+        self._hear()
 
     def _hear(self, step_s: float = 0.0) -> None:
         if self._silence.heard(self._clock.monotonic_s(), step_s):

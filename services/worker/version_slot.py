@@ -313,6 +313,7 @@ class VersionSlot:
                 event.block_size,
                 event.max_model_len,
                 self._max_sequences,
+                event.full_step_s,
             ),
             vocabulary=self._vocabulary,
             send=self._engine.send,

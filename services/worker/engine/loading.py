@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.config import ModelConfig, eos_ids, parse_config, read_json, vocab_size_of
 from services.worker.engine.core import Engine
@@ -37,9 +39,9 @@ def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
         _load_null(config) if config.executor == "null" else _load_torch(config, report)
     )
     report("warm_up", 0.0)
-    _warm_up(_engine(executor, ready, limits, stop_ids))
+    full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
-    return _engine(executor, ready, limits, stop_ids), ready
+    return _engine(executor, ready, limits, stop_ids), msgspec.structs.replace(ready, full_step_s=full_step_s)
 
 
 def _engine(executor: Executor, ready: Ready, limits: PlannerLimits, stop_ids: frozenset[int]) -> Engine:
@@ -53,17 +55,26 @@ def _engine(executor: Executor, ready: Ready, limits: PlannerLimits, stop_ids: f
     )
 
 
-def _warm_up(engine: Engine) -> None:
-    """Run a prefill and a decode, so that the first request does not pay for what is set up lazily."""
+def _warm_up(engine: Engine, token_budget: int) -> float:
+    """Run a prefill and a decode, twice: the first request does not pay for what is set up lazily.
+
+    Returns the seconds that a prefill of the whole budget takes, by the measure of the second time.
+    """
     longest = engine.max_model_len
     prompt = [0] * max(1, min(WARM_UP_TOKENS, longest - 2))
     tokens = min(2, longest - len(prompt))
     if tokens < 1:
         raise BadEngineConfig(f"a context of {longest} tokens has no room for a prompt and an answer")
     sampling = Sampling(seed=0, max_tokens=tokens, ignore_eos=True)
-    engine.apply(Submit(0, prompt, sampling, credit_limit=tokens))
-    while engine.has_work:
-        engine.step()
+    longest_s = 0.0
+    for number in range(2):
+        engine.apply(Submit(number, prompt, sampling, credit_limit=tokens))
+        longest_s = 0.0
+        while engine.has_work:
+            began_s = time.monotonic()
+            engine.step()
+            longest_s = max(longest_s, time.monotonic() - began_s)
+    return longest_s * max(1.0, token_budget / len(prompt))
 
 
 def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:

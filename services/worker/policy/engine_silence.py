@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 STALL_S: Final = 3.0
+STALL_STEPS: Final = 2.0
 HAND_BACK_S: Final = 6.0
 HAND_BACK_STEPS: Final = 8.0
 
@@ -17,10 +18,11 @@ HAND_BACK_STEPS: Final = 8.0
 class EngineSilence:
     """``stalled``: it gets no new work. ``lets_go``: what it has is given to others."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, longest_step_s: float = 0.0) -> None:
+        """``longest_step_s``: what a step may take before one was seen."""
         self.stalled = False
         self._heard_s = now_s
-        self._longest_step_s = 0.0
+        self._longest_step_s = longest_step_s
 
     def heard(self, now_s: float, step_s: float = 0.0) -> bool:
         """Note a message; True when it ends a stall."""
@@ -30,8 +32,8 @@ class EngineSilence:
         return was_stalled
 
     def begins(self, now_s: float) -> bool:
-        """Whether a stall begins now: silent for ``STALL_S``."""
-        if self.stalled or now_s - self._heard_s <= STALL_S:
+        """Whether a stall begins now: silent for ``STALL_S`` and ``STALL_STEPS`` times its longest step."""
+        if self.stalled or now_s - self._heard_s <= max(STALL_S, STALL_STEPS * self._longest_step_s):
             return False
         self.stalled = True
         return True

@@ -33,16 +33,18 @@ from services.core.records import (
     AssignedVersion,
     Assignment,
     LoadedVersion,
+    Tag,
     VersionRecord,
     VersionState,
     Worker,
+    tag_key,
     version_key,
 )
 from services.ports.store import Delete
 from tests.integration.client.planes import Fleet, fleet
 from tests.support.model_folder import write_model
 
-DIGEST = sha256_of(b"1")
+DIGEST, OTHER = sha256_of(b"1"), sha256_of(b"2")
 
 
 @pytest.fixture
@@ -164,6 +166,23 @@ async def test_a_deployment_is_scaled_and_waited_for(planes: Fleet) -> None:
             await admin.deployments.wait_ready("chat", timeout_s=0.3)
         assert caught.value.reason == "NOT_READY_IN_TIME"
         await admin.deployments.delete("chat")
+
+
+async def test_a_change_keeps_the_version_whose_tag_moved_unless_it_names_one(planes: Fleet) -> None:
+    for digest in (DIGEST, OTHER):
+        await planes.put(version_key("tiny", digest), VersionRecord("tiny", digest, 1, 0.0))
+    await planes.put(tag_key("tiny", "prod"), Tag("tiny", "prod", DIGEST))
+    async with planes.client() as admin:
+        wanted = cp.Deployment(metadata=cp.Metadata(name="chat"), model="tiny", version="prod", replicas=1)
+        await admin.deployments.create(wanted)
+        await planes.put(tag_key("tiny", "prod"), Tag("tiny", "prod", OTHER))
+        scaled = await admin.deployments.scale("chat", 3)
+        assert (scaled.version_digest, scaled.replicas) == (DIGEST, 3)
+
+        def follow(found: cp.Deployment) -> None:
+            found.version = "prod"
+
+        assert (await admin.deployments.change("chat", follow)).version_digest == OTHER
 
 
 async def test_a_replica_that_fails_for_good_ends_the_wait_with_its_reason(planes: Fleet) -> None:

@@ -113,7 +113,7 @@ async def test_after_a_compaction_there_is_a_snapshot_again(planes: Fleet) -> No
 
 
 async def test_a_long_list_of_what_is_there_is_one_snapshot(planes: Fleet) -> None:
-    names = [f"t{number:04}" for number in range(300)]
+    names = [f"t{number:04}" for number in range(1200)]
     for name in names:
         await planes.put(tag_key("tiny", name), Tag("tiny", name, DIGEST))
     async with planes.client() as admin, aclosing(admin.models.watch()) as news:

@@ -505,6 +505,17 @@ def test_an_engine_silent_for_long_gives_its_sequences_back(bench: Bench) -> Non
     assert reader.accepted == [1, 2]
 
 
+def test_a_process_that_stood_still_itself_blames_no_engine(bench: Bench) -> None:
+    reader = Reader(bench)
+    reader.stream.start(1, bench.spec())
+    bench.clock.now_s += 10 * HAND_BACK_S
+    bench.host.forgive_silence()
+    bench.host.sweep(bench.clock.now_s)
+    reader.read()
+    assert reader.ends == {}
+    assert take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
+
+
 def test_an_engine_with_long_steps_has_more_time(bench: Bench) -> None:
     reader = Reader(bench)
     reader.stream.start(1, bench.spec())
