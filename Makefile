@@ -12,7 +12,7 @@ MOTO := 5.2.5
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check e2e e2e-env s3-env chaos bench-overhead clean \
+	lint types imports stubs stubs-check e2e e2e-env s3-env chaos bench-overhead bench-idempotency clean \
 	compose-secrets compose-up compose-down compose-test
 
 help: ## Show this list
@@ -94,6 +94,9 @@ chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a flee
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)
+
+bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
+	$(BIN)/python -m bench.idempotency $(ARGS)
 
 compose-secrets: ## Make the secrets of docker-compose.yml, and the .env that names their owner
 	@$(PYTHON) scripts/compose_secrets.py

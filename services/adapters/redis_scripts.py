@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis.asyncio
+import redis.exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.adapters.breaker import CircuitBreaker
-from services.adapters.redis_errors import AWAY
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 
+# What a call raises when Redis is away, whichever way the connection went. RuntimeError: a write on a
+# connection that was reset while it lay in the pool, by uvloop's transports.
+_AWAY: Final = (redis.exceptions.RedisError, OSError, TimeoutError, RuntimeError)
 _SCRIPTS: Final = Path(__file__).parent / "lua"
 
 
@@ -78,7 +81,7 @@ class RedisScripts:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await call()
-        except AWAY as error:
+        except _AWAY as error:
             self._breaker.failed(self._clock.monotonic_s())
             kind = type(error).__name__
             raise StoreUnavailable(f"Redis did not answer: {kind}", retry_after_s=1.0) from error

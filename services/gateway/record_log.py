@@ -191,4 +191,4 @@ def outputs(pieces: dict[int, list[Piece]]) -> Iterable[Output]:
 
 
 def _end_tokens(piece: Piece) -> int:
-    return piece.end.tokens
+    return piece.at.tokens + len(piece.ids)
