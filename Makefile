@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
+# Tests wait more than they compute: two processes on two cores halve the time.
+TEST_PROCESSES ?= 2
 OPENAI := 3.52.0
 MOTO := 5.2.5
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
@@ -40,7 +42,7 @@ setup-dev:
 	@$(PYTHON) scripts/setup_env.py --dev
 
 test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
 

@@ -17,6 +17,7 @@ from tests.support.object_store import ObjectStore
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
+ROOT = Path(__file__).parents[1]
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
@@ -206,3 +207,10 @@ def _docker_has(image: str) -> bool:
             return True
     except Exception:  # no engine, no rights, no registry: the embedded server serves as well
         return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, in a run of several processes, what shares an installation: a file, and all of e2e."""
+    for item in items:
+        folder = item.path.relative_to(ROOT).parts[1]
+        item.add_marker(pytest.mark.xdist_group("e2e" if folder == "e2e" else str(item.path)))

@@ -5,7 +5,6 @@ For one machine and for tests. Production points at servers of its own.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import json
@@ -20,6 +19,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+from fairway.cli.fleet.ports import hold_free_port
 
 LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
@@ -144,11 +145,11 @@ def wait_redis(
 
 def free_port() -> int:
     """Return a loopback port that is free now; another process may take it before it is used."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.bind((LOOPBACK, 0))
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
+    holder = hold_free_port()
+    if holder is None:
+        raise ServerFailed("no loopback port is free")
+    with holder:
+        return int(holder.getsockname()[1])
 
 
 def die_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +12,10 @@ from fairway.cli.errors import CliError
 from fairway.cli.state import read_json, write_json
 
 HOST = "127.0.0.1"
+# Below what Linux and the BSDs give to outgoing connections: a port that is picked here is not taken by a
+# client's connection before its server listens.
+_QUIET_PORTS = range(18_000, 32_000)
+_TRIES = 64
 
 
 def try_bind(port: int) -> socket.socket | None:
@@ -24,6 +29,15 @@ def try_bind(port: int) -> socket.socket | None:
         holder.close()
         return None
     return holder
+
+
+def hold_free_port() -> socket.socket | None:
+    """Return a socket that holds some free port, one that nobody is given unasked where there is one."""
+    for _ in range(_TRIES):
+        holder = try_bind(secrets.choice(_QUIET_PORTS))
+        if holder is not None:
+            return holder
+    return try_bind(0)
 
 
 def choose_ports(
@@ -45,9 +59,10 @@ def choose_ports(
                 holder = try_bind(fixed[name])
                 if holder is None:
                     raise _taken(name, fixed[name])
-            for candidate in (remembered.get(name), preferred.get(name), 0):
+            for candidate in (remembered.get(name), preferred.get(name)):
                 if holder is None and candidate is not None:
                     holder = try_bind(candidate)
+            holder = holder or hold_free_port()
             if holder is None:
                 raise CliError(
                     "NO_FREE_PORT",

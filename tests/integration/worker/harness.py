@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from fairway.cli import embedded
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc_worker import GrpcWorkers
 from services.adapters.memory_store import MemoryStore
@@ -51,12 +51,6 @@ from services.worker.version_slot import EngineSettings
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512
 TOKEN = "internal-token-of-these-tests-0123456789"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_model(folder: Path) -> Path:
@@ -292,7 +286,7 @@ async def start_harness(
     supervisor = Supervisor(clock)
     host = SequenceHost(changed=lambda: None)
     store = MemoryStore(clock)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{embedded.free_port()}"
     files = FolderSource(model_dir)
     agent = WorkerAgent(
         WorkerIdentity("w1", address),
