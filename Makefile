@@ -18,7 +18,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 	compose-secrets compose-up compose-down compose-test
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: setup ## Install what is missing, start everything, deploy the bundled model
 	@$(BIN)/fairway up $(ARGS)
@@ -41,7 +41,7 @@ setup-dev:
 		echo "next:  install one, or name it: make test PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@$(PYTHON) scripts/setup_env.py --dev
 
-test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills
+test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(ARGS)
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
@@ -91,7 +91,7 @@ s3-env: .venv-s3/moto-$(MOTO)
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (20 minutes)
+chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 20 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
@@ -107,12 +107,19 @@ compose-up: compose-secrets ## Build the image, start all containers, deploy the
 	$(COMPOSE) build registry
 	$(COMPOSE) up --detach
 	$(COMPOSE) logs --follow setup
-	@echo "The API key is in .fairway/compose/secrets/api_key; HTTP is on 127.0.0.1:8080, gRPC on 127.0.0.1:50051."
+	@while :; do \
+		state=$$(docker inspect -f '{{.State.Status}} {{.State.ExitCode}}' $$($(COMPOSE) ps -aq setup)) || exit 1; \
+		case "$$state" in \
+			"exited 0") break ;; \
+			exited*) echo "error: the model is not served" >&2; echo "next:  see '$(COMPOSE) logs setup'" >&2; exit 1 ;; \
+		esac; sleep 1; done
+	@echo "HTTP is on $$($(COMPOSE) port gateway 8080), gRPC on $$($(COMPOSE) port gateway 50051); the API key is in" \
+		"secrets/api_key of FLEET_STATE (.fairway/compose)."
 
-compose-down: ## Drain and stop the containers; their volumes stay
-	$(COMPOSE) down
+compose-down: ## Drain and stop the containers of all profiles; their volumes stay
+	COMPOSE_PROFILES=observability,scale,tools $(COMPOSE) down
 
-compose-test: setup-dev e2e-env ## Try the containers for real; exits 3 where no Docker engine answers
+compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outcome SKIPPED, where no Docker engine answers
 	$(BIN)/python -m pytest tests/compose -o faulthandler_timeout=1800 $(ARGS)
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)

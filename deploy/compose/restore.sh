@@ -14,7 +14,8 @@ state=${FLEET_STATE:-${state:-.fairway/compose}}
 owner=$(sed -n 's/^FLEET_UID=//p' .env 2>/dev/null || true)
 owner=${FLEET_UID:-${owner:-10001}}
 
-$COMPOSE down
+# All profiles: `down` leaves the containers of those that are not named.
+COMPOSE_PROFILES=observability,scale,tools $COMPOSE down
 
 echo "secrets"
 mkdir -p "$state"

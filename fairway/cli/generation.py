@@ -31,7 +31,11 @@ PriorityOption = Annotated[PriorityName | None, typer.Option("--priority", help=
 TimeoutOption = Annotated[
     float,
     typer.Option(
-        "--timeout", parser=timeout_s, metavar="SPAN", help="How long one answer may take, such as 2m."
+        "--timeout",
+        parser=timeout_s,
+        metavar="SPAN",
+        help="How long one answer may take, such as 2m.",
+        show_default="5m",
     ),
 ]
 

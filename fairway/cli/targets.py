@@ -16,7 +16,13 @@ StateDirOption = Annotated[
     Path, typer.Option("--state-dir", help="Installation whose endpoints.json is used.", show_default=True)
 ]
 GrpcOption = Annotated[
-    str, typer.Option("--grpc", envvar="FAIRWAY_GRPC", help="host:port of the gateway.", show_default=False)
+    str,
+    typer.Option(
+        "--grpc",
+        envvar="FAIRWAY_GRPC",
+        help="host:port of the gateway; of several, between commas, all are used.",
+        show_default=False,
+    ),
 ]
 ControlPlaneOption = Annotated[
     str,

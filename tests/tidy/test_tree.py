@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 
+from services.runtime import config
 from tests.tidy.sources import ROOT, project_files
 
 BIN: Final = Path(sys.executable).parent
@@ -122,6 +123,28 @@ def test_relative_links_lead_somewhere(name: str) -> None:
         if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists()
     ]
     assert dead == []
+
+
+@pytest.mark.parametrize("folder", ["docs/architecture", "docs/operations"])
+def test_an_index_names_every_page(folder: str) -> None:
+    index = (ROOT / folder / "README.md").read_text()
+    pages = {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
+    assert pages - set(re.findall(r"\]\(([a-z]+\.md)\)", index)) == set()
+
+
+def test_every_setting_is_on_a_page_for_operators() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "operations").glob("*.md"))
+    known = {config.PREFIX + name.upper() for name in config.Settings.model_fields}
+    assert known - set(re.findall(r"`(FAIRWAY_[A-Z0-9_]+)`", pages)) == set()
+
+
+def test_commands_that_alerts_name_are_there() -> None:
+    rules = (ROOT / "deploy" / "prometheus" / "fairway.yml").read_text()
+    for words in re.findall(r"`fairway ([a-z -]+)", rules):
+        done = subprocess.run(
+            [str(BIN / "fairway"), *words.split(), "--help"], capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, words
 
 
 def test_pins_satisfy_the_bounds_and_have_no_local_version() -> None:

@@ -114,7 +114,13 @@ async def rotate(
     name: NameArgument,
     grace: Annotated[
         float,
-        typer.Option("--grace", parser=span_s, metavar="SPAN", help="How long the old secret stays good."),
+        typer.Option(
+            "--grace",
+            parser=span_s,
+            metavar="SPAN",
+            help="How long the old secret stays good.",
+            show_default="0s",
+        ),
     ] = 0.0,
     etag: EtagOption = "",
     yes: YesOption = False,

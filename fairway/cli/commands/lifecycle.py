@@ -24,7 +24,9 @@ from fairway.cli.output import err, out, plain
 from fairway.cli.state import StateDir
 
 StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+PortOption = Annotated[
+    int, typer.Option(min=0, max=65535, help="0: as in the last run, else 8080 or 50051, else a free one.")
+]
 
 
 def up(

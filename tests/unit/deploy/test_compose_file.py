@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -125,6 +126,36 @@ def test_prometheus_asks_every_role() -> None:
         SERVICES[name]["environment"]["FAIRWAY_METRICS_LISTEN"].rpartition(":")[2] for name in ROLE_NAMES
     }
     assert ports == {str(found["port"])}
+
+
+@pytest.mark.parametrize("name", ["Makefile", "deploy/compose/restore.sh", "docs/operations/compose.md"])
+def test_what_takes_the_containers_away_names_every_profile(name: str) -> None:
+    """`docker compose down` leaves the containers of a profile that it is not told of."""
+    profiles = {profile for service in SERVICES.values() for profile in service.get("profiles", ())}
+    named = re.findall(r"COMPOSE_PROFILES=(\S+) \S+(?: compose)? down", (ROOT / name).read_text())
+    assert [set(each.split(",")) for each in named] == [profiles]
+
+
+def test_dashboards_are_where_grafana_looks_and_have_their_source() -> None:
+    mounts = dict(each.split(":")[:2] for each in SERVICES["grafana"]["volumes"])
+    assert mounts["./deploy/compose/grafana"] == "/etc/grafana/provisioning"
+    (provider,) = yaml.safe_load((COMPOSE / "grafana/dashboards/fairway.yml").read_text())["providers"]
+    assert mounts["./deploy/grafana"] == provider["options"]["path"]
+    sources = yaml.safe_load((COMPOSE / "grafana/datasources/fairway.yml").read_text())["datasources"]
+    assert [each["type"] for each in sources if each.get("isDefault")] == ["prometheus"]
+    for path in sorted((ROOT / "deploy/grafana").glob("*.json")):
+        board = json.loads(path.read_text())
+        source = board["templating"]["list"][0]
+        assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
+        panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+        assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}
+
+
+def test_prometheus_finds_the_alerts() -> None:
+    mounts = dict(each.split(":")[:2] for each in SERVICES["prometheus"]["volumes"])
+    (pattern,) = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["rule_files"]
+    assert pattern == mounts["./deploy/prometheus"] + "/*.yml"
+    assert list((ROOT / "deploy/prometheus").glob("*.yml"))
 
 
 def test_spans_find_their_way_to_the_store() -> None:
