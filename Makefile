@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute: two processes on two cores halve the time.
+# Tests wait more than they compute; a file stays in one process (tests/conftest.py).
 TEST_PROCESSES ?= 2
 OPENAI := 3.52.0
 MOTO := 5.2.5
@@ -42,7 +42,7 @@ setup-dev:
 	@$(PYTHON) scripts/setup_env.py --dev
 
 test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from fairway.cli import embedded
 from tests.support.object_store import ObjectStore
@@ -18,6 +20,7 @@ from tests.support.object_store import ObjectStore
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
+INSTALLATIONS = ("tests/e2e/", "tests/unit/cli/test_up.py", "tests/integration/client/test_gateways.py")
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
@@ -209,8 +212,16 @@ def _docker_has(image: str) -> bool:
         return False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, in a run of several processes, what shares an installation: a file, and all of e2e."""
-    for item in items:
-        folder = item.path.relative_to(ROOT).parts[1]
-        item.add_marker(pytest.mark.xdist_group("e2e" if folder == "e2e" else str(item.path)))
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps a file together in a run of several processes, and all that start whole installations.
+
+    These share one, and two that start at the same moment would pick the same preferred ports.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "installations" if file.startswith(INSTALLATIONS) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
