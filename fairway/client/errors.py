@@ -33,6 +33,8 @@ from fairway.v1 import common_pb2
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 KEY_FIELD: Final = "idempotency_key"
+# What grpc.aio says when a write failed before the server's status was read: the status is lost.
+STATUS_LOST: Final = "Internal error from Core"
 
 
 class FairwayError(Exception):

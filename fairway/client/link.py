@@ -11,7 +11,14 @@ import grpc
 from fairway.client import convert
 from fairway.client.attempts import Core
 from fairway.client.endpoints import Endpoint
-from fairway.client.errors import FairwayError, ServerBug, connection_lost, from_message, from_rpc
+from fairway.client.errors import (
+    STATUS_LOST,
+    FairwayError,
+    ServerBug,
+    connection_lost,
+    from_message,
+    from_rpc,
+)
 from fairway.client.values import Event
 from fairway.v1 import inference_pb2 as pb
 
@@ -19,7 +26,6 @@ CHOICE_BITS: Final = 4
 MAX_STREAM_ID: Final = 2**28 - 1
 _MAX_CREDIT: Final = 1_048_576
 _BATCH: Final = 4096
-_UNHEARD: Final = "Internal error from Core"
 _PROBE_TIMEOUT_S: Final = 2.0
 
 
@@ -179,7 +185,7 @@ class Link:
         A write that fails makes grpc.aio lose the status: the call reports an internal error of gRPC instead.
         A gateway that refuses the session, as for a wrong key, refuses a small call as well, and is heard.
         """
-        if self._heard or _UNHEARD not in (error.details() or ""):
+        if self._heard or STATUS_LOST not in (error.details() or ""):
             return from_rpc(error)
         try:
             await self.endpoint.stub.ListModels(

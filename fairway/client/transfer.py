@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 import grpc
 
+from fairway.client.errors import STATUS_LOST
 from fairway.client.folder import Chunk, PublishRefused, read_chunk
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
@@ -23,7 +24,6 @@ UPLOAD_TIMEOUT_S: Final = 300.0
 PATIENCE_S: Final = 60.0
 _DELAY_FIRST_S: Final = 0.2
 _DELAY_MOST_S: Final = 5.0
-_UNHEARD: Final = "Internal error from Core"
 _RETRIED: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Metadata = Sequence[tuple[str, str]]
@@ -89,7 +89,7 @@ class Transfer:
                 return answer
             except grpc.aio.AioRpcError as exc:
                 # A server that ends the call while this side writes may leave only grpc's own error here.
-                is_unheard = exc.code() is grpc.StatusCode.INTERNAL and exc.details() == _UNHEARD
+                is_unheard = exc.code() is grpc.StatusCode.INTERNAL and exc.details() == STATUS_LOST
                 told = told if is_unheard else exc
                 is_over = time.monotonic() - self._heard_s > self._patience_s
                 if is_over or not (is_unheard or exc.code() in _RETRIED):
