@@ -8,13 +8,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 BIN := .venv/bin
 ARGS ?=
 # Tests wait more than they compute; a file stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 4
 OPENAI := 3.52.0
 MOTO := 5.2.5
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check e2e e2e-env s3-env chaos bench-overhead bench-idempotency clean \
+	lint types imports stubs stubs-check e2e e2e-env s3-env chaos sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
 help: ## Show this list
@@ -46,7 +47,7 @@ test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those o
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
 
-verify-full: verify chaos ## verify, and the chaos drills
+verify-full: verify chaos sim ## verify, the chaos drills, and the 500 seeds of the simulator
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -94,11 +95,26 @@ e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 20 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
+sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
+	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
+
+sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (under an hour)
+	$(BIN)/python -m simulator scale $(ARGS)
+
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)
 
 bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 	$(BIN)/python -m bench.idempotency $(ARGS)
+
+bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
+	$(BIN)/python -m bench.scheduler $(ARGS)
+
+sim-compare: setup-dev ## Compare the scheduler with simpler ones on traces, simulated (minutes)
+	$(BIN)/python -m simulator compare $(ARGS)
+
+sim-validate: setup-dev ## Compare the simulator with a live installation on one load
+	$(BIN)/python -m bench.sim_validate $(ARGS)
 
 compose-secrets: ## Make the secrets of docker-compose.yml, and the .env that names their owner
 	@$(PYTHON) scripts/compose_secrets.py

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,18 +42,18 @@ def wait_for_port(port: int, timeout_s: float = 20.0) -> None:
     raise SystemExit(f"nothing listens on port {port} after {timeout_s:g} s")
 
 
-def wait_for_replica(address: str, api_key: str, timeout_s: float = 60.0) -> None:
-    """Return once the gateway knows a ready replica. Raises SystemExit after ``timeout_s``."""
+def wait_for_replicas(address: str, api_key: str, count: int = 1, timeout_s: float = 60.0) -> None:
+    """Return once the gateway knows ``count`` ready replicas. Raises SystemExit after ``timeout_s``."""
     metadata = (("authorization", f"Bearer {api_key}"),)
     deadline = time.monotonic() + timeout_s
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         while time.monotonic() < deadline:
             models = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata).models
-            if any(model.name == MODEL and model.ready_replicas for model in models):
+            if any(model.name == MODEL and model.ready_replicas >= count for model in models):
                 return
             time.sleep(0.1)
-    raise SystemExit(f"no replica is ready after {timeout_s:g} s")
+    raise SystemExit(f"fewer than {count} replicas are ready after {timeout_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,13 @@ class NullStack:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, folder: Path, *, step_s: float = 0.0) -> Iterator[NullStack]:
-        """Bring a stack up in ``folder``, one replica of the null executor, and down again."""
+    def started(
+        cls, folder: Path, *, step_s: float = 0.0, workers: int = 1, settings: Sequence[str] = ()
+    ) -> Iterator[NullStack]:
+        """Bring a stack up in ``folder``, a replica of the null executor per worker, and down again.
+
+        ``settings`` are ROLE:VARIABLE=VALUE.
+        """
         state = folder / "state"
         # Room for every sequence of the benchmark at once: preemption is not what is measured.
         environment = {
@@ -88,14 +93,15 @@ class NullStack:
         config = json.loads((model / "config.json").read_text())
         config["max_position_embeddings"] = CONTEXT_TOKENS
         (model / "config.json").write_text(json.dumps(config))
-        fairway("up", "--detach", "--no-model", "--state-dir", str(state))
+        given = [part for setting in settings for part in ("--set", setting)]
+        fairway("up", "--detach", "--no-model", "--workers", str(workers), "--state-dir", str(state), *given)
         try:
             at = ("--state-dir", str(state))
             fairway("models", "publish", str(model), "--name", MODEL, "--tag", "latest", *at)
             fairway("deployments", "create", MODEL, "--model", MODEL, "--version", "latest",
-                    "--executor", "null", "--replicas", "1", *at)  # fmt: skip
+                    "--executor", "null", "--replicas", str(workers), *at)  # fmt: skip
             endpoints = json.loads((state / "endpoints.json").read_text())
-            wait_for_replica(endpoints["grpc"], endpoints["api_key"])
+            wait_for_replicas(endpoints["grpc"], endpoints["api_key"], workers)
             yield cls(endpoints["grpc"], endpoints["http"], endpoints["api_key"], MODEL)
         finally:
             fairway("down", "--state-dir", str(state))

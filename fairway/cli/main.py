@@ -16,11 +16,14 @@ from fairway.cli.commands import (
     lifecycle,
     models,
     nodes,
+    placements,
     queue,
     tenants,
 )
+from fairway.cli.commands.calibrate import calibrate
 from fairway.cli.commands.chat import chat
 from fairway.cli.commands.complete import complete
+from fairway.cli.commands.simulate import simulate
 from fairway.cli.commands.status import status
 from fairway.cli.commands.version import show_version
 from fairway.cli.errors import CliError, ExitCode
@@ -48,8 +51,11 @@ app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
+placements.add(app)
 events.add(app)
 app.command()(bootstrap_command.bootstrap)
+app.command()(simulate)
+app.command()(calibrate)
 app.command("version")(show_version)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import grpc
 
 from fairway.client.admin_calls import Service
-from fairway.client.admin_fleet import Events, Queues
+from fairway.client.admin_fleet import Events, Placements, Queues
 from fairway.client.admin_models import Models
 from fairway.client.admin_resources import Deployments, Keys, Nodes, Tenants
 from fairway.client.attempts import Core
@@ -132,6 +132,10 @@ class AdminClient:
     @property
     def queues(self) -> Queues:
         return Queues(self._control())
+
+    @property
+    def placements(self) -> Placements:
+        return Placements(self._control())
 
     @property
     def models(self) -> Models:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from fairway.client.attempts import Attempts, Core, unary
-from fairway.client.endpoints import Endpoint
+from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.errors import FailedPrecondition, connection_lost, from_rpc
 from fairway.client.guard import Guard
 from fairway.client.values import checked_timeout_s
@@ -50,9 +50,9 @@ class Service:
         self.guard.check()
         request = self.request(method, fields)
 
-        def send(endpoint: Endpoint, attempt_s: float) -> Any:
+        def send(endpoint: Endpoint, attempt_s: float, metadata: Metadata) -> Any:
             found = getattr(self.stub(endpoint), method)
-            return found(request, timeout=attempt_s, metadata=self.core.metadata)
+            return found(request, timeout=attempt_s, metadata=metadata)
 
         limit_s = self.timeout_s(timeout_s)
         attempt_s = attempt_of(limit_s) if quick else None

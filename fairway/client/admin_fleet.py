@@ -1,4 +1,4 @@
-"""What happens in the fleet, and what waits in it: events and queues."""
+"""What happens in the fleet, what waits in it and how it is placed: events, queues and placements."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 from fairway.client.admin_calls import Service
 from fairway.client.admin_watch import Missed, OnLost, watch_events
 from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import scheduler_pb2 as sched
 
 Kinds = Sequence[cp.ResourceKind.ValueType]
 _NEWEST: Final = 20
@@ -61,3 +62,25 @@ class Queues:
         return await self._service.pages(
             "ListQueues", "queues", limit=limit, timeout_s=timeout_s, tenant=tenant
         )
+
+
+class Placements:
+    """How requests came to their workers, and how the workers stand, as the leading scheduler knows it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def explain(
+        self, request_id: str, *, timeout_s: float | None = None
+    ) -> cp.ExplainPlacementResponse:
+        """Return what is remembered of the request. Raises Unavailable without a leader."""
+        answer: cp.ExplainPlacementResponse = await self._service.call(
+            "ExplainPlacement", timeout_s=timeout_s, request_id=request_id
+        )
+        return answer
+
+    async def workers(
+        self, *, limit: int | None = None, timeout_s: float | None = None
+    ) -> Sequence[sched.Reporter]:
+        """Return the workers that reported to the leader. Raises Unavailable without a leader."""
+        return await self._service.pages("ListWorkers", "workers", limit=limit, timeout_s=timeout_s)

@@ -27,6 +27,7 @@ from fairway.client.values import ClientOptions, checked_timeout_s
 from fairway.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
+ATTEMPT_HEADER: Final = "x-fairway-attempt"
 # With a key, a server refuses so before it runs anything: it cannot remember the key.
 _KEY_REFUSED: Final = frozenset(("STORE_UNAVAILABLE", "IDEMPOTENCY_KEYS_EXCEEDED"))
 
@@ -84,6 +85,13 @@ class Attempts:
         self.count = 0
         self._not_this = ""
         core.budget.request_began(core.now())
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the attempt that was begun last is sent with. A server sheds retries first."""
+        if self.count <= 1:
+            return self._core.metadata
+        return (*self._core.metadata, (ATTEMPT_HEADER, str(self.count - 1)))
 
     @property
     def time_left_s(self) -> float:
@@ -165,7 +173,7 @@ class Attempts:
 
 async def unary(
     core: Core,
-    send: Callable[[Endpoint, float], Awaitable[T]],
+    send: Callable[[Endpoint, float, Metadata], Awaitable[T]],
     timeout_s: float,
     *,
     attempt_s: float | None = None,
@@ -173,8 +181,9 @@ async def unary(
 ) -> T:
     """Send until it is answered or may not be sent again. An answer comes whole, or not at all.
 
-    ``send``: one attempt, within a time. ``attempt_s``: after so long without an answer another endpoint is
-    asked, where there is one. ``own_key``: the generation that carries a key of the client's own.
+    ``send``: one attempt, within a time, with this metadata. ``attempt_s``: after so long without an answer
+    another endpoint is asked, where there is one. ``own_key``: the generation that carries a key of the
+    client's own.
     """
     attempts = Attempts(core, timeout_s)
     while True:
@@ -183,7 +192,7 @@ async def unary(
         left_s = attempts.time_left_s
         limit_s = min(left_s, attempt_s) if attempt_s is not None and cut else left_s
         try:
-            answer = await send(endpoint, limit_s)
+            answer = await send(endpoint, limit_s, attempts.metadata)
         except grpc.aio.AioRpcError as exc:
             error = from_rpc(exc)
             if isinstance(error, DeadlineExceeded) and limit_s < left_s:

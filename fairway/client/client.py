@@ -22,7 +22,7 @@ import grpc
 from fairway.client import convert
 from fairway.client.attempts import Core, unary
 from fairway.client.direct import DirectCarrier
-from fairway.client.endpoints import Endpoint
+from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.generation import GenerationStream
 from fairway.client.guard import Guard
 from fairway.client.session import Session
@@ -48,7 +48,7 @@ class _Sender(Protocol[_Answer]):
     """Sends one unary call to a gateway, within a time."""
 
     def __call__(
-        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, *, timeout_s: float
+        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, *, timeout: float, metadata: Metadata
     ) -> Awaitable[_Answer]: ...
 
 
@@ -150,7 +150,7 @@ class Client:
         key = self._core().key(idempotency_key)
         request = pb.CompleteRequest(generation=convert.generation(model, source, options or Options(), key))
         answer = await self._call(
-            lambda stub, *, timeout_s: stub.Complete(request, timeout=timeout_s, metadata=self._metadata),
+            lambda stub, *, timeout, metadata: stub.Complete(request, timeout=timeout, metadata=metadata),
             self._generation_timeout_s(timeout_s),
             own_key=request.generation if idempotency_key is None else None,
         )
@@ -176,7 +176,7 @@ class Client:
         """Return how many prompt tokens the input has."""
         request = convert.count_request(model, source)
         answer = await self._call(
-            lambda stub, *, timeout_s: stub.CountTokens(request, timeout=timeout_s, metadata=self._metadata),
+            lambda stub, *, timeout, metadata: stub.CountTokens(request, timeout=timeout, metadata=metadata),
             self._timeout_s(timeout_s),
         )
         return TokenCount(answer.model, answer.version_digest, answer.prompt_tokens)
@@ -185,7 +185,7 @@ class Client:
         """Return the models that the key may use."""
         request = pb.ListModelsRequest()
         answer = await self._call(
-            lambda stub, *, timeout_s: stub.ListModels(request, timeout=timeout_s, metadata=self._metadata),
+            lambda stub, *, timeout, metadata: stub.ListModels(request, timeout=timeout, metadata=metadata),
             self._timeout_s(timeout_s),
         )
         return tuple(convert.served_model(one) for one in answer.models)
@@ -195,10 +195,6 @@ class Client:
         session = Session(self._core(), options or SessionOptions())
         self._sessions.add(session)
         return session
-
-    @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._core().metadata
 
     def _core(self) -> Core:
         """Raises RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
@@ -217,7 +213,7 @@ class Client:
         return self._options.generation_timeout_s if asked_s is None else checked_timeout_s(asked_s)
 
     async def _call(self, send: _Sender[_T], timeout_s: float, *, own_key: pb.Generation | None = None) -> _T:
-        def attempt(endpoint: Endpoint, attempt_s: float) -> Awaitable[_T]:
-            return send(endpoint.stub, timeout_s=attempt_s)
+        def attempt(endpoint: Endpoint, attempt_s: float, metadata: Metadata) -> Awaitable[_T]:
+            return send(endpoint.stub, timeout=attempt_s, metadata=metadata)
 
         return await self._guard.run(unary(self._core(), attempt, timeout_s, own_key=own_key))

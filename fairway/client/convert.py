@@ -12,6 +12,7 @@ from fairway.client.values import (
     ChoiceResult,
     CompletedChoice,
     Completion,
+    Degradation,
     Finished,
     FinishReason,
     Input,
@@ -95,7 +96,17 @@ def accepted(message: pb.Accepted) -> Accepted:
         seed=message.seed,
         prompt_tokens=message.prompt_tokens,
         replayed=message.replayed,
+        degradations=tuple(map(_degradation, message.degradations)),
     )
+
+
+def _degradation(message: pb.Degradation) -> Degradation:
+    try:
+        name = pb.DegradationKind.Name(message.kind)
+    except ValueError:  # of a newer server
+        name = str(message.kind)
+    kind = name.removeprefix("DEGRADATION_KIND_").lower()
+    return Degradation(kind, message.original, message.applied, message.pressure_ratio)
 
 
 def tokens(message: pb.TokenChunk) -> Tokens:

@@ -8,7 +8,7 @@ import grpc
 
 from fairway.client import convert
 from fairway.client.attempts import Attempts, Core
-from fairway.client.endpoints import Endpoint
+from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.errors import connection_lost, from_rpc
 from fairway.client.ledger import Ledger
 from fairway.client.values import Event
@@ -23,13 +23,20 @@ class DirectCarrier:
 
     async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> DirectAttempt:
         endpoint = await attempts.begin()
-        return DirectAttempt(self._core, endpoint, attempts.deadline_s, generation)
+        return DirectAttempt(self._core, endpoint, attempts.deadline_s, generation, attempts.metadata)
 
 
 class DirectAttempt:
     """Holds its endpoint from construction until ``aclose``."""
 
-    def __init__(self, core: Core, endpoint: Endpoint, deadline_s: float, generation: pb.Generation) -> None:
+    def __init__(
+        self,
+        core: Core,
+        endpoint: Endpoint,
+        deadline_s: float,
+        generation: pb.Generation,
+        metadata: Metadata,
+    ) -> None:
         self.endpoint = endpoint
         self._core = core
         self._deadline_s = deadline_s
@@ -37,7 +44,7 @@ class DirectAttempt:
         self._call = endpoint.stub.Generate(
             pb.GenerateRequest(generation=generation),
             timeout=max(0.0, deadline_s - core.now()),
-            metadata=core.metadata,
+            metadata=metadata,
         )
 
     async def receive(self) -> Event:

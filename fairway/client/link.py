@@ -24,6 +24,7 @@ from fairway.v1 import inference_pb2 as pb
 
 CHOICE_BITS: Final = 4
 MAX_STREAM_ID: Final = 2**28 - 1
+_MAX_ATTEMPT: Final = 1000
 _MAX_CREDIT: Final = 1_048_576
 _BATCH: Final = 4096
 _PROBE_TIMEOUT_S: Final = 2.0
@@ -110,8 +111,10 @@ class Link:
         """New generations may start on it."""
         return self._ended is None and not self.retired and self._next_id < MAX_STREAM_ID
 
-    def start(self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float) -> Entry:
-        """Send a generation; the entry hears its events."""
+    def start(
+        self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float, attempt: int = 0
+    ) -> Entry:
+        """Send a generation; the entry hears its events. ``attempt``: how often it was sent before."""
         entry = Entry(self, self._next_id, taken, window, deadline_s)
         self._next_id += 1
         self._entries[entry.stream_id] = entry
@@ -120,6 +123,7 @@ class Link:
                 stream_id=entry.stream_id,
                 generation=generation,
                 initial_credit_tokens=entry.initial_credit,
+                attempt=min(attempt, _MAX_ATTEMPT),
             )
         )
         self._wanted.set()

@@ -89,6 +89,7 @@ class Session:
                 taken=ledger.furthest,
                 window=self._options.window_tokens,
                 deadline_s=attempts.deadline_s,
+                attempt=attempts.count - 1,
             )
         except BaseException:
             self._slots.release()

@@ -82,12 +82,25 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Degradation:
+    """The model was under pressure, and the tenant's policy prefers less to nothing.
+
+    ``kind``: output_capped or smaller_model. ``original`` was asked for, ``applied`` is given.
+    """
+
+    kind: str
+    original: str
+    applied: str
+    pressure_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """What the server resolved and drew for a request: with the same seed, it says the same again.
 
     ``replayed``: an earlier request with the same idempotency key was accepted, and this is its answer. A
     stream that is continued keeps what it heard first; a call that was sent again and had heard nothing may
-    meet its own first sending.
+    meet its own first sending. ``degradations``: in what it is served otherwise than it was asked for.
     """
 
     request_id: str
@@ -97,6 +110,7 @@ class Accepted:
     seed: int
     prompt_tokens: int
     replayed: bool = False
+    degradations: tuple[Degradation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,56 @@ class Metadata(_message.Message):
 Global___Metadata: _TypeAlias = Metadata  # noqa: Y015
 
 @_typing.final
+class DegradePolicy(_message.Message):
+    """What a tenant would rather have than be refused, while a model has more work than it can do in time.
+    Each answer says what was done to it. Requests with an idempotency key are left as they are.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SmallerModelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SMALLER_MODELS_FIELD_NUMBER: _builtins.int
+    max_output_tokens: _builtins.int
+    """Outputs end after this many tokens. 0: they are not cut."""
+    @_builtins.property
+    def smaller_models(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The deployment that answers instead, by the one that was asked for."""
+
+    def __init__(
+        self,
+        *,
+        max_output_tokens: _builtins.int = ...,
+        smaller_models: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_output_tokens", b"max_output_tokens", "smaller_models", b"smaller_models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DegradePolicy: _TypeAlias = DegradePolicy  # noqa: Y015
+
+@_typing.final
 class Tenant(_message.Message):
     """A customer: the unit of quotas, fairness, isolation and billing."""
 
@@ -215,6 +265,8 @@ class Tenant(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     MAX_PRIORITY_FIELD_NUMBER: _builtins.int
     DISABLED_FIELD_NUMBER: _builtins.int
+    DEGRADE_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     requests_per_minute: _builtins.int
     """0: no limit, here and below."""
@@ -225,8 +277,14 @@ class Tenant(_message.Message):
     max_priority: _common_pb2.Priority.ValueType
     """Highest class that its requests may ask for. Unspecified: standard."""
     disabled: _builtins.bool
+    committed_tokens_per_minute: _builtins.int
+    """Tokens, prompt and output, that are promised to it. What it uses above them is shed before others' work.
+    0: no promise, and nothing is above it.
+    """
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
+    @_builtins.property
+    def degrade(self) -> Global___DegradePolicy: ...
     def __init__(
         self,
         *,
@@ -238,10 +296,12 @@ class Tenant(_message.Message):
         weight: _builtins.float = ...,
         max_priority: _common_pb2.Priority.ValueType = ...,
         disabled: _builtins.bool = ...,
+        degrade: Global___DegradePolicy | None = ...,
+        committed_tokens_per_minute: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["degrade", b"degrade", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disabled", b"disabled", "display_name", b"display_name", "max_concurrency", b"max_concurrency", "max_priority", b"max_priority", "metadata", b"metadata", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "max_concurrency", b"max_concurrency", "max_priority", b"max_priority", "metadata", b"metadata", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2095,6 +2155,111 @@ class ListQueuesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListQueuesResponse: _TypeAlias = ListQueuesResponse  # noqa: Y015
+
+@_typing.final
+class ExplainPlacementRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPlacementRequest: _TypeAlias = ExplainPlacementRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPlacementResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.str
+    leader_epoch: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[_scheduler_pb2.PlacementDecision]:
+        """The oldest first. Empty: nothing is remembered."""
+
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """What began before it may have been forgotten."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[_scheduler_pb2.PlacementDecision] | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        leader_id: _builtins.str = ...,
+        leader_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "leader_epoch", b"leader_epoch", "leader_id", b"leader_id", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPlacementResponse: _TypeAlias = ExplainPlacementResponse  # noqa: Y015
+
+@_typing.final
+class ListWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many workers; 0: 100."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkersRequest: _TypeAlias = ListWorkersRequest  # noqa: Y015
+
+@_typing.final
+class ListWorkersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    leader_id: _builtins.str
+    leader_epoch: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[_scheduler_pb2.Reporter]: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_scheduler_pb2.Reporter] | None = ...,
+        next_page_token: _builtins.str = ...,
+        leader_id: _builtins.str = ...,
+        leader_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "leader_id", b"leader_id", "next_page_token", b"next_page_token", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
 
 @_typing.final
 class Event(_message.Message):

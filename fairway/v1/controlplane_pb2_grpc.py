@@ -184,6 +184,16 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.FromString,
                 _registered_method=True)
+        self.ExplainPlacement = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ExplainPlacement',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementResponse.FromString,
+                _registered_method=True)
+        self.ListWorkers = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListWorkers',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListWorkersRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListWorkersResponse.FromString,
+                _registered_method=True)
         self.ListEvents = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ListEvents',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListEventsRequest.SerializeToString,
@@ -424,6 +434,20 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainPlacement(self, request, context):
+        """How the placements of a request were decided, as far as the leading scheduler remembers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWorkers(self, request, context):
+        """The workers as the leading scheduler sees them. NO_LEADER while none leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEvents(self, request, context):
         """What happened in the fleet, newest first. Kept for about an hour.
         """
@@ -639,6 +663,16 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListQueues,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'ExplainPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPlacement,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementResponse.SerializeToString,
+            ),
+            'ListWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWorkers,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListWorkersRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListWorkersResponse.SerializeToString,
             ),
             'ListEvents': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEvents,
@@ -1501,6 +1535,60 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ListQueues',
             fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ExplainPlacement',
+            fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListWorkers',
+            fairway_dot_v1_dot_controlplane__pb2.ListWorkersRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,10 @@ class ControlPlaneServiceStub:
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     ListQueues: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]
     """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+    ExplainPlacement: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ExplainPlacementRequest, _controlplane_pb2.ExplainPlacementResponse]
+    """How the placements of a request were decided, as far as the leading scheduler remembers."""
+    ListWorkers: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListWorkersRequest, _controlplane_pb2.ListWorkersResponse]
+    """The workers as the leading scheduler sees them. NO_LEADER while none leads."""
     ListEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListEventsRequest, _controlplane_pb2.ListEventsResponse]
     """What happened in the fleet, newest first. Kept for about an hour."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_controlplane_pb2.WatchEventsRequest, _controlplane_pb2.WatchEventsResponse]
@@ -118,6 +122,10 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     ListQueues: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]  # type: ignore[assignment]
     """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+    ExplainPlacement: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ExplainPlacementRequest, _controlplane_pb2.ExplainPlacementResponse]  # type: ignore[assignment]
+    """How the placements of a request were decided, as far as the leading scheduler remembers."""
+    ListWorkers: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListWorkersRequest, _controlplane_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    """The workers as the leading scheduler sees them. NO_LEADER while none leads."""
     ListEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListEventsRequest, _controlplane_pb2.ListEventsResponse]  # type: ignore[assignment]
     """What happened in the fleet, newest first. Kept for about an hour."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_controlplane_pb2.WatchEventsRequest, _controlplane_pb2.WatchEventsResponse]  # type: ignore[assignment]
@@ -347,6 +355,22 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.ListQueuesResponse, _abc.Awaitable[_controlplane_pb2.ListQueuesResponse]]:
         """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+
+    @_abc_1.abstractmethod
+    def ExplainPlacement(
+        self,
+        request: _controlplane_pb2.ExplainPlacementRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ExplainPlacementResponse, _abc.Awaitable[_controlplane_pb2.ExplainPlacementResponse]]:
+        """How the placements of a request were decided, as far as the leading scheduler remembers."""
+
+    @_abc_1.abstractmethod
+    def ListWorkers(
+        self,
+        request: _controlplane_pb2.ListWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListWorkersResponse, _abc.Awaitable[_controlplane_pb2.ListWorkersResponse]]:
+        """The workers as the leading scheduler sees them. NO_LEADER while none leads."""
 
     @_abc_1.abstractmethod
     def ListEvents(

@@ -9,6 +9,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _DegradationKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DegradationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DegradationKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEGRADATION_KIND_UNSPECIFIED: _DegradationKind.ValueType  # 0
+    DEGRADATION_KIND_OUTPUT_CAPPED: _DegradationKind.ValueType  # 1
+    """max_output_tokens is less than what was asked for."""
+    DEGRADATION_KIND_SMALLER_MODEL: _DegradationKind.ValueType  # 2
+    """Another model answers."""
+
+class DegradationKind(_DegradationKind, metaclass=_DegradationKindEnumTypeWrapper): ...
+
+DEGRADATION_KIND_UNSPECIFIED: DegradationKind.ValueType  # 0
+DEGRADATION_KIND_OUTPUT_CAPPED: DegradationKind.ValueType  # 1
+"""max_output_tokens is less than what was asked for."""
+DEGRADATION_KIND_SMALLER_MODEL: DegradationKind.ValueType  # 2
+"""Another model answers."""
+Global___DegradationKind: _TypeAlias = DegradationKind  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -205,6 +227,38 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
+class Degradation(_message.Message):
+    """The model that was asked for is under pressure, and the tenant's policy prefers less to nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    ORIGINAL_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    PRESSURE_RATIO_FIELD_NUMBER: _builtins.int
+    kind: Global___DegradationKind.ValueType
+    original: _builtins.str
+    """What was asked for, and what is given: a number of tokens or a model."""
+    applied: _builtins.str
+    pressure_ratio: _builtins.float
+    """Of the model that was asked for, 0..1, when the request was admitted."""
+    def __init__(
+        self,
+        *,
+        kind: Global___DegradationKind.ValueType = ...,
+        original: _builtins.str = ...,
+        applied: _builtins.str = ...,
+        pressure_ratio: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "kind", b"kind", "original", b"original", "pressure_ratio", b"pressure_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
+
+@_typing.final
 class Accepted(_message.Message):
     """First event of a stream: what was resolved and drawn for it."""
 
@@ -217,6 +271,7 @@ class Accepted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    DEGRADATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -225,6 +280,10 @@ class Accepted(_message.Message):
     prompt_tokens: _builtins.int
     replayed: _builtins.bool
     """An earlier request with the same idempotency key was accepted, and this is its answer."""
+    @_builtins.property
+    def degradations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Degradation]:
+        """Empty: it is served as it was asked for."""
+
     def __init__(
         self,
         *,
@@ -235,10 +294,11 @@ class Accepted(_message.Message):
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         replayed: _builtins.bool = ...,
+        degradations: _abc.Iterable[Global___Degradation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degradations", b"degradations", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,10 +537,13 @@ class SessionStart(_message.Message):
     STREAM_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """The caller's number for this generation; not in use on this stream."""
     initial_credit_tokens: _builtins.int
     """Tokens that may be sent per choice before credit is given. 0: no window."""
+    attempt: _builtins.int
+    """Which attempt of the caller this is, from 0."""
     @_builtins.property
     def generation(self) -> Global___Generation: ...
     def __init__(
@@ -489,10 +552,11 @@ class SessionStart(_message.Message):
         stream_id: _builtins.int = ...,
         generation: Global___Generation | None = ...,
         initial_credit_tokens: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "initial_credit_tokens", b"initial_credit_tokens", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation", b"generation", "initial_credit_tokens", b"initial_credit_tokens", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from fairway.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
@@ -99,6 +100,13 @@ class PlaceRequest(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    DEADLINE_LEFT_MS_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
+    OVER_QUOTA_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     placement_id: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
@@ -119,13 +127,27 @@ class PlaceRequest(_message.Message):
     """Proof of admission, signed by a gateway."""
     traceparent: _builtins.str
     """W3C trace context."""
+    deadline_left_ms: _builtins.int
+    """From receipt: an answer after it is of no use. 0: none."""
+    tenant_weight: _builtins.float
+    """The tenant's share of a contended pool. 0: 1."""
+    attempt: _builtins.int
+    """Which attempt of its client this is, from 0."""
+    ttft_target_ms: _builtins.int
+    """Its first token is wanted within this time of its arrival. 0: the target of its class."""
+    over_quota: _builtins.bool
+    """The tenant uses more than what was promised to it: shed before those that do not."""
+    committed_tokens_per_minute: _builtins.int
+    """Tokens per minute that were promised to the tenant; above them it is over its quota. 0: no promise."""
+    begun: _builtins.bool
+    """It was granted a place before, which it lost: it is not shed."""
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: it was lost or refused there."""
 
     @_builtins.property
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Hash chain of the prompt's leading KV blocks."""
+        """Hash chain of the prompt's leading prefix blocks of 64 tokens."""
 
     def __init__(
         self,
@@ -146,10 +168,17 @@ class PlaceRequest(_message.Message):
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         ticket: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        deadline_left_ms: _builtins.int = ...,
+        tenant_weight: _builtins.float = ...,
+        attempt: _builtins.int = ...,
+        ttft_target_ms: _builtins.int = ...,
+        over_quota: _builtins.bool = ...,
+        committed_tokens_per_minute: _builtins.int = ...,
+        begun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "choice", b"choice", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "tenant_id", b"tenant_id", "ticket", b"ticket", "traceparent", b"traceparent", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "attempt", b"attempt", "begun", b"begun", "choice", b"choice", "committed_tokens_per_minute", b"committed_tokens_per_minute", "deadline_left_ms", b"deadline_left_ms", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "over_quota", b"over_quota", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -182,15 +211,18 @@ class GatewayHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
+    zone: _builtins.str
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,28 +314,136 @@ class Leadership(_message.Message):
 Global___Leadership: _TypeAlias = Leadership  # noqa: Y015
 
 @_typing.final
+class PoolPressure(_message.Message):
+    """How hard a pool is pressed, 0 (idle) to 1 (sheds all that may be shed)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    PRESSURE_RATIO_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_MS_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    pressure_ratio: _builtins.float
+    predicted_wait_ms: _builtins.int
+    """Until what is submitted now would start."""
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        pressure_ratio: _builtins.float = ...,
+        predicted_wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted_wait_ms", b"predicted_wait_ms", "pressure_ratio", b"pressure_ratio", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolPressure: _TypeAlias = PoolPressure  # noqa: Y015
+
+@_typing.final
+class PoolMember(_message.Message):
+    """One pool of one worker, as far as a gateway needs it to place by itself while nobody leads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_ROOM_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    incarnation: _builtins.int
+    version_digest: _builtins.str
+    kv_tokens_room: _builtins.int
+    """Neither granted nor in use when this was sent."""
+    kv_tokens_total: _builtins.int
+    block_size: _builtins.int
+    slots: _builtins.int
+    max_model_len: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        version_digest: _builtins.str = ...,
+        kv_tokens_room: _builtins.int = ...,
+        kv_tokens_total: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        max_model_len: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "kv_tokens_room", b"kv_tokens_room", "kv_tokens_total", b"kv_tokens_total", "max_model_len", b"max_model_len", "slots", b"slots", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolMember: _TypeAlias = PoolMember  # noqa: Y015
+
+@_typing.final
+class FleetSnapshot(_message.Message):
+    """Replaces what was sent before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolMember]: ...
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[Global___PoolMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetSnapshot: _TypeAlias = FleetSnapshot  # noqa: Y015
+
+@_typing.final
 class ConnectResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     LEADERSHIP_FIELD_NUMBER: _builtins.int
+    PRESSURES_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
     @_builtins.property
     def leadership(self) -> Global___Leadership: ...
+    @_builtins.property
+    def pressures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPressure]:
+        """Of every pool that is pressed at all; a pool that is missing is not. With each heartbeat."""
+
+    @_builtins.property
+    def fleet(self) -> Global___FleetSnapshot:
+        """Once a second at most; absent: unchanged."""
+
     def __init__(
         self,
         *,
         grants: _abc.Iterable[Global___Grant] | None = ...,
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
         leadership: Global___Leadership | None = ...,
+        pressures: _abc.Iterable[Global___PoolPressure] | None = ...,
+        fleet: Global___FleetSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "leadership", b"leadership", "refusals", b"refusals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,11 +469,18 @@ class PoolReport(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     PREFIX_ADDED_FIELD_NUMBER: _builtins.int
     PREFIX_REMOVED_FIELD_NUMBER: _builtins.int
-    PREDICTED_STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_PREFILLS_FIELD_NUMBER: _builtins.int
+    PREFIX_SHARED_FIELD_NUMBER: _builtins.int
+    PREFIX_UNSHARED_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     kv_blocks_total: _builtins.int
     kv_blocks_reserved: _builtins.int
-    """Granted, running and preempted sequences, at the larger of their grant and their use."""
+    """Granted, running and preempted sequences, at the larger of their grant and their use; a block of a prefix
+    that several of them share counts once.
+    """
     block_size: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
@@ -346,14 +493,31 @@ class PoolReport(_message.Message):
     steps: _builtins.int
     step_seconds: _builtins.float
     """Seconds spent inside steps since the engine started."""
-    predicted_step_seconds: _builtins.float
-    """What the step-time model expected for the same steps as step_seconds."""
+    prefill_tokens: _builtins.int
+    """Work inside the steps since the engine started: tokens prefilled, tokens decoded, and tokens of KV that
+    the decodes read.
+    """
+    decode_tokens: _builtins.int
+    attended_tokens: _builtins.int
+    long_prefills: _builtins.int
+    """Accepted sequences with 4,096 prompt tokens and more to compute and no token yet."""
     @_builtins.property
     def prefix_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prefix-cache blocks that appeared and disappeared since the last report."""
+        """Prefix blocks (of 64 tokens) that appeared in and disappeared from the cache since the last report. In
+        the first report of a stream: all that are cached.
+        """
 
     @_builtins.property
     def prefix_removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefix_shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prefix blocks that live sequences refer to from now on, and no longer, of those that more than one had use
+        of. kv_blocks_reserved counts each once, and one sequence more that begins with it needs no room for it.
+        In the first report of a stream: all of them.
+        """
+
+    @_builtins.property
+    def prefix_unshared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -371,11 +535,16 @@ class PoolReport(_message.Message):
         step_seconds: _builtins.float = ...,
         prefix_added: _abc.Iterable[_builtins.int] | None = ...,
         prefix_removed: _abc.Iterable[_builtins.int] | None = ...,
-        predicted_step_seconds: _builtins.float = ...,
+        prefill_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        attended_tokens: _builtins.int = ...,
+        long_prefills: _builtins.int = ...,
+        prefix_shared: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_unshared: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "predicted_step_seconds", b"predicted_step_seconds", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -432,6 +601,9 @@ class SequenceUsage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    PLACED_ALONE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
     tenant_id: _builtins.str
@@ -439,6 +611,10 @@ class SequenceUsage(_message.Message):
     output_tokens: _builtins.int
     cached_tokens: _builtins.int
     ended: _builtins.bool
+    version_digest: _builtins.str
+    placed_alone: _builtins.bool
+    """Its gateway placed it, while no leader was heard."""
+    priority: _common_pb2.Priority.ValueType
     def __init__(
         self,
         *,
@@ -449,14 +625,53 @@ class SequenceUsage(_message.Message):
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         ended: _builtins.bool = ...,
+        version_digest: _builtins.str = ...,
+        placed_alone: _builtins.bool = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "ended", b"ended", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant_id", b"tenant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "ended", b"ended", "output_tokens", b"output_tokens", "placed_alone", b"placed_alone", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceUsage: _TypeAlias = SequenceUsage  # noqa: Y015
+
+@_typing.final
+class TenantCounter(_message.Message):
+    """How much service a tenant had in one class of a pool, in weighted tokens, as the leader counts. Workers
+    keep what a leader said and say it to the next one, so that a failover does not forget who had what.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    VIRTUAL_TOKENS_FIELD_NUMBER: _builtins.int
+    FLOOR_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    version_digest: _builtins.str
+    priority: _common_pb2.Priority.ValueType
+    virtual_tokens: _builtins.float
+    floor_tokens: _builtins.float
+    """What a tenant without service started from in this class of the pool then."""
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        virtual_tokens: _builtins.float = ...,
+        floor_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["floor_tokens", b"floor_tokens", "priority", b"priority", "tenant_id", b"tenant_id", "version_digest", b"version_digest", "virtual_tokens", b"virtual_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantCounter: _TypeAlias = TenantCounter  # noqa: Y015
 
 @_typing.final
 class LiveSequence(_message.Message):
@@ -470,12 +685,15 @@ class LiveSequence(_message.Message):
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PLACED_ALONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
     tenant_id: _builtins.str
     version_digest: _builtins.str
     kv_blocks: _builtins.int
     priority: _common_pb2.Priority.ValueType
+    placed_alone: _builtins.bool
+    """Its gateway placed it, while no leader was heard."""
     def __init__(
         self,
         *,
@@ -485,10 +703,11 @@ class LiveSequence(_message.Message):
         version_digest: _builtins.str = ...,
         kv_blocks: _builtins.int = ...,
         priority: _common_pb2.Priority.ValueType = ...,
+        placed_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "kv_blocks", b"kv_blocks", "priority", b"priority", "request_id", b"request_id", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "kv_blocks", b"kv_blocks", "placed_alone", b"placed_alone", "priority", b"priority", "request_id", b"request_id", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,6 +729,10 @@ class ReportRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    DEVICE_TYPE_FIELD_NUMBER: _builtins.int
+    COST_PER_HOUR_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    DELTAS_NUMBER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     report: _builtins.int
@@ -521,6 +744,14 @@ class ReportRequest(_message.Message):
     """
     draining: _builtins.bool
     zone: _builtins.str
+    device_type: _builtins.str
+    """What it runs on, such as nvidia-h100: workers of one type are expected to be equally fast."""
+    cost_per_hour: _builtins.float
+    """In any one currency. 0: unknown."""
+    deltas_number: _builtins.int
+    """Counts what `tenants` and `usage` tell of, over all streams of this worker's life: what is told again, since no
+    answer came, has the number that it had. 0: it has none.
+    """
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolReport]: ...
     @_builtins.property
@@ -531,6 +762,10 @@ class ReportRequest(_message.Message):
     def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSequence]: ...
     @_builtins.property
     def usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUsage]: ...
+    @_builtins.property
+    def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounter]:
+        """In the first report of a stream: what the last leader said."""
+
     def __init__(
         self,
         *,
@@ -546,10 +781,14 @@ class ReportRequest(_message.Message):
         draining: _builtins.bool = ...,
         zone: _builtins.str = ...,
         usage: _abc.Iterable[Global___SequenceUsage] | None = ...,
+        device_type: _builtins.str = ...,
+        cost_per_hour: _builtins.float = ...,
+        counters: _abc.Iterable[Global___TenantCounter] | None = ...,
+        deltas_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "pools", b"pools", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "counters", b"counters", "deltas_number", b"deltas_number", "device_type", b"device_type", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "pools", b"pools", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -561,19 +800,25 @@ class ReportResponse(_message.Message):
 
     LEADERSHIP_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     report: _builtins.int
     """The report that this answers."""
     @_builtins.property
     def leadership(self) -> Global___Leadership: ...
+    @_builtins.property
+    def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounter]:
+        """Of tenants that this worker told of since the response before."""
+
     def __init__(
         self,
         *,
         leadership: Global___Leadership | None = ...,
         report: _builtins.int = ...,
+        counters: _abc.Iterable[Global___TenantCounter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "leadership", b"leadership", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +880,8 @@ class PoolQueue(_message.Message):
     KV_TOKENS_FREE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
     SHARES_LEFT_OFF_FIELD_NUMBER: _builtins.int
+    PRESSURE_RATIO_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     queued: _builtins.int
     queued_prompt_tokens: _builtins.int
@@ -651,6 +898,8 @@ class PoolQueue(_message.Message):
     """Neither granted nor in use, on the serving workers."""
     shares_left_off: _builtins.int
     """How many shares did not fit in."""
+    pressure_ratio: _builtins.float
+    """0 (idle) to 1 (sheds all that may be shed)."""
     @_builtins.property
     def oldest_wait(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -660,6 +909,10 @@ class PoolQueue(_message.Message):
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueShare]:
         """The largest first."""
+
+    @_builtins.property
+    def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounter]:
+        """What tenants were served, the most first: at most 100."""
 
     def __init__(
         self,
@@ -678,10 +931,12 @@ class PoolQueue(_message.Message):
         kv_tokens_free: _builtins.int = ...,
         shares: _abc.Iterable[Global___QueueShare] | None = ...,
         shares_left_off: _builtins.int = ...,
+        pressure_ratio: _builtins.float = ...,
+        counters: _abc.Iterable[Global___TenantCounter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "pressure_ratio", b"pressure_ratio", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -740,3 +995,418 @@ class ListPoolsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
+
+@_typing.final
+class ScorePart(_message.Message):
+    """What one scorer gave a worker, 0..1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORER_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    scorer: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        scorer: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scorer", b"scorer", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScorePart: _TypeAlias = ScorePart  # noqa: Y015
+
+@_typing.final
+class RankedWorker(_message.Message):
+    """A worker that passed every filter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    IN_DRAW_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_ROOM_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    score: _builtins.float
+    in_draw: _builtins.bool
+    """It was good enough to share the draw."""
+    cached_tokens: _builtins.int
+    kv_tokens_room: _builtins.int
+    @_builtins.property
+    def predicted_ttft(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePart]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        score: _builtins.float = ...,
+        in_draw: _builtins.bool = ...,
+        cached_tokens: _builtins.int = ...,
+        predicted_ttft: _duration_pb2.Duration | None = ...,
+        kv_tokens_room: _builtins.int = ...,
+        parts: _abc.Iterable[Global___ScorePart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_ttft", b"predicted_ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "in_draw", b"in_draw", "kv_tokens_room", b"kv_tokens_room", "parts", b"parts", "predicted_ttft", b"predicted_ttft", "score", b"score", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankedWorker: _TypeAlias = RankedWorker  # noqa: Y015
+
+@_typing.final
+class FilterRejections(_message.Message):
+    """Workers that one filter dropped, and the names of some of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    workers: _builtins.int
+    @_builtins.property
+    def named(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        workers: _builtins.int = ...,
+        named: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "named", b"named", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FilterRejections: _TypeAlias = FilterRejections  # noqa: Y015
+
+@_typing.final
+class PlacementDecision(_message.Message):
+    """One placement of one choice, from its queueing to its end. A sequence that is placed again has several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    QUEUED_TIME_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    EXCLUDED_WORKERS_FIELD_NUMBER: _builtins.int
+    BYPASSED_FIELD_NUMBER: _builtins.int
+    RANKED_FIELD_NUMBER: _builtins.int
+    REJECTIONS_FIELD_NUMBER: _builtins.int
+    LOOKS_FIELD_NUMBER: _builtins.int
+    COUNTER_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOKS_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
+    LOOKS_GIVING_WAY_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    tenant: _builtins.str
+    model: _builtins.str
+    version_digest: _builtins.str
+    priority: _common_pb2.Priority.ValueType
+    attempt: _builtins.int
+    epoch: _builtins.int
+    outcome: _builtins.str
+    """QUEUED, GRANTED, WITHDRAWN, RUNNING_BEFORE (it ran when its worker connected: an earlier leader granted
+    it), PLACED_ALONE (its gateway did, while no leader was heard; queued_time is when a worker told of it,
+    once for each worker and choice), or the reason of its refusal.
+    """
+    worker_id: _builtins.str
+    prompt_tokens: _builtins.int
+    reserved_tokens: _builtins.int
+    """Of the prompt and the predicted output."""
+    bypassed: _builtins.int
+    """How many behind it were granted before it."""
+    looks: _builtins.int
+    """How often the fleet was looked at for it."""
+    counter_tokens: _builtins.float
+    """The tenant's fairness counter at the last look, in weighted tokens."""
+    looks_without_room: _builtins.int
+    """Of the looks, those that found no worker with enough KV and a free slot."""
+    looks_giving_way: _builtins.int
+    """Of the other looks, those at which its tenant had more than its share, and more than that waiting: it was to
+    start only where next to no prompt is queued (has_prefill_room).
+    """
+    @_builtins.property
+    def queued_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def ranked(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedWorker]:
+        """The best first."""
+
+    @_builtins.property
+    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilterRejections]:
+        """Of the last look at which a filter dropped any worker. A look is without, when all have too little room."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        attempt: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        queued_time: _timestamp_pb2.Timestamp | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
+        outcome: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        reserved_tokens: _builtins.int = ...,
+        excluded_workers: _abc.Iterable[_builtins.str] | None = ...,
+        bypassed: _builtins.int = ...,
+        ranked: _abc.Iterable[Global___RankedWorker] | None = ...,
+        rejections: _abc.Iterable[Global___FilterRejections] | None = ...,
+        looks: _builtins.int = ...,
+        counter_tokens: _builtins.float = ...,
+        looks_without_room: _builtins.int = ...,
+        looks_giving_way: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queued_time", b"queued_time", "wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementDecision: _TypeAlias = PlacementDecision  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    LEADERSHIP_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementDecision]:
+        """The oldest first. Empty: nothing is remembered."""
+
+    @_builtins.property
+    def leadership(self) -> Global___Leadership: ...
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """What began before it may have been forgotten."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___PlacementDecision] | None = ...,
+        leadership: Global___Leadership | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "leadership", b"leadership", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ReporterPool(_message.Message):
+    """One pool of one worker, as placements see it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_ROOM_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    MEASURED_STEP_FIELD_NUMBER: _builtins.int
+    PREDICTED_STEP_FIELD_NUMBER: _builtins.int
+    SLOWNESS_RATIO_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
+    HEALTH_REASON_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    kv_tokens_total: _builtins.int
+    kv_tokens_room: _builtins.int
+    """Reported room less grants that no report speaks for; below 0 where sequences outgrew it."""
+    slots: _builtins.int
+    running: _builtins.int
+    waiting: _builtins.int
+    granted: _builtins.int
+    queued_prefill_tokens: _builtins.int
+    ready: _builtins.bool
+    slowness_ratio: _builtins.float
+    """Measured over predicted time of its recent steps."""
+    health: _builtins.str
+    """healthy, ejected, probing, failing or trial; empty while nothing is known."""
+    health_reason: _builtins.str
+    @_builtins.property
+    def measured_step(self) -> _duration_pb2.Duration:
+        """Mean over the engine's life, and what the step of its present batch is predicted to take."""
+
+    @_builtins.property
+    def predicted_step(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        kv_tokens_total: _builtins.int = ...,
+        kv_tokens_room: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        granted: _builtins.int = ...,
+        queued_prefill_tokens: _builtins.int = ...,
+        ready: _builtins.bool = ...,
+        measured_step: _duration_pb2.Duration | None = ...,
+        predicted_step: _duration_pb2.Duration | None = ...,
+        slowness_ratio: _builtins.float = ...,
+        health: _builtins.str = ...,
+        health_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measured_step", b"measured_step", "predicted_step", b"predicted_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "health", b"health", "health_reason", b"health_reason", "kv_tokens_room", b"kv_tokens_room", "kv_tokens_total", b"kv_tokens_total", "measured_step", b"measured_step", "predicted_step", b"predicted_step", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "slots", b"slots", "slowness_ratio", b"slowness_ratio", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReporterPool: _TypeAlias = ReporterPool  # noqa: Y015
+
+@_typing.final
+class Reporter(_message.Message):
+    """A worker as the leader sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    DEVICE_TYPE_FIELD_NUMBER: _builtins.int
+    COST_PER_HOUR_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LAST_REPORT_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    incarnation: _builtins.int
+    zone: _builtins.str
+    device_type: _builtins.str
+    cost_per_hour: _builtins.float
+    state: _builtins.str
+    """placed_on, silent, draining or away."""
+    prefix_blocks: _builtins.int
+    @_builtins.property
+    def last_report(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReporterPool]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        zone: _builtins.str = ...,
+        device_type: _builtins.str = ...,
+        cost_per_hour: _builtins.float = ...,
+        state: _builtins.str = ...,
+        last_report: _duration_pb2.Duration | None = ...,
+        prefix_blocks: _builtins.int = ...,
+        pools: _abc.Iterable[Global___ReporterPool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_report", b"last_report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "device_type", b"device_type", "incarnation", b"incarnation", "last_report", b"last_report", "pools", b"pools", "prefix_blocks", b"prefix_blocks", "state", b"state", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reporter: _TypeAlias = Reporter  # noqa: Y015
+
+@_typing.final
+class ListReportersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReportersRequest: _TypeAlias = ListReportersRequest  # noqa: Y015
+
+@_typing.final
+class ListReportersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LEADERSHIP_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def reporters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reporter]: ...
+    @_builtins.property
+    def leadership(self) -> Global___Leadership: ...
+    def __init__(
+        self,
+        *,
+        reporters: _abc.Iterable[Global___Reporter] | None = ...,
+        next_page_token: _builtins.str = ...,
+        leadership: Global___Leadership | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "next_page_token", b"next_page_token", "reporters", b"reporters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReportersResponse: _TypeAlias = ListReportersResponse  # noqa: Y015

@@ -49,6 +49,16 @@ class SchedulerServiceStub:
                 request_serializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/fairway.v1.SchedulerService/Explain',
+                request_serializer=fairway_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_scheduler__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.ListReporters = channel.unary_unary(
+                '/fairway.v1.SchedulerService/ListReporters',
+                request_serializer=fairway_dot_v1_dot_scheduler__pb2.ListReportersRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_scheduler__pb2.ListReportersResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -75,6 +85,20 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """How a request's placements were decided, as far as this scheduler remembers. NO_LEADER like ListPools.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReporters(self, request, context):
+        """The workers that reported, as the leader sees them. NO_LEADER like ListPools.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +116,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ListPools,
                     request_deserializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_scheduler__pb2.ListPoolsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=fairway_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_scheduler__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListReporters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReporters,
+                    request_deserializer=fairway_dot_v1_dot_scheduler__pb2.ListReportersRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_scheduler__pb2.ListReportersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +209,60 @@ class SchedulerService:
             '/fairway.v1.SchedulerService/ListPools',
             fairway_dot_v1_dot_scheduler__pb2.ListPoolsRequest.SerializeToString,
             fairway_dot_v1_dot_scheduler__pb2.ListPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.SchedulerService/Explain',
+            fairway_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+            fairway_dot_v1_dot_scheduler__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReporters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.SchedulerService/ListReporters',
+            fairway_dot_v1_dot_scheduler__pb2.ListReportersRequest.SerializeToString,
+            fairway_dot_v1_dot_scheduler__pb2.ListReportersResponse.FromString,
             options,
             channel_credentials,
             insecure,

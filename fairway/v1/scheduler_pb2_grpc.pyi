@@ -37,6 +37,10 @@ class SchedulerServiceStub:
     """One per worker: room is reported, leadership is heard of."""
     ListPools: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListPoolsRequest, _scheduler_pb2.ListPoolsResponse]
     """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainResponse]
+    """How a request's placements were decided, as far as this scheduler remembers. NO_LEADER like ListPools."""
+    ListReporters: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListReportersRequest, _scheduler_pb2.ListReportersResponse]
+    """The workers that reported, as the leader sees them. NO_LEADER like ListPools."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -47,6 +51,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """One per worker: room is reported, leadership is heard of."""
     ListPools: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListPoolsRequest, _scheduler_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead."""
+    Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainResponse]  # type: ignore[assignment]
+    """How a request's placements were decided, as far as this scheduler remembers. NO_LEADER like ListPools."""
+    ListReporters: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListReportersRequest, _scheduler_pb2.ListReportersResponse]  # type: ignore[assignment]
+    """The workers that reported, as the leader sees them. NO_LEADER like ListPools."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +80,21 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ListPoolsResponse, _abc.Awaitable[_scheduler_pb2.ListPoolsResponse]]:
         """What waits and runs, as of now. NO_LEADER from a scheduler that does not lead."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _scheduler_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ExplainResponse, _abc.Awaitable[_scheduler_pb2.ExplainResponse]]:
+        """How a request's placements were decided, as far as this scheduler remembers. NO_LEADER like ListPools."""
+
+    @_abc_1.abstractmethod
+    def ListReporters(
+        self,
+        request: _scheduler_pb2.ListReportersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListReportersResponse, _abc.Awaitable[_scheduler_pb2.ListReportersResponse]]:
+        """The workers that reported, as the leader sees them. NO_LEADER like ListPools."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -144,8 +144,9 @@ class StartSequence(_message.Message):
     INITIAL_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_FIELD_NUMBER: _builtins.int
     ROUTE_REVISION_FIELD_NUMBER: _builtins.int
-    ISOLATION_DOMAIN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -161,10 +162,9 @@ class StartSequence(_message.Message):
     initial_credit_tokens: _builtins.int
     """Tokens that may be sent before credit is given."""
     route_revision: _builtins.int
-    isolation_domain: _builtins.str
-    """Salt of the prefix cache, chosen by the server."""
     traceparent: _builtins.str
     """W3C trace context."""
+    prefix_root: _builtins.int
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -186,6 +186,10 @@ class StartSequence(_message.Message):
     @_builtins.property
     def time_left(self) -> _duration_pb2.Duration:
         """Time left; ended with FINISH_REASON_DEADLINE after it."""
+
+    @_builtins.property
+    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hash chain of the prompt's leading prefix blocks of 64 tokens; its root names the isolation domain."""
 
     def __init__(
         self,
@@ -210,12 +214,13 @@ class StartSequence(_message.Message):
         initial_credit_tokens: _builtins.int = ...,
         time_left: _duration_pb2.Duration | None = ...,
         route_revision: _builtins.int = ...,
-        isolation_domain: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_root: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "choice", b"choice", "delivered_chars", b"delivered_chars", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "isolation_domain", b"isolation_domain", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "choice", b"choice", "delivered_chars", b"delivered_chars", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

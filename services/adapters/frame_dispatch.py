@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from services.core.generation import TokenLogprobs
 from services.ports.worker import SequenceSink
 from services.ports.worker_stream import StepFrame
@@ -14,6 +16,7 @@ class SinkTable:
 
     def __init__(self) -> None:
         self._sinks: dict[int, SequenceSink] = {}
+        self._asked_s: dict[int, float] = {}  # starts without an answer, the earliest sent first
         self._last = 0
 
     def __len__(self) -> int:
@@ -30,15 +33,32 @@ class SinkTable:
 
     def drop(self, handle: int) -> bool:
         """The sink hears nothing more. Whether it was there."""
+        self._asked_s.pop(handle, None)
         return self._sinks.pop(handle, None) is not None
+
+    def asked(self, handles: Iterable[int], now_s: float) -> None:
+        """Their starts are on the way. A worker answers each at once, whatever it has to do."""
+        for handle in handles:
+            if handle in self._sinks:
+                self._asked_s[handle] = now_s
+
+    def unanswered_s(self, now_s: float) -> float:
+        """Return for how long the earliest start without an answer is on its way; 0 without one."""
+        return max(0.0, now_s - next(iter(self._asked_s.values()), now_s))
+
+    def excuse(self, now_s: float) -> None:
+        """Nothing was read until now: what is unanswered counts from here."""
+        self._asked_s = dict.fromkeys(self._asked_s, now_s)
 
     def dispatch(self, frame: StepFrame) -> None:
         """Call every sink that the frame names, in the frame's order."""
         sinks = self._sinks
         for handle in frame.accepted:
+            self._asked_s.pop(handle, None)
             if (sink := sinks.get(handle)) is not None:
                 sink.on_accepted()
         for handle, reason in frame.not_admitted:
+            self._asked_s.pop(handle, None)
             if (sink := sinks.pop(handle, None)) is not None:
                 sink.on_not_admitted(reason)
         if frame.handles:
@@ -50,6 +70,7 @@ class SinkTable:
     def lose_all(self, message: str) -> None:
         """Every sink is told that its worker was lost, once."""
         sinks, self._sinks = self._sinks, {}
+        self._asked_s.clear()
         for sink in sinks.values():
             sink.on_lost(message)
 

@@ -1,4 +1,4 @@
-"""What the clients of the leading scheduler share: its channel, and streams whose every wait ends."""
+"""Links to the leading scheduler over gRPC: its channel, and streams whose every wait ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any, Final
 
 import grpc
 
+from fairway.v1 import scheduler_pb2_grpc
+from services.adapters.leader_links import OPEN_S, SILENCE_S
 from services.adapters.scheduler_directory import KnownLeader, LeaderDirectory
 from services.core.errors import FairwayError, NoLeader
-from services.rpc.channel import open_channel
+from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.status import from_rpc_error
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -17,36 +19,89 @@ Call = grpc.aio.StreamStreamCall[Any, Any]
 _STATUS_S: Final = 1.0
 
 
-class LeaderCalls:
-    """Owns the channel to the leader that was last asked for."""
+class GrpcLinks:
+    """What is the same in all ``adapters.leader_links.LeaderLinks`` over gRPC: a stream per link, and the
+    channel to the leader that was last asked for."""
 
-    def __init__(self, directory: LeaderDirectory) -> None:
+    def __init__(self, directory: LeaderDirectory, token: str, *, silence_s: float = SILENCE_S) -> None:
         self._directory = directory
+        self._metadata = auth_metadata(token)
+        self._silence_s = silence_s
         self._leader: KnownLeader | None = None
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
 
-    async def channel(self, timeout_s: float) -> grpc.aio.Channel:
-        """Return a channel to the leader. Raises NoLeader when none is known within the time."""
-        leader = self._directory.leader
-        if leader is None:
-            leader = await self._directory.wait_changed(None, timeout_s)
-        self._leader = leader
-        if leader is None:
-            raise NoLeader("no scheduler leads", retry_after_s=1.0)
-        if self._channel is None or leader.address != self._address:
-            await self.close()
-            self._address, self._channel = leader.address, open_channel(leader.address)
-        return self._channel
-
-    async def wait_change(self, timeout_s: float) -> None:
-        """Return when the directory names another leader than that of the last channel, or in time."""
+    async def wait_leader_change(self, timeout_s: float) -> None:
         await self._directory.wait_changed(self._leader, timeout_s)
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+
+    async def _stub(self) -> scheduler_pb2_grpc.SchedulerServiceAsyncStub:
+        """Return a stub of the leader. Raises NoLeader when none is known within the time."""
+        leader = self._directory.leader
+        if leader is None:
+            leader = await self._directory.wait_changed(None, OPEN_S)
+        self._leader = leader
+        if leader is None:
+            raise NoLeader("no scheduler leads", retry_after_s=1.0)
+        if self._channel is None or leader.address != self._address:
+            await self.close()
+            self._address, self._channel = leader.address, open_channel(leader.address)
+        return scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+
+
+class GrpcLink:
+    """Implements ``adapters.leader_links.LeaderLink`` but for what is said and heard."""
+
+    def __init__(self, call: Call, epoch: int, silence_s: float) -> None:
+        self._call = call
+        self._epoch = epoch
+        self._silence_s = silence_s
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def close(self) -> None:
+        self._call.cancel()
+
+    async def _write(self, request: Any) -> None:
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await stream_error(self._call, error) from None
+
+    async def _read(self) -> Any:
+        return await read_within(self._call, self._silence_s)
+
+
+async def first_epoch(call: Call, hello: Any = None) -> int:
+    """Say hello, where it takes one, and return under which epoch the scheduler leads.
+
+    Raises NoLeader when it does not say so in time, or what ended the stream. The call is over then.
+    """
+    try:
+        if hello is not None:
+            await _write_within(call, hello, OPEN_S)
+        first = await read_within(call, OPEN_S)
+        if not first.HasField("leadership"):
+            raise NoLeader("the scheduler did not say that it leads")
+    except BaseException:
+        call.cancel()
+        raise
+    epoch: int = first.leadership.epoch
+    return epoch
+
+
+async def _write_within(call: Call, message: Any, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await call.write(message)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        raise await stream_error(call, error) from None
 
 
 async def read_within(call: Call, timeout_s: float) -> Any:

@@ -9,7 +9,7 @@ from typing import Final
 
 from services.adapters.frame_dispatch import NotStarted
 from services.adapters.worker_link import WorkerLink
-from services.core.generation import Grant, StartSpec
+from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
 from services.ports.worker import RunningSequence, SequenceSink
 from services.rpc.channel import auth_metadata
@@ -34,7 +34,7 @@ class GrpcWorkers:
         supervisor: Supervisor,
         *,
         after_frame: Callable[[], None] | None = None,
-        unsent: Callable[[Grant], None] | None = None,
+        unsent: Callable[[AnyGrant], None] | None = None,
         silence_s: float = 5.0,
         idle_s: float = 60.0,
     ) -> None:

@@ -53,7 +53,7 @@ class MemoryIdempotency:
     def __init__(self, clock: Clock, limiter: Limiter, limits: RecordLimits | None = None) -> None:
         self._clock = clock
         self._limiter = limiter
-        self._limits = limits or RecordLimits()
+        self._limits = limits if limits is not None else RecordLimits()
         self._tenants: dict[str, dict[str, _Record]] = {}
         self._epoch = 0
 

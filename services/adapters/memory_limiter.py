@@ -30,13 +30,21 @@ class MemoryLimiter:
     """``Limiter`` in one event loop. Beyond ``max_tenants`` the one that was idle longest is forgotten."""
 
     def __init__(
-        self, clock: Clock, *, lease_s: float = 60.0, local: bool = False, max_tenants: int = 100_000
+        self,
+        clock: Clock,
+        *,
+        lease_s: float = 60.0,
+        local: bool = False,
+        max_tenants: int = 100_000,
+        settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
-        """``local`` marks the reservations as given without the shared store."""
+        """``local`` marks the reservations as given without the shared store. ``settled_keep_s``: for how
+        long a second settlement of a request is known as one."""
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
         self._local = local
         self._max_tenants = max_tenants
+        self._settled_keep_us = round(settled_keep_s * 1e6)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
@@ -47,7 +55,7 @@ class MemoryLimiter:
             if limits.requests_per_minute > 0:
                 tenant.used, tenant.at_us = used, now_us
             tenant.settled.pop(request_id, None)
-        tenant.slots[request_id] = now_us + self._lease_us
+        self._hold(tenant, request_id, now_us)
         return Reservation(tenant_id, request_id, self._local)
 
     async def renew(self, reservations: Sequence[Reservation]) -> None:
@@ -55,7 +63,7 @@ class MemoryLimiter:
         for reservation in reservations:
             tenant = self._tenant(reservation.tenant_id)
             if reservation.request_id not in tenant.settled:
-                tenant.slots[reservation.request_id] = now_us + self._lease_us
+                self._hold(tenant, reservation.request_id, now_us)
 
     async def settle(self, reservation: Reservation, usage: Usage) -> None:
         tenant, now_us = self._tenant(reservation.tenant_id), self._now_us()
@@ -64,7 +72,7 @@ class MemoryLimiter:
             tenant.settled.popitem(last=False)
         if reservation.request_id in tenant.settled:
             return
-        tenant.settled[reservation.request_id] = now_us + SETTLED_KEEP_S * 1_000_000
+        tenant.settled[reservation.request_id] = now_us + self._settled_keep_us
         tenant.usage = Usage(
             tenant.usage.prompt_tokens + usage.prompt_tokens,
             tenant.usage.output_tokens + usage.output_tokens,
@@ -72,6 +80,10 @@ class MemoryLimiter:
         )
 
     async def concurrency(self, tenant_id: str) -> int:
+        return self.held(tenant_id)
+
+    def held(self, tenant_id: str) -> int:
+        """Return what ``concurrency`` does, at once."""
         now_us = self._now_us()
         tenant = self._tenants.get(tenant_id)
         return 0 if tenant is None else sum(deadline > now_us for deadline in tenant.slots.values())
@@ -91,12 +103,18 @@ class MemoryLimiter:
             if over > 0:
                 raise rejection(True, -(-over // rate) / 1e6, limits)
         if 0 < limits.max_concurrency <= len(tenant.slots):
-            raise rejection(False, (min(tenant.slots.values()) - now_us) / 1e6, limits)
+            raise rejection(False, (next(iter(tenant.slots.values())) - now_us) / 1e6, limits)
         return used
 
+    def _hold(self, tenant: _Tenant, request_id: str, now_us: int) -> None:
+        """Give the slot, or push its deadline out. Equal leases: the slots stay in the order of deadlines."""
+        tenant.slots.pop(request_id, None)
+        tenant.slots[request_id] = now_us + self._lease_us
+
     def _lapse(self, tenant: _Tenant, now_us: int) -> None:
-        for request_id in [r for r, deadline_us in tenant.slots.items() if deadline_us <= now_us]:
-            del tenant.slots[request_id]
+        slots = tenant.slots
+        while slots and slots[request_id := next(iter(slots))] <= now_us:
+            del slots[request_id]
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.setdefault(tenant_id, _Tenant())

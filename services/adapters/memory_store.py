@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class MemoryStore:
         self._compacted = 0
         self._entries: dict[str, Entry] = {}
         self._leases: dict[int, _Lease] = {}
+        self._lease_end_s = math.inf  # no lease ends before; a keep-alive leaves it too early
         self._next_lease_id = 1
         self._log: deque[_Commit] = deque()
         self._changed = asyncio.Event()
@@ -91,7 +93,8 @@ class MemoryStore:
         self._end_leases()
         lease_id, self._next_lease_id = self._next_lease_id, self._next_lease_id + 1
         ttl_s = max(ttl_s, _SMALLEST_LEASE_S)
-        self._leases[lease_id] = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
+        self._leases[lease_id] = lease = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
+        self._lease_end_s = min(self._lease_end_s, lease.deadline_s)
         self._wake()
         return lease_id
 
@@ -125,6 +128,11 @@ class MemoryStore:
                     continue
             await self._wait_changed(bookmark_due_s - now_s)
 
+    @property
+    def compacted_revision(self) -> int:
+        """Watches that resume from before it raise Compacted."""
+        return self._compacted
+
     def compact(self, revision: int) -> None:
         """Forget the history up to a revision: watches that resume from before it raise Compacted."""
         self._compacted = max(self._compacted, min(revision, self._revision))
@@ -138,6 +146,7 @@ class MemoryStore:
         for entry in self._entries.values():
             assert entry.create_revision <= entry.mod_revision <= self._revision
             assert not entry.lease_id or entry.key in self._leases[entry.lease_id].keys
+        assert all(self._lease_end_s <= lease.deadline_s for lease in self._leases.values())
         assert len(self._log) <= self._history, "the history is over its bound"
 
     def _holds(self, condition: Condition) -> bool:
@@ -175,9 +184,12 @@ class MemoryStore:
 
     def _end_leases(self) -> None:
         now_s = self._clock.monotonic_s()
+        if now_s < self._lease_end_s:
+            return
         ended = [lease_id for lease_id, lease in self._leases.items() if lease.deadline_s <= now_s]
         for lease_id in sorted(ended, key=lambda i: (self._leases[i].deadline_s, i)):
             self._end_lease(lease_id)
+        self._lease_end_s = min((lease.deadline_s for lease in self._leases.values()), default=math.inf)
 
     def _end_lease(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id, None)
@@ -197,7 +209,7 @@ class MemoryStore:
     async def _wait_changed(self, at_most_s: float) -> None:
         """Wait for a commit or a new lease, until the next lease ends, or for ``at_most_s``."""
         now_s = self._clock.monotonic_s()
-        lease_s = min((lease.deadline_s - now_s for lease in self._leases.values()), default=at_most_s)
+        lease_s = self._lease_end_s - now_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(at_most_s, lease_s))):
                 await self._changed.wait()

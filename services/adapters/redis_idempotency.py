@@ -62,7 +62,7 @@ class RedisIdempotency:
         max_connections: int = 32,
         password: str | None = None,
     ) -> None:
-        self._limits = limits or RecordLimits()
+        self._limits = limits if limits is not None else RecordLimits()
         self._scripts = RedisScripts(
             url, clock, timeout_s=timeout_s, max_connections=max_connections, password=password
         )

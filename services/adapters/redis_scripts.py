@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,7 +81,8 @@ class RedisScripts:
             )
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await call()
+                with _cancellable():
+                    answer = await call()
         except _AWAY as error:
             self._breaker.failed(self._clock.monotonic_s())
             kind = type(error).__name__
@@ -90,3 +92,19 @@ class RedisScripts:
 
     async def close(self) -> None:
         await self._redis.aclose(close_connection_pool=True)
+
+
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    """Raise CancelledError at the end if the task was cancelled within, whatever came of the call.
+
+    The client waits with ``asyncio.wait_for``, which before Python 3.12 drops a cancellation that comes while
+    what it waits for is just done.
+    """
+    task = asyncio.current_task()
+    before = 0 if task is None else task.cancelling()
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
 from services.core.records import Leader, leader_key, load
@@ -38,9 +39,17 @@ class SchedulerDirectory:
     While the store is away the last leader known stays.
     """
 
-    def __init__(self, store: Store, clock: Clock, *, role: str = "scheduler", shard: str = "0") -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        role: str = "scheduler",
+        shard: str = "0",
+        rng: Random | None = None,
+    ) -> None:
         self._key = leader_key(role, shard)
-        self._informer: Informer[Leader] = Informer(store, self._key, _decode, clock)
+        self._informer: Informer[Leader] = Informer(store, self._key, _decode, clock, rng=rng)
 
     @property
     def informer(self) -> Informer[Leader]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import structlog
 
 from services.app.environment import Environment
 from services.rpc.server import RpcServer
+from services.runtime.collector import rest_collector
 from services.runtime.health import Check
 
 log = structlog.get_logger()
@@ -56,9 +56,7 @@ async def run(environment: Environment, role: Role) -> int:
         await role.server.start()
         if role.open is not None:
             await role.open()
-        # What was built so far lives as long as the process: the collector need not walk it again.
-        gc.collect()
-        gc.freeze()
+        rest_collector()
         await _serve(environment, role, stop)
         log.info(
             "role.draining", healthy=environment.supervisor.healthy, tasks=environment.supervisor.failures

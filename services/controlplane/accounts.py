@@ -22,6 +22,7 @@ log = structlog.get_logger()
 
 # What a key, a placement and a limit can name.
 _TENANT_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?")
+_DEPLOYMENT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?")
 _KEYS_OF_TENANT: Final = ROOT + "guards/tenant-keys/"
 
 
@@ -200,11 +201,24 @@ class Accounts:
 
 
 def _require_offered(tenant: Tenant) -> None:
-    """Raises UnsupportedFeature for a limit that nothing would hold: a promise is refused, not ignored."""
+    """Raises UnsupportedFeature for a limit that nothing would hold: a promise is refused, not ignored.
+
+    Raises InvalidInput for a policy that can never apply. Whether a model is deployed is looked at when a
+    request needs it.
+    """
     if tenant.tokens_per_minute:
         raise UnsupportedFeature("token rates are not offered yet", field="tenant.tokens_per_minute")
-    if tenant.weight != 1.0:
-        raise UnsupportedFeature("weights are not offered yet", field="tenant.weight")
+    for model, smaller in tenant.degrade.smaller_models.items():
+        if not (_DEPLOYMENT.fullmatch(model) and _DEPLOYMENT.fullmatch(smaller)):
+            raise InvalidInput(
+                f"{model} and {smaller} must both be names of deployments",
+                field="tenant.degrade.smaller_models",
+            )
+        if model == smaller:
+            raise InvalidInput(
+                f"{model} would be answered by itself; name a smaller model",
+                field="tenant.degrade.smaller_models",
+            )
 
 
 def _bare(key: ApiKey) -> ApiKey:

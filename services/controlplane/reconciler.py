@@ -51,7 +51,7 @@ class Reconciler:
         *,
         chronicle: Chronicle,
     ) -> None:
-        self._telemetry = telemetry or ReconcilerTelemetry(clock)
+        self._telemetry = telemetry if telemetry is not None else ReconcilerTelemetry(clock)
         self._store = store
         self._informer = informer
         self._leadership = leadership

@@ -23,6 +23,7 @@ from services.ports.queues import QueueSource
 from services.ports.store import Store
 from services.rpc import convert_controlplane as convert
 from services.rpc.bounded_writes import BoundedWrites
+from services.rpc.convert_decisions import decision_to_proto, timestamp, worker_to_proto
 from services.rpc.convert_queues import pool_to_proto
 from services.rpc.interceptors.access import principal
 
@@ -198,6 +199,26 @@ class ControlPlaneServicer(NotYetServed):
                 pb.Queue(pool=pool_to_proto(pool), deployments=names.get(pool.version_digest, ()))
                 for pool in page.pools
             ],
+            next_page_token=page.next_page_token,
+            leader_id=page.leader_id,
+            leader_epoch=page.leader_epoch,
+        )
+
+    async def ExplainPlacement(
+        self, request: pb.ExplainPlacementRequest, context: Context
+    ) -> pb.ExplainPlacementResponse:
+        found = await self._queues.explain(request.request_id)
+        return pb.ExplainPlacementResponse(
+            decisions=[decision_to_proto(decision) for decision in found.decisions],
+            since=timestamp(found.since_unix_s),
+            leader_id=found.leader_id,
+            leader_epoch=found.leader_epoch,
+        )
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
+        page = await self._queues.workers(size=request.page_size, token=request.page_token)
+        return pb.ListWorkersResponse(
+            workers=[worker_to_proto(worker) for worker in page.workers],
             next_page_token=page.next_page_token,
             leader_id=page.leader_id,
             leader_epoch=page.leader_epoch,

@@ -22,7 +22,7 @@ class ReconcilerTelemetry:
         self, clock: Clock, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True
     ) -> None:
         """Without metrics it counts for nobody. ``leads``: whether the last round is the fleet's, too."""
-        metrics = metrics or Metrics()
+        metrics = metrics if metrics is not None else Metrics()
         self._clock = clock
         self._began_s: float | None = None
         self._unplaced = 0

@@ -7,9 +7,11 @@
     ├── NotFound                ModelNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
-    ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded, IdempotencyKeysExceeded
+    ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded, IdempotencyKeysExceeded,
+    │                           OverCommitment
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining, StoreUnavailable,
-    │                           NoLeader, StreamBroken
+    │                           NoLeader, StreamBroken, Overloaded, DeadlineUnmeetable, VersionFailing,
+    │                           TicketExpired
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -136,6 +138,12 @@ class IdempotencyKeysExceeded(OverQuota):
     reason = "IDEMPOTENCY_KEYS_EXCEEDED"
 
 
+class OverCommitment(OverQuota):
+    """The model is overloaded, and the tenant uses more than what was promised to it."""
+
+    reason = "OVER_COMMITMENT"
+
+
 class Unavailable(FairwayError):
     reason = "UNAVAILABLE"
 
@@ -162,6 +170,24 @@ class StoreUnavailable(Unavailable):
     reason = "STORE_UNAVAILABLE"
 
 
+class Overloaded(Unavailable):
+    """The model has more work than it can begin in time, and this is what is given up first."""
+
+    reason = "OVERLOADED"
+
+
+class DeadlineUnmeetable(Unavailable):
+    """The request's own deadline passes before it could begin."""
+
+    reason = "DEADLINE_UNMEETABLE"
+
+
+class VersionFailing(Unavailable):
+    """Workers of this version are lost under most requests; only a few trials pass for a while."""
+
+    reason = "VERSION_FAILING"
+
+
 class NoLeader(Unavailable):
     reason = "NO_LEADER"
 
@@ -170,6 +196,12 @@ class StreamBroken(Unavailable):
     """The worker was lost and the stream could not be continued elsewhere."""
 
     reason = "STREAM_BROKEN"
+
+
+class TicketExpired(Unavailable):
+    """A gateway's clock is so far behind the scheduler's that what it signs is over already."""
+
+    reason = "TICKET_EXPIRED"
 
 
 class DeadlineExceeded(FairwayError):

@@ -65,7 +65,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
-    """A generation that passed the validator: version pinned, prompt tokenised, limits applied."""
+    """A generation that passed the validator: version pinned, prompt tokenised, limits applied.
+
+    ``prefix_hashes`` is the chain of ``core.prefix`` over the prompt, from ``prefix_root`` on.
+    """
 
     request_id: str
     model: str
@@ -82,6 +85,8 @@ class GenerationSpec:
     priority: Priority = Priority.STANDARD
     ignore_eos: bool = False
     session_key: str = ""
+    prefix_hashes: tuple[int, ...] = ()
+    prefix_root: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,31 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class FallbackGrant:
+    """A gateway's own placement while nobody leads; the worker may not take it. See worker.proto.
+
+    ``worker_id`` and ``address`` are the gateway's: the worker that hears of it is the one that is meant.
+    """
+
+    worker_id: str
+    address: str
+    incarnation: int
+    last_epoch: int
+    kv_blocks: int
+    version_digest: str
+
+
+AnyGrant = Grant | FallbackGrant
+
+
+@dataclass(frozen=True, slots=True)
 class PlaceSpec:
-    """What the scheduler needs to know of one sequence."""
+    """What the scheduler needs to know of one sequence.
+
+    ``deadline_left_s`` and ``ttft_target_s`` are None without one; ``attempt`` counts its client's from 0.
+    ``over_quota``: the tenant uses more than what was promised to it; what was promised is
+    ``committed_tokens_per_minute``, 0 without a promise. ``begun``: it was granted a place before.
+    """
 
     request_id: str
     choice: int
@@ -117,6 +145,14 @@ class PlaceSpec:
     ticket: bytes
     excluded_workers: tuple[str, ...] = ()
     traceparent: str = ""
+    prefix_hashes: tuple[int, ...] = ()
+    deadline_left_s: float | None = None
+    tenant_weight: float = 1.0
+    attempt: int = 0
+    ttft_target_s: float | None = None
+    over_quota: bool = False
+    committed_tokens_per_minute: int = 0
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +166,17 @@ class StartSpec:
     generation: GenerationSpec
     choice: int
     tenant_id: str
-    grant: Grant
+    grant: AnyGrant
     initial_credit_tokens: int
     produced_ids: tuple[int, ...] = ()
     delivered_chars: int = 0
     time_left_s: float | None = None
     traceparent: str = ""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens whose KV the worker needs before it makes the next one."""
+        return len(self.generation.prompt_ids) + len(self.produced_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.core.fleet import TenantCounter
 from services.core.records import Priority
 
 
@@ -24,7 +25,8 @@ class PoolQueue:
 
     ``predicted_wait_s``: until what is queued now has left, None while no grants tell how fast that goes.
     ``granted``: given and reported by no worker yet; ``waiting``: at a worker, without a place in its batch.
-    ``shares`` are the largest; ``shares_left_off`` did not fit in.
+    ``shares`` are the largest; ``shares_left_off`` did not fit in. ``counters``: what tenants
+    were served, the most first.
     """
 
     version_digest: str
@@ -41,6 +43,8 @@ class PoolQueue:
     kv_tokens_free: int = 0
     shares: tuple[QueueShare, ...] = ()
     shares_left_off: int = 0
+    pressure_ratio: float = 0.0
+    counters: tuple[TenantCounter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,10 @@ class Priority(StrEnum):
 
     @property
     def rank(self) -> int:
-        return {"batch": 1, "standard": 2, "interactive": 3}[self.value]
+        return _RANKS[self]
+
+
+_RANKS: Final = {Priority.BATCH: 1, Priority.STANDARD: 2, Priority.INTERACTIVE: 3}
 
 
 class KeyRole(StrEnum):
@@ -83,8 +86,23 @@ class Meta:
 
 
 @dataclass(frozen=True, slots=True)
+class Degrade:
+    """What a tenant would rather have than be refused under pressure.
+
+    ``max_output_tokens``: outputs are cut to so many, 0: not. ``smaller_models``: what answers instead, by
+    the deployment that was asked for.
+    """
+
+    max_output_tokens: int = 0
+    smaller_models: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
-    """Limits of a customer. 0 means no limit."""
+    """Limits of a customer. 0 means no limit.
+
+    ``committed_tokens_per_minute`` are promised to it; 0: nothing is, and nothing is above it.
+    """
 
     meta: Meta
     display_name: str = ""
@@ -94,6 +112,8 @@ class Tenant:
     weight: float = 1.0
     max_priority: Priority = Priority.STANDARD
     disabled: bool = False
+    degrade: Degrade = field(default_factory=Degrade)
+    committed_tokens_per_minute: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -14,7 +13,9 @@ from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.records import Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.keyed_types import Resume
+from services.gateway.keyed_types import Record, Resume
+from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
+from services.gateway.record_codec import degraded_out
 from services.gateway.request import Admitted
 from services.gateway.sequence_run import RunContext
 from services.gateway.service_types import GatewayLimits, Ports
@@ -38,7 +39,7 @@ class RunTerms:
     timeout_s: float
     client_window: int | None = None
     resume: Resume | None = None
-    record: Callable[[GenerationSpec], Awaitable[None]] | None = None
+    record: Record | None = None
 
 
 class Admission:
@@ -69,9 +70,15 @@ class Admission:
             spec = await self._validator.resolve(principal, generation, received.request_id, pinned=pinned)
         timer.enter(Stage.ADMIT, ports.clock.monotonic_s())
         tenant = self._identity.still_valid(principal)
+        if resume is None:
+            spec, degradations = await self._degraded(principal, generation, spec, tenant)
+        else:  # it goes on as it began, whatever the pressure is by now
+            degradations = degraded_out(resume.pin.degraded)
         reservation = await self._reserve(tenant, spec.request_id)
+        telemetry.degraded(degradations, anew=resume is None)
+        ports.retries.request_began(ports.clock.monotonic_s())
         if terms.record is not None:
-            await self._write_down(terms.record, spec, reservation)
+            await self._write_down(terms.record, spec, degradations, reservation)
         context = RunContext(
             placement=ports.placement,
             workers=ports.workers,
@@ -86,18 +93,62 @@ class Admission:
             window_tokens=limits.window_tokens,
             telemetry=telemetry,
             client_window=terms.client_window,
+            placed_prefix_blocks=limits.placed_prefix_blocks,
+            tenant_weight=tenant.weight,
+            committed_tokens_per_minute=tenant.committed_tokens_per_minute,
+            attempt=received.attempt,
+            retries=ports.retries,
         )
-        return Admitted(spec, reservation, context, resume.produced if resume is not None else ())
+        produced = resume.produced if resume is not None else ()
+        return Admitted(spec, reservation, context, produced, degradations)
+
+    async def _degraded(
+        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
+    ) -> tuple[GenerationSpec, tuple[Degradation, ...]]:
+        """Return what is served while the model is under pressure, and how that differs from the request."""
+        pressure_ratio, levels = self._ports.pressure(spec.version_digest), self._limits.degrade
+        found: list[Degradation] = []
+        by_ids = generation.WhichOneof("input") == "token_ids"
+        smaller = smaller_model(spec, tenant.degrade, pressure_ratio, levels, by_ids=by_ids)
+        if smaller is not None:
+            instead = await self._by_model(principal, generation, spec, smaller)
+            if instead is not None:
+                found.append(
+                    Degradation(DegradationKind.SMALLER_MODEL, spec.model, instead.model, pressure_ratio)
+                )
+                spec = instead
+        cap = output_cap(spec, tenant.degrade, pressure_ratio, levels)
+        if cap is not None:
+            asked = str(spec.max_output_tokens)
+            found.append(Degradation(DegradationKind.OUTPUT_CAPPED, asked, str(cap), pressure_ratio))
+            spec = replace(spec, max_output_tokens=cap)
+        return spec, tuple(found)
+
+    async def _by_model(
+        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, model: str
+    ) -> GenerationSpec | None:
+        """Return the request for another model; None where that is no better or cannot be."""
+        asked = inference_pb2.Generation()
+        asked.CopyFrom(generation)
+        asked.model = model
+        try:
+            found = await self._validator.resolve(principal, asked, spec.request_id)
+        except FairwayError as error:  # not deployed, not for this key, or too short for the prompt
+            log.info("request.not_degraded", model=model, reason=error.reason)
+            return None
+        eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
+        return found if eased else None
 
     async def _write_down(
         self,
-        record: Callable[[GenerationSpec], Awaitable[None]],
+        record: Record,
         spec: GenerationSpec,
+        degradations: tuple[Degradation, ...],
         reservation: Reservation,
     ) -> None:
         """Return once it is written what the request was accepted as; else its slot is given back."""
         try:
-            await record(spec)
+            await record(spec, degradations)
         except BaseException:
             self._ports.supervisor.spawn(f"undo {spec.request_id}", self._give_back(reservation))
             raise

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.core.errors import FairwayError, ResultExpired, StreamBroken
 from services.gateway.events import Accepted, Finished, RequestSink
 from services.gateway.follower import Follower
-from services.gateway.record_codec import Pin
+from services.gateway.record_codec import Pin, degraded_out
 from services.gateway.record_log import Diverged, Piece, RecordLog
 
 
@@ -117,6 +117,7 @@ class Audience:
                 prompt_tokens=pin.prompt_tokens,
                 received_unix_us=pin.received_unix_us,
                 replayed=replayed,
+                degradations=degraded_out(pin.degraded),
             )
         )
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.gateway.policy.degrade import Degradation
+
+MAX_ATTEMPT: Final = 1000  # more are counted as so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class Received:
 
     ``traceparent`` is the client's: a W3C trace context that the request continues, or anything else.
     A face that makes several generations of one request numbers them, and names the whole by a hash.
+    ``attempt``: how often its client sent it before, as far as it says so.
     """
 
     monotonic_s: float
@@ -29,6 +33,7 @@ class Received:
     traceparent: str = ""
     part: int = 0
     whole: str = ""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class Accepted:
     """First event: what was resolved and drawn for the request.
 
     ``replayed``: an earlier request with the same idempotency key was, and this is its answer.
-    ``received_unix_us``: when it was accepted, of a request with a key.
+    ``received_unix_us``: when it was accepted, of a request with a key. ``degradations``: in what it is
+    served otherwise than it was asked for.
     """
 
     request_id: str
@@ -47,6 +53,7 @@ class Accepted:
     prompt_tokens: int
     received_unix_us: int = 0
     replayed: bool = False
+    degradations: tuple[Degradation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

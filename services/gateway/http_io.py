@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from services.core.errors import FairwayError, InvalidInput, SlowReader
+from services.gateway.events import MAX_ATTEMPT
 from services.gateway.openai_errors import Header, HttpProblem, error_body, error_headers, status_of
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
 _VISIBLE: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_ATTEMPT: Final = re.compile(rb"\d{1,6}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
 
 
@@ -85,6 +87,14 @@ class Headers:
         """Return the trace context that the client sends, or anything else; empty without one."""
         found = [value for key, value in self._pairs if key == b"traceparent" and len(value) <= 64]
         return found[0].decode("latin-1") if len(found) == 1 else ""
+
+    def attempt(self) -> int:
+        """Return how often the client sent the request before, as far as it says so: 0 without a number."""
+        for name in (b"x-fairway-attempt", b"x-stainless-retry-count"):
+            for key, value in self._pairs:
+                if key == name and _ATTEMPT.fullmatch(value):
+                    return min(int(value), MAX_ATTEMPT)
+        return 0
 
     def wants_stage_clock(self) -> bool:
         """Whether the answer is to say where the time went. Raises InvalidInput unless it is 0 or 1."""

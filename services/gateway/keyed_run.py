@@ -9,7 +9,7 @@ what they hear comes from one log either way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -31,6 +31,7 @@ from services.gateway.events import Finished, RequestSink
 from services.gateway.follower import Follower
 from services.gateway.keyed_telemetry import Arrivals, CameTo, EndingOutcome, came_to
 from services.gateway.keyed_types import Ending, KeyedPorts, Launch
+from services.gateway.policy.degrade import Degradation
 from services.gateway.record_reader import RecordReader
 from services.gateway.settling import NotingLimiter, write_ending
 from services.gateway.tenure import Tenure
@@ -210,10 +211,12 @@ class KeyedRun:
             return False
         return await self._conclude(tenure)
 
-    async def _record(self, tenure: Tenure, spec: GenerationSpec) -> None:
+    async def _record(
+        self, tenure: Tenure, spec: GenerationSpec, degradations: Sequence[Degradation]
+    ) -> None:
         """Tell the clients what the request was accepted as, once it is written. Raises StoreUnavailable."""
         fresh = self.audience.pin is None
-        pin = await tenure.accept(spec, resumed=self._reader.pinned)
+        pin = await tenure.accept(spec, degradations, resumed=self._reader.pinned)
         self._reader.resumes += 0 if fresh else 1
         self.audience.accept(pin, fresh=fresh)
 

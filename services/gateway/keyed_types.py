@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import RequestSink
 from services.gateway.keyed_telemetry import KeyedTelemetry
+from services.gateway.policy.degrade import Degradation
 from services.gateway.record_codec import Pin
 from services.gateway.request import Request
 from services.gateway.sequence_run import Produced
@@ -42,6 +43,12 @@ class Resume:
     produced: tuple[Produced, ...]
 
 
+class Record(Protocol):
+    """Writes down what a request is accepted as, and in what that differs from what was asked for."""
+
+    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
+
+
 class Launch(Protocol):
     """Starts the request. ``record`` is awaited with what it is accepted as, before anything comes of it."""
 
@@ -50,7 +57,7 @@ class Launch(Protocol):
         sink: RequestSink,
         limiter: Limiter,
         resume: Resume | None,
-        record: Callable[[GenerationSpec], Awaitable[None]],
+        record: Record,
     ) -> tuple[Request, asyncio.Task[None]]: ...
 
 

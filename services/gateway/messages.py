@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fairway.v1 import inference_pb2
 from services.gateway.completion import Completion
 from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
+from services.gateway.policy.degrade import DegradationKind
 from services.rpc.convert_inference import FINISH_REASONS, stage_clock, token_logprobs, usage
+
+_DEGRADATIONS: Final = {
+    DegradationKind.OUTPUT_CAPPED: inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED,
+    DegradationKind.SMALLER_MODEL: inference_pb2.DEGRADATION_KIND_SMALLER_MODEL,
+}
 
 
 def accepted_message(event: Accepted) -> inference_pb2.Accepted:
@@ -17,6 +25,15 @@ def accepted_message(event: Accepted) -> inference_pb2.Accepted:
         seed=event.seed,
         prompt_tokens=event.prompt_tokens,
         replayed=event.replayed,
+        degradations=[
+            inference_pb2.Degradation(
+                kind=_DEGRADATIONS[found.kind],
+                original=found.original,
+                applied=found.applied,
+                pressure_ratio=found.pressure_ratio,
+            )
+            for found in event.degradations
+        ],
     )
 
 

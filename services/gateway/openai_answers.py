@@ -14,6 +14,7 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 from services.gateway.events import Finished, Tokens
 from services.gateway.face import Completed
 from services.gateway.openai_requests import Dialect, Wanted
+from services.gateway.policy.degrade import Degradation
 
 _LOWEST_LOGPROB: Final = -9999.0
 _REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -93,12 +94,21 @@ class _TextChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
+class DegradedBody(Struct, frozen=True):
+    """Ours: in what the answer is less than what was asked for."""
+
+    kind: str
+    original: str
+    applied: str
+
+
 class _Head(Struct, frozen=True):
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str
+    degraded: list[DegradedBody] | UnsetType = UNSET
 
 
 class _Whole(Struct, frozen=True):
@@ -110,6 +120,7 @@ class _Whole(Struct, frozen=True):
     choices: list[_ChatChoice] | list[_TextChoice]
     usage: UsageBody
     stage_clock: list[StageClock] | UnsetType = UNSET
+    degraded: list[DegradedBody] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,7 @@ class Identity:
     created_unix_s: int
     model: str
     version_digest: str
+    degradations: tuple[Degradation, ...] = ()
 
     def head(self, dialect: Dialect, *, chunk: bool) -> _Head:
         return _Head(
@@ -128,7 +140,13 @@ class Identity:
             created=self.created_unix_s,
             model=self.model,
             system_fingerprint="fp_" + self.version_digest.removeprefix("sha256:")[:12],
+            degraded=_degraded(self.degradations),
         )
+
+
+def _degraded(degradations: Sequence[Degradation]) -> list[DegradedBody] | UnsetType:
+    found = [DegradedBody(one.kind.value, one.original, one.applied) for one in degradations]
+    return found or UNSET
 
 
 def usage_body(usages: Sequence[Usage]) -> UsageBody:
@@ -174,6 +192,7 @@ def whole_answer(
         choices=chat if wanted.dialect == "chat" else text,
         usage=usage,
         stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
+        degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
     )
     return _encode(answer)
 

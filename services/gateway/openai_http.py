@@ -42,7 +42,7 @@ from services.gateway.http_io import (
 from services.gateway.openai_answers import whole_answer
 from services.gateway.openai_errors import Header, HttpProblem, error_body
 from services.gateway.openai_requests import Wanted, chat_request, completion_request
-from services.gateway.sse import REPLAYED, EventStream, original
+from services.gateway.sse import REPLAYED, EventStream, degraded_header, original
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -103,7 +103,9 @@ def build_app(
     ``not_ready`` returns why no traffic should come now, or an empty text. ``observe`` hears of each exchange
     when it is over. The endpoints with their rules are in ``app.state.endpoints``.
     """
-    face = OpenAiFace(service, clock, limits or HttpLimits(max_body_bytes), not_ready)
+    if limits is None:
+        limits = HttpLimits(max_body_bytes)
+    face = OpenAiFace(service, clock, limits, not_ready)
     endpoints = face.endpoints()
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, face.limits, observe) for endpoint in endpoints]
@@ -189,6 +191,9 @@ class OpenAiFace:
             request_id, created_unix_s = original(first, 0)
         if first.replayed:
             exchange.reply.add_header(*REPLAYED)
+        degraded = [found for one in completions for found in one.accepted.degradations]
+        if degraded:
+            exchange.reply.add_header(*degraded_header(degraded))
         await exchange.reply.json(200, whole_answer(wanted, completions, created_unix_s, request_id))
 
     async def _stream(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> None:
@@ -275,6 +280,7 @@ class _Guard:
             self._ids.request_id(),
             face="http",
             traceparent=headers.traceparent(),
+            attempt=headers.attempt(),
         )
         client_id = headers.client_request_id()
         own: list[Header] = [(b"x-request-id", received.request_id.encode())]

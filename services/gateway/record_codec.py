@@ -14,10 +14,24 @@ import msgspec
 from services.core.errors import FairwayError, IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import ChoiceResult, Finished
+from services.gateway.policy.degrade import Degradation, DegradationKind
+
+
+class Degraded(msgspec.Struct, array_like=True, frozen=True):
+    """One thing in which the request is served otherwise than it was asked for."""
+
+    kind: str
+    original: str
+    applied: str
+    pressure_ratio: float
 
 
 class Pin(msgspec.Struct, array_like=True, tag="a", frozen=True):
-    """What a request was accepted as, and what every later run of it keeps."""
+    """What a request was accepted as, and what every later run of it keeps.
+
+    ``model`` and ``max_output_tokens`` are what is served, ``degraded`` how that differs from the request.
+    Fields are added at the end, with a default: gateways of two releases read each other's records.
+    """
 
     request_id: str
     model: str
@@ -27,6 +41,7 @@ class Pin(msgspec.Struct, array_like=True, tag="a", frozen=True):
     prompt_tokens: int
     max_output_tokens: int
     received_unix_us: int
+    degraded: tuple[Degraded, ...] = ()
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):
@@ -67,6 +82,8 @@ class Failure(msgspec.Struct, array_like=True, tag="e", frozen=True):
     metadata: dict[str, str]
 
 
+_KINDS: Final = frozenset(kind.value for kind in DegradationKind)
+
 Entry = Pin | Resumed | Output | End | Failure
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(tuple[Entry, ...])
@@ -97,6 +114,19 @@ def logprobs_out(values: Sequence[Logprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(value.sampled, value.top_ids, value.top_logprobs, value.top_tokens, value.token)
         for value in values
+    )
+
+
+def degraded_in(values: Sequence[Degradation]) -> tuple[Degraded, ...]:
+    return tuple(Degraded(one.kind.value, one.original, one.applied, one.pressure_ratio) for one in values)
+
+
+def degraded_out(values: Sequence[Degraded]) -> tuple[Degradation, ...]:
+    """Return those of a kind that is known; a later release may write others."""
+    return tuple(
+        Degradation(DegradationKind(one.kind), one.original, one.applied, one.pressure_ratio)
+        for one in values
+        if one.kind in _KINDS
     )
 
 

@@ -11,6 +11,7 @@ import structlog
 from services.core.errors import DeadlineExceeded, FairwayError, InternalError, RequestCancelled, first_of
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
+from services.gateway.policy.degrade import Degradation
 from services.gateway.sequence_run import Produced, RunContext, SequenceRun
 from services.gateway.stage_timer import StageTimer
 from services.gateway.telemetry import GatewayTelemetry
@@ -25,13 +26,14 @@ log = structlog.get_logger()
 class Admitted:
     """A request that passed the validator and the quotas, with what its run needs.
 
-    ``produced`` is the output of an earlier run, by choice.
+    ``produced`` is the output of an earlier run, by choice. ``degradations``: what was changed of it.
     """
 
     spec: GenerationSpec
     reservation: Reservation
     context: RunContext
     produced: tuple[Produced, ...] = ()
+    degradations: tuple[Degradation, ...] = ()
 
     def produced_by(self, choice: int) -> Produced:
         """Return what an earlier run produced for a choice."""
@@ -59,7 +61,9 @@ class Request:
         telemetry: GatewayTelemetry | None = None,
     ) -> None:
         self.request_id = received.request_id
-        self.telemetry = (telemetry or GatewayTelemetry(clock=clock)).begin(received)
+        if telemetry is None:
+            telemetry = GatewayTelemetry(clock=clock)
+        self.telemetry = telemetry.begin(received)
         self.reservation: Reservation | None = None
         self._sink = sink
         self._limiter = limiter
@@ -166,6 +170,7 @@ class Request:
                 route_revision=spec.route_revision,
                 seed=spec.sampling.seed,
                 prompt_tokens=len(spec.prompt_ids),
+                degradations=admitted.degradations,
             )
         )
         return await self._all_choices()

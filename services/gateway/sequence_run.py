@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
@@ -21,9 +21,10 @@ from services.core.errors import (
     StreamBroken,
 )
 from services.core.generation import (
+    AnyGrant,
+    FallbackGrant,
     FinishReason,
     GenerationSpec,
-    Grant,
     NotAdmittedReason,
     PlaceSpec,
     SequenceEnd,
@@ -35,6 +36,7 @@ from services.gateway.policy.retry import (
     EXCLUDED_S,
     GiveUp,
     PlaceAgain,
+    RetryBudget,
     after_loss,
     after_refusal,
     after_unreached,
@@ -80,6 +82,12 @@ class RunContext:
     window_tokens: int
     telemetry: RequestTelemetry
     client_window: int | None = None
+    # How many blocks of the prompt the scheduler is told of, so that it places where they are cached.
+    placed_prefix_blocks: int = 0
+    tenant_weight: float = 1.0
+    committed_tokens_per_minute: int = 0
+    attempt: int = 0
+    retries: RetryBudget = field(default_factory=RetryBudget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,9 @@ class SequenceRun:
         self._sink = sink
         self._pace = context.telemetry.pace()
         self._refusals = 0
+        self._first_run = True  # the worker that has it computes the prompt for the first time
         self._accepted = False  # by the worker that it was given to last
+        self._granted = bool(produced.ids)  # a place, now or before
         self._unreached = 0  # starts in a row whose worker went away before it accepted, and since when
         self._unreached_since_s = 0.0
         self._produced = list(produced.ids)
@@ -144,6 +154,7 @@ class SequenceRun:
         excluded: tuple[str, ...] = ()
         while True:
             grant = await self._place(excluded)
+            self._granted = True
             outcome = await self._execute(grant)
             if isinstance(outcome, SequenceEnd) and outcome.reason in (
                 FinishReason.STOP,
@@ -180,7 +191,7 @@ class SequenceRun:
             self._running.credit(limit - self._limit)
             self._limit = limit
 
-    async def _place(self, excluded: tuple[str, ...]) -> Grant:
+    async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
         """Return a grant, without an excluded worker if another is to be had soon.
 
         A worker that was lost may be the only one, and come back: after a while it is as good as any.
@@ -218,6 +229,14 @@ class SequenceRun:
             queue_ttl_s=self._patience_s(),
             ticket=context.ticket,
             traceparent=self.timer.traceparent,
+            prefix_hashes=spec.prefix_hashes[: context.placed_prefix_blocks],
+            deadline_left_s=None
+            if context.deadline_s is None
+            else max(0.001, context.deadline_s - context.clock.monotonic_s()),
+            tenant_weight=context.tenant_weight,
+            attempt=context.attempt,
+            committed_tokens_per_minute=context.committed_tokens_per_minute,
+            begun=self._granted,
         )
 
     def _patience_s(self) -> float:
@@ -227,7 +246,7 @@ class SequenceRun:
             return context.queue_ttl_s
         return max(context.queue_ttl_s, context.deadline_s - context.clock.monotonic_s())
 
-    async def _execute(self, grant: Grant) -> Outcome:
+    async def _execute(self, grant: AnyGrant) -> Outcome:
         """Start under a grant and wait for what becomes of it. Leaving early frees the worker's KV."""
         context = self._context
         time_left_s = None
@@ -247,7 +266,10 @@ class SequenceRun:
             time_left_s=time_left_s,
             traceparent=self.timer.traceparent,
         )
+        if isinstance(grant, FallbackGrant):
+            context.telemetry.placed_alone()
         self._accepted = False
+        self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
         self._running = context.workers.start(start, self)
         try:
@@ -259,9 +281,10 @@ class SequenceRun:
                 or isinstance(self._outcome.result(), Lost)
             ):
                 self._running.cancel()
+            context.placement.over(grant, _refusal_of(self._outcome))
             self._running = self._outcome = None
 
-    def _decide(self, outcome: Outcome, grant: Grant) -> PlaceAgain:
+    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
         """Return how to place it again. Raises the error that ends it."""
         jitter = self._context.rng.random()
         if isinstance(outcome, Refused):
@@ -273,6 +296,7 @@ class SequenceRun:
                 raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
         else:
             if isinstance(outcome, SequenceEnd):
+                self._note_cached(outcome)
                 if outcome.reason is FinishReason.PREEMPTED:
                     self._log_placed_again(grant, outcome)
                     return PlaceAgain()
@@ -281,10 +305,12 @@ class SequenceRun:
             decision = self._after_end(outcome, grant, jitter)
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
+            paced_s = self._context.retries.take(self._context.clock.monotonic_s())
+            decision = replace(decision, delay_s=decision.delay_s + paced_s)
         self._log_placed_again(grant, outcome)
         return decision
 
-    def _after_end(self, outcome: Outcome, grant: Grant, jitter: float) -> PlaceAgain | GiveUp:
+    def _after_end(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp:
         """Count a loss, unless the worker never had the sequence."""
         if self._accepted or not isinstance(outcome, Lost):
             self.losses += 1
@@ -296,7 +322,7 @@ class SequenceRun:
         waited_s = now_s - self._unreached_since_s
         return after_unreached(grant.worker_id, self._unreached, waited_s, context.queue_ttl_s, jitter)
 
-    def _log_placed_again(self, grant: Grant, outcome: Outcome) -> None:
+    def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
         self._context.telemetry.placed_again(cause)
         log.info(
@@ -308,6 +334,11 @@ class SequenceRun:
             produced=len(self._produced),
         )
 
+    def _note_cached(self, end: SequenceEnd) -> None:
+        """What a resume finds in a cache may be what this request itself computed: that is no saving."""
+        if self._first_run:
+            self.cached_tokens = end.cached_tokens
+
     def _error(self, end: SequenceEnd) -> FairwayError:
         if end.reason is FinishReason.DEADLINE:
             return DeadlineExceeded("the deadline passed while the output was being produced")
@@ -318,7 +349,7 @@ class SequenceRun:
         return InternalError(f"the worker ended the sequence with {end.reason.value}")
 
     def _result(self, end: SequenceEnd) -> ChoiceResult:
-        self.cached_tokens = end.cached_tokens
+        self._note_cached(end)
         now_s = self._context.clock.monotonic_s()
         self._pace.finished(len(self._produced), now_s)
         self.timer.enter(Stage.SEND, now_s)
@@ -359,3 +390,10 @@ class SequenceRun:
     def _resolve(self, outcome: Outcome) -> None:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
+
+
+def _refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:
+    if not outcome.done() or outcome.cancelled():
+        return None
+    found = outcome.result()
+    return found.reason if isinstance(found, Refused) else None

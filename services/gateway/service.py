@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +11,7 @@ import structlog
 
 from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, StoreUnavailable, UnsupportedFeature
-from services.core.generation import GenerationSpec, Principal
+from services.core.generation import Principal
 from services.gateway.admission import Admission, RunTerms
 from services.gateway.buffered_stream import BufferedStream
 from services.gateway.catalog import ModelCatalog, Route
@@ -19,7 +19,7 @@ from services.gateway.completion import Completion, complete
 from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.idempotent import Idempotent, fingerprint, record_key
 from services.gateway.keyed_telemetry import KeyedTelemetry
-from services.gateway.keyed_types import KeyedPorts, Resume
+from services.gateway.keyed_types import KeyedPorts, Record, Resume
 from services.gateway.request import Admitted, Request
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.stage_timer import StageTimer
@@ -58,7 +58,7 @@ class GatewayService:
         self._catalog = catalog
         self._ports = ports
         self._limits = limits
-        self._requests: set[Request] = set()
+        self._requests: dict[Request, None] = {}  # in order of arrival
         self._draining = False
         self._keyed = None
         if ports.idempotency is not None:
@@ -246,9 +246,12 @@ class GatewayService:
         sink: RequestSink,
         limiter: Limiter,
         resume: Resume | None,
-        record: Callable[[GenerationSpec], Awaitable[None]],
+        record: Record,
     ) -> tuple[Request, asyncio.Task[None]]:
-        """Start a request under a key, or go on with it: its clients have deadlines, it has the server's."""
+        """Start a request under a key, or go on with it: its clients have deadlines, it has the server's.
+
+        What goes on keeps its terms, those of a first run under pressure too.
+        """
         if resume is not None:
             pin, now_s = resume.pin, self._ports.clock.monotonic_s()
             received = replace(
@@ -256,6 +259,7 @@ class GatewayService:
             )
             asked, generation = generation, inference_pb2.Generation()
             generation.CopyFrom(asked)
+            generation.model = pin.model
             generation.sampling.seed = pin.seed
             generation.max_output_tokens = pin.max_output_tokens
         terms = RunTerms(received, self._limits.max_timeout_s, None, resume, record)
@@ -287,8 +291,8 @@ class GatewayService:
             f"request {terms.received.request_id}", request.run(admit, terms.timeout_s)
         )
         request.bind(task)
-        self._requests.add(request)
-        task.add_done_callback(lambda _: self._requests.discard(request))
+        self._requests[request] = None
+        task.add_done_callback(lambda _: self._requests.pop(request, None))
         return request, task
 
     def _not_now(self) -> FairwayError | None:

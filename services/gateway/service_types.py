@@ -8,6 +8,8 @@ from random import Random
 
 from services.core.errors import FairwayError
 from services.gateway.keyed_types import KeyedLimits
+from services.gateway.policy.degrade import DegradeLevels
+from services.gateway.policy.retry import RetryBudget
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.idempotency import IdempotencyStore
@@ -19,7 +21,11 @@ from services.runtime.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Bounds of one gateway process. Times in seconds, windows in tokens."""
+    """Bounds of one gateway process. Times in seconds, windows in tokens.
+
+    ``placed_prefix_blocks``: leading blocks of a prompt that a placement names; 0 places without regard to
+    what is cached.
+    """
 
     max_requests: int = 4096
     queue_ttl_s: float = 30.0
@@ -28,7 +34,9 @@ class GatewayLimits:
     max_timeout_s: float = 3600.0
     renew_s: float = 20.0
     renew_batch: int = 512
+    placed_prefix_blocks: int = 1024
     keyed: KeyedLimits = field(default_factory=KeyedLimits)
+    degrade: DegradeLevels = field(default_factory=DegradeLevels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class Ports:
     """What the service acts through. Without a store, idempotency keys are refused.
 
     ``gateway_id`` is this process and no other, also not the one before it at the same address.
+    ``pressure`` returns how hard a version is pressed, 0..1, as far as it is known.
     """
 
     limiter: Limiter
@@ -50,3 +59,5 @@ class Ports:
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     idempotency: IdempotencyStore | None = None
     gateway_id: str = ""
+    pressure: Callable[[str], float] = lambda _digest: 0.0
+    retries: RetryBudget = field(default_factory=RetryBudget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
@@ -130,7 +131,7 @@ class MuxedSession:
                 self._principal,
                 start.generation,
                 stream,
-                received=self._received(),
+                received=replace(self._received(), attempt=start.attempt),
                 timeout_s=time_left_s,
                 client_window=start.initial_credit_tokens or None,
             )

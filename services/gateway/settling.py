@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.keyed_types import Ending, KeyedPorts
-from services.gateway.record_codec import Pin
+from services.gateway.policy.degrade import Degradation
+from services.gateway.record_codec import Pin, degraded_in
 from services.ports.idempotency import Written
 from services.ports.limiter import Limiter, Limits, Reservation
 
@@ -48,7 +49,8 @@ async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
     return written
 
 
-def pin_of(spec: GenerationSpec, unix_s: float) -> Pin:
+def pin_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> Pin:
+    """Return what the record says of a request as it is served."""
     return Pin(
         request_id=spec.request_id,
         model=spec.model,
@@ -58,4 +60,5 @@ def pin_of(spec: GenerationSpec, unix_s: float) -> Pin:
         prompt_tokens=len(spec.prompt_ids),
         max_output_tokens=spec.max_output_tokens,
         received_unix_us=int(unix_s * 1e6),
+        degraded=degraded_in(degradations),
     )

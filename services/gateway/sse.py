@@ -20,11 +20,18 @@ from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.http_io import Reply, foremost
 from services.gateway.openai_answers import Frames, Identity, finish_reasons
 from services.gateway.openai_requests import Wanted
+from services.gateway.policy.degrade import Degradation, header_value
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # The answer is that of an earlier request with the same idempotency key.
 REPLAYED: Final = (b"idempotent-replayed", b"true")
+
+
+def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
+    """Return the header that says in what the answer is less than what was asked for."""
+    distinct = tuple(dict.fromkeys(degradations))
+    return b"x-fairway-degraded", header_value(distinct).encode("ascii", "replace")
 
 
 class EventStream:
@@ -83,7 +90,11 @@ class EventStream:
                 request_id, created_unix_s = original(event, number)
             if event.replayed:
                 self._reply.add_header(*REPLAYED)
-            identity = Identity(request_id, created_unix_s, event.model, event.version_digest)
+            if event.degradations:
+                self._reply.add_header(*degraded_header(event.degradations))
+            identity = Identity(
+                request_id, created_unix_s, event.model, event.version_digest, event.degradations
+            )
             self._frames = Frames(self._wanted, identity)
         if self._wanted.dialect == "chat":
             first = number * self._wanted.choices

@@ -6,7 +6,7 @@ of it need not be told twice. Tokens cost one look at the clock and one addition
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
@@ -14,6 +14,7 @@ import structlog
 from services.core.errors import FairwayError
 from services.core.generation import StageClock
 from services.gateway.events import Finished, Received
+from services.gateway.policy.degrade import Degradation
 from services.gateway.stage_timer import Stage, StageTimer
 from services.gateway.stage_trace import StageTrace
 from services.ports.clock import Clock
@@ -41,9 +42,9 @@ class GatewayTelemetry:
         lines: LineBudget | None = None,
     ) -> None:
         """Without arguments: counts for nobody, writes no lines and no spans."""
-        self.clock = clock or SystemClock()
-        self.tracing = tracing or Tracing(self.clock)
-        self.metrics = metrics = metrics or Metrics()
+        self.clock = clock if clock is not None else SystemClock()
+        self.tracing = tracing if tracing is not None else Tracing(self.clock)
+        self.metrics = metrics = metrics if metrics is not None else Metrics()
         self._lines = lines
         self._requests = metrics.counter(
             "fairway_gateway_requests_total",
@@ -69,6 +70,15 @@ class GatewayTelemetry:
             "fairway_gateway_placed_again_total",
             "Times that a sequence was placed again, by cause: what its worker answered, or LOST",
             ("cause",),
+        )
+        self._degraded = metrics.counter(
+            "fairway_gateway_degraded_total",
+            "Requests that were served otherwise than asked for under pressure, by what was changed",
+            ("kind",),
+        )
+        self._placed_alone = metrics.counter(
+            "fairway_gateway_fallback_placements_total",
+            "Times that this gateway placed a sequence by itself, since it heard no leading scheduler",
         )
         self._latencies(metrics)
 
@@ -117,6 +127,12 @@ class GatewayTelemetry:
     def placed_again(self, cause: str) -> None:
         self._placed_again.add(cause)
 
+    def degraded(self, kind: str) -> None:
+        self._degraded.add(kind)
+
+    def placed_alone(self) -> None:
+        self._placed_alone.add()
+
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
         self._requests.add(request.received.face, outcome, reason)
@@ -150,7 +166,8 @@ class RequestTelemetry:
     """One request, from its receipt to its one end."""
 
     __slots__ = (
-        "_owner", "_trace", "model", "model_label", "received", "tenant", "tenant_label", "tokens",
+        "_owner", "_trace", "changes", "fallback", "model", "model_label",
+        "received", "tenant", "tenant_label", "tokens",
     )  # fmt: skip
 
     def __init__(self, owner: GatewayTelemetry, received: Received) -> None:
@@ -159,6 +176,8 @@ class RequestTelemetry:
         self.received = received
         self.tenant = self.tenant_label = self.model = self.model_label = ""
         self.tokens = (0, 0, 0)
+        self.fallback = False
+        self.changes = ""  # what it is served otherwise in
 
     def timer(self) -> StageTimer:
         """Return the request's stage clock, started when it was received."""
@@ -176,6 +195,17 @@ class RequestTelemetry:
 
     def placed_again(self, cause: str) -> None:
         self._owner.placed_again(cause)
+
+    def degraded(self, degradations: Sequence[Degradation], *, anew: bool = True) -> None:
+        """It is served otherwise than it was asked for. ``anew``: this is its first run, which counts."""
+        self.changes = ",".join(found.kind.value for found in degradations)
+        for found in degradations if anew else ():
+            self._owner.degraded(found.kind.value)
+
+    def placed_alone(self) -> None:
+        """A choice goes to a worker that no leader granted."""
+        self.fallback = True
+        self._owner.placed_alone()
 
     def finished(self, finished: Finished) -> None:
         usage = finished.usage
@@ -197,6 +227,8 @@ class RequestTelemetry:
                     "fairway.tenant": self.tenant,
                     "fairway.model": self.model,
                     "fairway.reason": reason,
+                    "fairway.fallback": self.fallback,
+                    "fairway.degraded": self.changes,
                     "fairway.output_tokens": self.tokens[2],
                     "fairway.resumes": resumes,
                 },
@@ -273,7 +305,7 @@ def export_upstream(
     )
     metrics.level(
         "fairway_gateway_scheduler_connected",
-        "1 while a stream to a leading scheduler is open, else 0: new requests wait then",
+        "1 while a stream to a leading scheduler is open, else 0: it places new requests by itself then",
         lambda: float(scheduler_connected()),
     )
 

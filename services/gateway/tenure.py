@@ -12,6 +12,7 @@ from services.core.generation import GenerationSpec, TokenLogprobs, Usage
 from services.gateway.audience import Audience, too_large
 from services.gateway.events import Accepted, Finished
 from services.gateway.keyed_types import Ending, KeyedPorts
+from services.gateway.policy.degrade import Degradation
 from services.gateway.policy.record_end import ends_record
 from services.gateway.record_codec import Pin, Resumed, encode, end_in, failure_in
 from services.gateway.record_log import Piece, Place, outputs
@@ -56,12 +57,15 @@ class Tenure:
         self.request = request
         self._chars = dict(enumerate(chars))
 
-    async def accept(self, spec: GenerationSpec, *, resumed: bool) -> Pin:
+    async def accept(
+        self, spec: GenerationSpec, degradations: Sequence[Degradation], *, resumed: bool
+    ) -> Pin:
         """Write what the request was accepted as, before any client hears it, and return that.
 
-        ``resumed``: the record says it already. Raises StoreUnavailable, also when it is fenced.
+        ``degradations``: in what it differs from the request. ``resumed``: the record says it already.
+        Raises StoreUnavailable, also when it is fenced.
         """
-        pin = self._audience.pin or pin_of(spec, self._ports.clock.unix_s())
+        pin = self._audience.pin or pin_of(spec, degradations, self._ports.clock.unix_s())
         entry = Resumed() if resumed else pin
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):

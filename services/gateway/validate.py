@@ -18,6 +18,7 @@ from services.core.generation import GenerationSpec, Principal, SamplingParams
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.chat_template import Message
+from services.gateway.prefix_names import PrefixNames
 from services.gateway.text_model import SamplingDefaults, TextModel
 from services.gateway.tokenise import Tokeniser
 from services.rpc import bounds
@@ -47,13 +48,16 @@ class Validator:
         *,
         executor: Executor,
         max_fanout_tokens: int = _MAX_FANOUT_TOKENS,
+        prefixes: PrefixNames | None = None,
     ) -> None:
-        """``max_fanout_tokens`` bounds the output of all choices of a request together."""
+        """``max_fanout_tokens`` bounds the output of all choices of a request together. Without ``prefixes``
+        no cached prefix is named."""
         self._catalog = catalog
         self._identity = identity
         self._rng = rng
         self._tokeniser = Tokeniser(executor)
         self._max_fanout_tokens = max_fanout_tokens
+        self._prefixes = prefixes
 
     async def resolve(
         self,
@@ -81,7 +85,7 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         prompt_ids = await self._prompt_ids(principal, generation, model)
         lengths = self._lengths(generation, len(prompt_ids), context)
-        return GenerationSpec(
+        spec = GenerationSpec(
             request_id=request_id,
             model=route.model,
             version_digest=route.version_digest,
@@ -98,6 +102,7 @@ class Validator:
             ignore_eos=generation.ignore_eos,
             session_key=generation.session_key or principal.key_id,
         )
+        return spec if self._prefixes is None else await self._prefixes.named(spec, principal.tenant_id)
 
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
@@ -115,8 +120,12 @@ class Validator:
         return route, len(await self._prompt_ids(principal, generation, model))
 
     def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
+        """What an earlier run had is not authorised again: a smaller model may answer for the one that the
+        caller named, and may use. Who may go on with it was asked before its record was read."""
+        if pinned is not None:
+            return self._catalog.resolve_pinned(model, pinned)
         self._identity.authorise_model(principal, model)
-        return self._catalog.resolve(model) if pinned is None else self._catalog.resolve_pinned(model, pinned)
+        return self._catalog.resolve(model)
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
         """The class that was asked for; else the standard one, or the tenant's highest if that is lower."""

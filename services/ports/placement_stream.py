@@ -38,8 +38,10 @@ class PlacementStream(Protocol):
 
 
 class PlacementStreams(Protocol):
-    def open(self, gateway_id: str, wake: Callable[[], None]) -> PlacementStream:
+    def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> PlacementStream:
         """Return a new stream. ``wake`` is called, in the event loop, when ``take`` has something.
+
+        ``zone`` is where the gateway is.
 
         Raises NoLeader while this scheduler does not lead, OverQuota when there are too many streams.
         """

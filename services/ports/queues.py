@@ -1,15 +1,21 @@
-"""The queues of whoever leads the scheduling. Implementation: ``adapters/grpc_queues.py``."""
+"""What whoever leads the scheduling tells operators. Implementation: ``adapters/grpc_queues.py``."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from services.core.decisions import Explanation, WorkersPage
 from services.core.queues import QueuesPage
 
 
 class QueueSource(Protocol):
-    async def page(self, *, size: int, token: str, tenant: str) -> QueuesPage:
-        """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty.
+    """Each raises NoLeader within a bounded time when no scheduler leads."""
 
-        Raises NoLeader within a bounded time when no scheduler leads.
-        """
+    async def page(self, *, size: int, token: str, tenant: str) -> QueuesPage:
+        """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty."""
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Return how the placements of a request were decided, as far as the leader remembers."""
+
+    async def workers(self, *, size: int, token: str) -> WorkersPage:
+        """Return a page of the workers that reported to the leader."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -271,10 +271,3 @@ def _duration_check(bounds: options_pb2.Bounds) -> ValueCheck:
             raise _fail(path, f"is {seconds:g} s; it must be from {low:g} to {high:g} s")
 
     return check_duration
-
-
-def request_types(services: Iterable[Any]) -> Iterator[Descriptor]:
-    """Yield the request message type of every method of service descriptors."""
-    for service in services:
-        for method in service.methods:
-            yield method.input_type

@@ -12,6 +12,7 @@ from fairway.v1 import worker_pb2
 from services.core.errors import InvalidInput
 from services.core.records import (
     ApiKey,
+    Degrade,
     Deployment,
     EventKind,
     EventRecord,
@@ -53,6 +54,8 @@ def tenant_from_proto(message: pb.Tenant) -> Tenant:
         weight=message.weight or 1.0,
         max_priority=PRIORITY_OF[message.max_priority],
         disabled=message.disabled,
+        degrade=Degrade(message.degrade.max_output_tokens, dict(message.degrade.smaller_models)),
+        committed_tokens_per_minute=message.committed_tokens_per_minute,
     )
 
 
@@ -66,6 +69,12 @@ def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
         weight=tenant.weight,
         max_priority=PRIORITIES[tenant.max_priority],
         disabled=tenant.disabled,
+        degrade=pb.DegradePolicy(
+            max_output_tokens=tenant.degrade.max_output_tokens, smaller_models=tenant.degrade.smaller_models
+        )
+        if tenant.degrade != Degrade()
+        else None,
+        committed_tokens_per_minute=tenant.committed_tokens_per_minute,
     )
 
 

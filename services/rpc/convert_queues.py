@@ -7,6 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.v1 import scheduler_pb2
 from services.core.queues import PoolQueue, QueueShare
 from services.rpc.convert_inference import PRIORITIES, PRIORITY_OF
+from services.rpc.convert_scheduler import counters_from_proto, counters_to_proto
 
 
 def pool_to_proto(pool: PoolQueue) -> scheduler_pb2.PoolQueue:
@@ -24,6 +25,8 @@ def pool_to_proto(pool: PoolQueue) -> scheduler_pb2.PoolQueue:
         kv_tokens_free=pool.kv_tokens_free,
         shares=[_share_to_proto(share) for share in pool.shares],
         shares_left_off=pool.shares_left_off,
+        pressure_ratio=pool.pressure_ratio,
+        counters=counters_to_proto(pool.counters),
     )
     if pool.predicted_wait_s is not None:
         message.predicted_wait.CopyFrom(_duration(pool.predicted_wait_s))
@@ -46,6 +49,8 @@ def pool_from_proto(message: scheduler_pb2.PoolQueue) -> PoolQueue:
         kv_tokens_free=message.kv_tokens_free,
         shares=tuple(_share_from_proto(share) for share in message.shares),
         shares_left_off=message.shares_left_off,
+        pressure_ratio=message.pressure_ratio,
+        counters=counters_from_proto(message.counters),
     )
 
 

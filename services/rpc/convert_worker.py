@@ -14,6 +14,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
+    AnyGrant,
+    FallbackGrant,
     GenerationSpec,
     NotAdmittedReason,
     SamplingParams,
@@ -53,7 +55,6 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         request_id=generation.request_id,
         choice=spec.choice,
         tenant_id=spec.tenant_id,
-        grant=grant_to_proto(grant),
         prompt_ids=generation.prompt_ids,
         produced_ids=spec.produced_ids,
         delivered_chars=spec.delivered_chars,
@@ -68,23 +69,21 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         initial_credit_tokens=spec.initial_credit_tokens,
         route_revision=generation.route_revision,
         traceparent=spec.traceparent,
+        prefix_hashes=generation.prefix_hashes,
+        prefix_root=generation.prefix_root,
     )
+    if isinstance(grant, FallbackGrant):
+        message.fallback.CopyFrom(_fallback_to_proto(grant))
+    else:
+        message.grant.CopyFrom(grant_to_proto(grant))
     if spec.time_left_s is not None:
         message.time_left.FromNanoseconds(max(0, round(spec.time_left_s * 1e9)))
     return message
 
 
-def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec | NotAdmittedReason:
-    """Return what to start, or why a start without a leader's grant is not taken.
-
-    Raises InvalidInput for a start that says neither.
-    """
-    admission = message.WhichOneof("admission")
-    if admission == "fallback":
-        return NotAdmittedReason.NO_FALLBACK
-    if admission is None:
-        raise InvalidInput("a start needs a grant", field="admission")
-    grant = grant_from_proto(message.grant)
+def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
+    """Return what to start. Raises InvalidInput for a start without a grant of either kind."""
+    grant = _admission_from_proto(message)
     generation = GenerationSpec(
         request_id=message.request_id,
         model="",  # the version says it
@@ -99,6 +98,8 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec | NotAdmitt
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         priority=PRIORITY_OF[message.priority],
         ignore_eos=message.ignore_eos,
+        prefix_hashes=tuple(message.prefix_hashes),
+        prefix_root=message.prefix_root,
     )
     return StartSpec(
         generation=generation,
@@ -110,6 +111,32 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec | NotAdmitt
         delivered_chars=message.delivered_chars,
         time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
         traceparent=message.traceparent,
+    )
+
+
+def _admission_from_proto(message: worker_pb2.StartSequence) -> AnyGrant:
+    match message.WhichOneof("admission"):
+        case "grant":
+            return grant_from_proto(message.grant)
+        case "fallback":
+            fallback = message.fallback
+            return FallbackGrant(
+                worker_id="",
+                address="",
+                incarnation=fallback.incarnation,
+                last_epoch=fallback.last_epoch,
+                kv_blocks=fallback.kv_blocks,
+                version_digest=fallback.version_digest,
+            )
+    raise InvalidInput("a start needs a grant", field="admission")
+
+
+def _fallback_to_proto(grant: FallbackGrant) -> worker_pb2.FallbackGrant:
+    return worker_pb2.FallbackGrant(
+        incarnation=grant.incarnation,
+        last_epoch=grant.last_epoch,
+        kv_blocks=grant.kv_blocks,
+        version_digest=grant.version_digest,
     )
 
 

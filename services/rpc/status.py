@@ -45,7 +45,6 @@ _BY_REASON: Final = {kind.reason: kind for kind in _subclasses(errors.FairwayErr
 _BY_CODE: Final[dict[grpc.StatusCode, type[errors.FairwayError]]] = {
     code: kind for kind, code, _ in reversed(_TABLE)
 }
-_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def grpc_code(error: errors.FairwayError) -> grpc.StatusCode:
@@ -109,16 +108,6 @@ def to_proto(error: errors.FairwayError) -> common_pb2.Error:
     )
     if error.retry_after_s is not None:
         found.retry_after.CopyFrom(_duration(error.retry_after_s))
-    return found
-
-
-def from_proto(error: common_pb2.Error) -> errors.FairwayError:
-    """Return the domain error of a message inside a stream."""
-    code = _CODES.get(error.code, grpc.StatusCode.INTERNAL)
-    kind = _BY_REASON.get(error.reason) or _BY_CODE.get(code, errors.InternalError)
-    retry = error.retry_after.ToTimedelta().total_seconds() if error.HasField("retry_after") else None
-    found = kind(error.message, retry_after_s=retry)
-    found.metadata = dict(error.metadata)
     return found
 
 

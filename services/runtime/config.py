@@ -56,21 +56,39 @@ class Settings(BaseModel):
     trace_ratio: float = Field(default=0.01, ge=0, le=1)
     drain_s: float = Field(default=10.0, ge=0, le=3600)
     lease_ttl_s: int = Field(default=5, ge=1, le=120)
-    leader_ttl_s: int = Field(default=3, ge=1, le=120)
+    leader_ttl_s: int = Field(default=2, ge=1, le=120)
 
     device: str = "cpu"
+    device_type: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?$")
+    cost_per_hour: float = Field(default=0.0, ge=0, le=1_000_000)
     memory_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     kv_memory_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
     engine_threads: int = Field(default=0, ge=0, le=1024)
     token_budget: int = Field(default=512, ge=16, le=65536)
     max_sequences: int = Field(default=64, ge=1, le=4096)
+    itl_target_s: float = Field(default=0.05, ge=0, le=60)
     null_step_s: float = Field(default=0.0, ge=0, le=60)
     model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
 
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
     queue_limit: int = Field(default=4096, ge=1, le=1_000_000)
+    fallback_after_s: float = Field(default=1.5, gt=0, le=60)
+    fallback_max_age_s: float = Field(default=120.0, gt=0, le=3600)
+    fallback_credit_ratio: float = Field(default=0.25, ge=0, le=1)
     grant_ttl_s: float = Field(default=2.0, gt=0, le=20)
+    shedding: bool = True
+    ttft_target_interactive_s: float = Field(default=2.0, gt=0, le=3600)
+    ttft_target_standard_s: float = Field(default=10.0, gt=0, le=3600)
+    ejection_ratio: float = Field(default=2.0, ge=1.5, le=100)
+    ejection_time_s: float = Field(default=30.0, gt=0, le=300)
+    max_ejection_ratio: float = Field(default=0.3, ge=0, lt=1)
+    degrade_cap_pressure_ratio: float = Field(default=0.6, gt=0, le=1)
+    degrade_model_pressure_ratio: float = Field(default=0.85, gt=0, le=1)
+    prefix_routing: bool = True
     predicted_output_tokens: int = Field(default=256, ge=1, le=1_048_576)
+    output_quantile: float = Field(default=0.8, ge=0.1, le=0.99)
+    class_head_start_s: float = Field(default=30.0, ge=0, le=3600)
+    bypass_window_tokens: float = Field(default=32768.0, ge=0, le=1_000_000_000)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
     heartbeat_s: float = Field(default=5.0, gt=0, le=300)
     detach_grace_s: float = Field(default=30.0, ge=0, le=3600)
@@ -102,6 +120,15 @@ class Settings(BaseModel):
             raise ValueError(
                 f"FAIRWAY_MAX_SEQUENCES is {self.max_sequences}, above FAIRWAY_TOKEN_BUDGET "
                 f"{self.token_budget}: a step could not decode them all"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _outputs_are_capped_first(self) -> Settings:
+        if self.degrade_cap_pressure_ratio > self.degrade_model_pressure_ratio:
+            raise ValueError(
+                "FAIRWAY_DEGRADE_CAP_PRESSURE_RATIO is above FAIRWAY_DEGRADE_MODEL_PRESSURE_RATIO: outputs "
+                "are capped before smaller models answer"
             )
         return self
 

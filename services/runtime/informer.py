@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
+from services.core.backoff import Backoff
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.store import Compacted, Entry, Removed, Store, WatchBatch
@@ -54,7 +55,7 @@ class Informer(Generic[Record]):
         self._decode = decode
         self._clock = clock
         self._on_change = on_change
-        self._max_backoff_s = max_backoff_s
+        self._backoff = Backoff(_FIRST_BACKOFF_S, max_backoff_s)
         self._rng = rng if rng is not None else random.Random()
         self._view: Mapping[str, Versioned[Record]] = MappingProxyType({})
         self._revision = 0
@@ -124,7 +125,7 @@ class Informer(Generic[Record]):
             except StoreUnavailable as error:
                 log.warning("informer.store_lost", prefix=self._prefix, error=str(error))
             failures = 0 if self._confirmed_s != seen_s else failures + 1
-            await self._clock.sleep(self._backoff_s(failures))
+            await self._clock.sleep(self._backoff.wait_s(failures, self._rng))
 
     async def _list(self) -> None:
         listing = await self._store.list(self._prefix)
@@ -188,10 +189,6 @@ class Informer(Generic[Record]):
             held = self._view.get(entry.key)
             return held if held is not None and held.create_revision == entry.create_revision else None
         return Versioned(record, entry.create_revision, entry.mod_revision)
-
-    def _backoff_s(self, failures: int) -> float:
-        ceiling_s = min(self._max_backoff_s, _FIRST_BACKOFF_S * 2.0 ** min(failures, 16))
-        return self._rng.uniform(ceiling_s / 2, ceiling_s)
 
 
 def _mod_revision(change: tuple[str, Versioned[Record] | None]) -> int:

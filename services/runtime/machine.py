@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
 import psutil
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
+_GPUS: Final = Path("/proc/driver/nvidia/gpus")
 _UNLIMITED: Final = 1e9
 
 
@@ -48,6 +50,24 @@ def default_engine_threads() -> int:
     hundreds of barriers of a step, for whichever of its threads was scheduled away.
     """
     return max(1, available_cpus() // 2)
+
+
+def device_type(device: str, gpus: Path = _GPUS) -> str:
+    """Return the type of a torch device: ``cpu``, the name of the GPU such as ``nvidia-h200``, else its kind.
+
+    Workers of one type are expected to be equally fast; a machine's GPUs are taken to be of one type.
+    """
+    kind = device.partition(":")[0]
+    if kind != "cuda":
+        return kind
+    for information in sorted(gpus.glob("*/information")):
+        try:
+            text = information.read_text()
+        except OSError:
+            continue
+        if found := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE):
+            return re.sub(r"[^a-z0-9]+", "-", found[1].lower()).strip("-")[:64]
+    return kind
 
 
 def resident_bytes(pid: int) -> int:

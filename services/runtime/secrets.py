@@ -18,15 +18,17 @@ from typing import Final
 
 import msgspec
 
-from services.core.errors import PermissionDenied, Unauthenticated
+from services.core.errors import PermissionDenied, TicketExpired, Unauthenticated
 
 SECRET_BYTES: Final = 32
 MAX_KEY_CHARS: Final = 256
 MAX_TICKET_BYTES: Final = 512
+TICKET_LEEWAY_S: Final = 60.0  # by which the clocks of a gateway and a scheduler may differ
 _KEY: Final = re.compile(r"fw_([a-z0-9](?:[a-z0-9.-]{0,126}[a-z0-9])?)_([A-Za-z0-9_-]{16,128})")
 _TICKET_VERSION: Final = b"\x01"
 _TICKET_PURPOSE: Final = b"fairway ticket v1"
 _MAC_BYTES: Final = 32
+_PREFIX_PURPOSE: Final = b"fairway prefix v1"
 
 
 def new_secret() -> bytes:
@@ -74,19 +76,31 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 _tickets: Final = msgspec.msgpack.Decoder(Ticket)
 
 
+def prefix_secret(key: bytes) -> bytes:
+    """Return the secret that prefixes are named under, derived from the installation's ticket key."""
+    return hmac.digest(key, _PREFIX_PURPOSE, "sha256")
+
+
 def issue_ticket(key: bytes, ticket: Ticket) -> bytes:
     """Return the ticket signed, at most ``MAX_TICKET_BYTES`` for ids within their bounds."""
     return sign_ticket(key, msgspec.msgpack.encode(ticket))
 
 
 def check_ticket(key: bytes, signed: bytes, now_unix_s: float) -> Ticket:
-    """Return what was signed. Raises PermissionDenied for another key, a changed byte or an expired one."""
+    """Return what was signed. Raises PermissionDenied for another key or a changed byte, TicketExpired for
+    one whose time was over ``TICKET_LEEWAY_S`` ago: no fault of the client, and another gateway may do."""
     try:
         ticket = _tickets.decode(verify_ticket(key, signed))
     except msgspec.DecodeError as exc:
         raise PermissionDenied("the placement ticket is malformed") from exc
-    if ticket.expire_unix_s <= now_unix_s:
-        raise PermissionDenied("the placement ticket expired")
+    expired_s = now_unix_s - ticket.expire_unix_s
+    if expired_s >= TICKET_LEEWAY_S:
+        raise TicketExpired(
+            f"the placement ticket expired {expired_s:.0f} s ago by the scheduler's clock: the clocks of the "
+            "gateway and of the scheduler differ; set both from one time source",
+            retry_after_s=1.0,
+            expired_s=round(expired_s),
+        )
     return ticket
 
 

@@ -6,6 +6,13 @@ A grant is *outstanding* from its issue until the first of: a report's ``grants_
 gives it back, it lapsed, its worker began another life. ``grants_seen`` and ``kv_blocks_reserved`` of a
 report are one atom, so every grant is counted by exactly one side, and a late report errs towards less room.
 
+Shared prefixes: ``reserved`` counts a block that several sequences refer to once, and a grant is outstanding
+with what it adds to that: its prompt and predicted output less the leading blocks that the same report says
+are shared. A later report that shares less, or more, counts the outstanding grant anew, so that both terms
+always speak of one instant. Between the two, sequences may end and the last reference with them; what the
+worker has reserved fell by those blocks then, and the grant takes them again. That holds for one grant of a
+beginning at a time; the others count whole.
+
 Why no grant is counted by neither side:
 - A worker honours the newest epoch it heard of, and is placed on only after a report that says it honours
   ours: grants of older leaders can no longer start there.
@@ -21,92 +28,60 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
 from types import MappingProxyType
 from typing import Final
 
-from services.core.errors import Conflict, OverQuota
-from services.core.fleet import PoolSnapshot, ReportSnapshot
+from msgspec.structs import replace
+
+from services.core.fleet import ReportSnapshot
 from services.core.generation import Grant
-from services.scheduler.policy.kv_admission import Demand, blocks_for
-from services.scheduler.policy.placement import Candidate
+from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.scheduler.fleet_levels import Candidates, PoolLevels, PrefixTokens, levels_of
+from services.scheduler.fleet_limits import FleetLimits
+from services.scheduler.fleet_prices import price_pool
+from services.scheduler.fleet_roster import Roster
+from services.scheduler.fleet_worker import (
+    Outstanding,
+    Sums,
+    WorkerState,
+    candidate_of,
+    level_of,
+)
+from services.scheduler.policy.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.kv_admission import blocks_for
+from services.scheduler.policy.placement import NO_REJECTIONS, Chosen, NoWorker, PlacementProfile, no_worker
+from services.scheduler.policy.pool_seats import Level, PoolSeats
+from services.scheduler.policy.prefix_index import PrefixIndex
+from services.scheduler.policy.room import RoomSummary
+from services.scheduler.policy.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
+from services.scheduler.policy.step_time import Kind, Measured, StepTimes
 
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class FleetLimits:
-    """``silence_s``: longest gap between two reports of a worker that is placed on."""
-
-    grant_ttl_s: float = 2.0
-    transit_margin_s: float = 3.0
-    silence_s: float = 2.5
-    forget_s: float = 30.0
-    max_workers: int = 4096
-
-    def __post_init__(self) -> None:
-        if self.silence_s > self.transit_margin_s:
-            raise ValueError("a worker may not be silent for longer than the transit margin")
-        if self.forget_s <= self.silence_s + self.grant_ttl_s + self.transit_margin_s:
-            raise ValueError("a worker is forgotten before its last grant lapsed")
-
-
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    digest: str
-    kv_blocks: int
-    prompt_tokens: int
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Totals of the outstanding grants of one pool."""
-
-    grants: int = 0
-    kv_blocks: int = 0
-    prompt_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    worker_id: str
-    incarnation: int
-    stream: int
-    address: str = ""
-    draining: bool = False
-    connected: bool = True
-    honours: bool = False
-    silent: bool = False
-    report_s: float = 0.0
-    pools: dict[str, PoolSnapshot] = field(default_factory=dict)
-    outstanding: dict[int, Outstanding] = field(default_factory=dict)
-    sums: dict[str, _Sums] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLevels:
-    """The workers of one version together. ``kv_tokens_free``: on those that serve, granted to nobody."""
-
-    granted: int = 0
-    running: int = 0
-    waiting: int = 0
-    workers: int = 0
-    serving_workers: int = 0
-    kv_tokens_total: int = 0
-    kv_tokens_free: int = 0
+_NO_POOL: Final = no_worker(NO_REJECTIONS)
 
 
 class FleetView:
     """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
 
     def __init__(self, epoch: int, limits: FleetLimits) -> None:
+        """``on_measured`` may be set to hear of the steps that each report tells of, with the time;
+        ``on_granted`` of each grant's worker and version: it answers whether the pool gets no more now."""
         self.epoch = epoch
         self.limits = limits
-        self._workers: dict[str, _Worker] = {}
-        self._candidates: dict[str, dict[str, Candidate]] = {}
-        self._sequences: dict[str, int] = {}  # outlives the worker's state: a number is never used twice
+        self.step_times = StepTimes()
+        self.prefixes = PrefixIndex(max(1, limits.prefix_blocks))
+        self.shared = SharedPrefixes()
+        self.prefix_tokens = PrefixTokens()
+        self.on_measured: Callable[[Measured, float], None] | None = None
+        self.on_granted: Callable[[str, str, float], bool] | None = None
+        self._roster = Roster(limits)
+        self._workers: Mapping[str, WorkerState] = self._roster.workers
+        self._pools: dict[str, PoolSeats] = {}
         self._lapses: deque[tuple[float, str, int]] = deque()  # in order: every grant is held equally long
+        self._outstanding = 0
 
     @property
     def workers(self) -> int:
@@ -114,42 +89,43 @@ class FleetView:
 
     @property
     def outstanding(self) -> int:
-        return sum(len(worker.outstanding) for worker in self._workers.values())
+        return self._outstanding
 
     @property
     def workers_by_state(self) -> dict[str, int]:
         """How many workers are placed on, silent, draining, or away."""
-        found = {"placed_on": 0, "silent": 0, "draining": 0, "away": 0}
-        for worker in self._workers.values():
-            found[_state(worker)] += 1
-        return found
+        return self._roster.by_state()
 
     def view_age_s(self, now_s: float) -> float:
         """Return since when the connected worker that was longest not heard was last heard; 0 without any."""
-        heard = [worker.report_s for worker in self._workers.values() if worker.connected]
-        return now_s - min(heard, default=now_s)
+        return self._roster.view_age_s(now_s)
 
     def candidates(self, digest: str) -> Mapping[str, Candidate]:
         """Return the pools of a version by worker. A snapshot of values in a mapping that is read only."""
-        return self._candidates.get(digest, _EMPTY)
+        seats = self._pools.get(digest)
+        return _EMPTY if seats is None else Candidates(seats)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that some worker reports."""
+        return tuple(self._pools)
+
+    @property
+    def states(self) -> Collection[WorkerState]:
+        """What is known of each worker. Read only."""
+        return self._workers.values()
+
+    def life_of(self, worker_id: str) -> tuple[str, int]:
+        """Return the address and the incarnation of a worker that reported."""
+        worker = self._workers[worker_id]
+        return worker.address, worker.incarnation
 
     def levels_by_version(self) -> dict[str, PoolLevels]:
         """Return what the workers of each version report, with what is granted and not reported yet."""
-        return {digest: self._levels(digest, found) for digest, found in self._candidates.items()}
-
-    def _levels(self, digest: str, candidates: Mapping[str, Candidate]) -> PoolLevels:
-        workers = [self._workers[worker_id] for worker_id in candidates]
-        pools = [worker.pools[digest] for worker in workers]
-        serving = [candidate for candidate in candidates.values() if candidate.serving]
-        return PoolLevels(
-            granted=sum(worker.sums[digest].grants for worker in workers if digest in worker.sums),
-            running=sum(pool.running for pool in pools),
-            waiting=sum(pool.waiting for pool in pools),
-            workers=len(pools),
-            serving_workers=len(serving),
-            kv_tokens_total=sum(pool.kv_blocks_total * pool.block_size for pool in pools),
-            kv_tokens_free=sum(max(0, candidate.kv_tokens_room) for candidate in serving),
-        )
+        return {
+            digest: levels_of(digest, Candidates(seats), self._workers)
+            for digest, seats in self._pools.items()
+        }
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -159,51 +135,126 @@ class FleetView:
         Raises Conflict for a report of an older stream or an older life of its worker, OverQuota when
         there are too many workers; nothing has changed then.
         """
-        worker = self._worker_of(stream, report)
+        worker = self._roster.reporting(stream, report)
+        whole = worker.number < 0 or stream != worker.stream or report.incarnation != worker.incarnation
         if report.incarnation > worker.incarnation:
-            worker.outstanding.clear()
-            worker.sums.clear()
-        worker.incarnation, worker.stream = report.incarnation, stream
-        worker.address, worker.draining = report.address, report.draining
-        worker.connected, worker.silent, worker.report_s = True, False, now_s
-        worker.honours = report.epoch == self.epoch
+            self._forget_grants(worker)
+        self._roster.heard(worker, stream, report, self.epoch, now_s)
         if worker.honours:
             for sequence in report.grants_seen:
                 self._settle(worker, sequence)
         changed = list(worker.pools)
         worker.pools = {pool.digest: pool for pool in report.pools}
+        gone = [digest for digest in changed if digest not in worker.pools]
         changed += [digest for digest in worker.pools if digest not in changed]
+        self.step_times.forget(worker.worker_id, gone)
+        self._learn(worker, report, now_s)
+        self._learn_prefixes(worker, report, whole=whole)
+        self._learn_shared(worker, report, whole=whole)
         self._refresh(worker, changed)
         return tuple(changed)
 
     def close_stream(self, stream: int) -> tuple[str, ...]:
         """Place nothing more on the worker of this stream, until it reports again."""
-        for worker in self._workers.values():
-            if worker.stream == stream and worker.connected:
-                worker.connected = False
-                self._refresh(worker, worker.pools)
-                return tuple(worker.pools)
-        return ()
+        worker = self._roster.close(stream)
+        if worker is None:
+            return ()
+        self._refresh(worker, worker.pools)
+        return tuple(worker.pools)
+
+    def bar(self, worker_id: str, digest: str, *, barred: bool) -> bool:
+        """Give a pool no more requests, or requests again; whether that is a change."""
+        worker = self._workers.get(worker_id)
+        if worker is None or (digest in worker.barred) == barred:
+            return False
+        (worker.barred.add if barred else worker.barred.discard)(digest)
+        self._refresh(worker, (digest,))
+        return True
 
     # --- grants -----------------------------------------------------------------------------------
 
+    def choose(
+        self, digest: str, query: PlaceQuery, profile: PlacementProfile, rng: Random
+    ) -> Chosen | NoWorker:
+        """Return a worker that has room for the query, whenever there is one, or why there is none."""
+        seats = self._pools.get(digest)
+        if seats is None:
+            return _NO_POOL
+        shared = self.shared.run_of(digest, query.prefix_hashes, query.demand.prompt_tokens)
+        if shared is not NOTHING_SHARED:
+            query = replace(query, shared=shared)
+        chain = query.prefix_hashes if self.limits.prefix_blocks else ()
+        match = self.prefixes.match(chain) if chain else None
+        if match is None:
+            return seats.choose(query, profile, rng)
+        held = match.holders(profile.holders, rng, among=seats.open_mask)
+        prompt_tokens = query.demand.prompt_tokens
+
+        def cached_tokens(worker_ids: Sequence[str]) -> dict[str, int]:
+            return {
+                worker_id: min(prompt_tokens, blocks * PREFIX_BLOCK_TOKENS)
+                for worker_id in worker_ids
+                if (blocks := match.blocks_on(worker_id))
+            }
+
+        return seats.choose(
+            query,
+            profile,
+            rng,
+            holders=[worker_id for worker_id, _ in held],
+            cached_tokens=cached_tokens,
+        )
+
+    def shareable_tokens(self, digest: str, query: PlaceQuery) -> int:
+        """Return how many tokens of the prompt some worker may share, at most."""
+        chain, tokens = query.prefix_hashes, query.demand.prompt_tokens
+        if self.shared.run_of(digest, chain, tokens) is NOTHING_SHARED:
+            return 0
+        return shareable_blocks(chain, tokens) * PREFIX_BLOCK_TOKENS
+
+    def room(self, digest: str) -> RoomSummary:
+        """Return the best that any serving worker of the version offers."""
+        seats = self._pools.get(digest)
+        return RoomSummary(serving=False) if seats is None else seats.room()
+
     def issue(
-        self, worker_id: str, digest: str, demand: Demand, *, route_revision: int, now_s: float
+        self, chosen: Chosen, query: PlaceQuery, *, digest: str, route_revision: int, now_s: float
     ) -> Grant:
         """Return a new grant, outstanding from now on. The caller chose a candidate that has the room."""
+        worker_id, demand, cached_tokens = chosen.worker_id, query.demand, chosen.offer.cached_tokens
         worker = self._workers[worker_id]
         pool = worker.pools[digest]
         kv_blocks = blocks_for(demand.reserved_tokens, pool.block_size)
-        sequence = self._sequences.get(worker_id, 0) + 1
-        self._sequences[worker_id] = sequence
-        worker.outstanding[sequence] = Outstanding(digest, kv_blocks, demand.prompt_tokens)
-        sums = worker.sums.setdefault(digest, _Sums())
-        sums.grants += 1
-        sums.kv_blocks += kv_blocks
-        sums.prompt_tokens += demand.prompt_tokens
+        sequence = self._roster.next_sequence(worker_id)
+        chain = query.prefix_hashes
+        if self.shared.free_blocks_on(worker_id, digest, chain, demand.prompt_tokens):
+            self.shared.lean(worker_id, chain, sequence)
+        else:
+            chain = ()
+        grant = self._counted(
+            worker_id,
+            Outstanding(
+                digest,
+                kv_blocks,
+                demand.prompt_tokens - cached_tokens,
+                demand.prompt_tokens,
+                whole_blocks=kv_blocks,
+                each_blocks=PREFIX_BLOCK_TOKENS // pool.block_size,
+                chain=chain,
+            ),
+        )
+        worker.outstanding[sequence] = grant
+        worker.sums.setdefault(digest, Sums()).add(grant, 1)
+        self._outstanding += 1
+        if query.prefix_hashes and self.limits.prefix_blocks:
+            self.prefixes.expect(worker_id, query.prefix_hashes)
+            self.prefix_tokens.granted += demand.prompt_tokens
+            self.prefix_tokens.predicted += cached_tokens
         hold_s = self.limits.grant_ttl_s + self.limits.transit_margin_s
         self._lapses.append((now_s + hold_s, worker_id, sequence))
-        self._refresh(worker, (digest,))
+        self._pools[digest].take(worker_id, level_of(worker, pool))
+        if self.on_granted is not None and self.on_granted(worker_id, digest, now_s):
+            self.bar(worker_id, digest, barred=True)
         return Grant(
             worker_id=worker_id,
             address=worker.address,
@@ -238,14 +289,18 @@ class FleetView:
                 self._settle(worker, sequence)
                 self._refresh(worker, (lapsed.digest,))
                 changed[lapsed.digest] = None
-        for worker in list(self._workers.values()):
-            quiet_s = now_s - worker.report_s
-            if not worker.silent and quiet_s >= self.limits.silence_s:
-                worker.silent = True
-                self._refresh(worker, worker.pools)
-                changed.update(dict.fromkeys(worker.pools))
-            if quiet_s >= self.limits.forget_s and not worker.outstanding:
-                self._forget(worker)
+        while (worker := self._roster.fall_silent(now_s)) is not None:
+            self._refresh(worker, worker.pools)
+            changed.update(dict.fromkeys(worker.pools))
+        while (worker := self._roster.longest_silent(now_s)) is not None:
+            assert not worker.outstanding, "a worker is forgotten before its last grant lapsed"
+            self._forget(worker)
+        self.prefixes.advance(now_s)
+        if self.step_times.advance(now_s):  # the models changed: compare prices anew
+            for digest, seats in self._pools.items():
+                workers = [self._workers[worker_id] for worker_id in seats.all()]
+                price_pool(digest, workers, self.step_times)
+                seats.forget_candidates()
         return tuple(changed)
 
     def next_deadline_s(self) -> float:
@@ -253,100 +308,127 @@ class FleetView:
         while self._lapses and not self._is_outstanding(*self._lapses[0][1:]):
             self._lapses.popleft()  # settled long ago, as most are
         deadline_s = self._lapses[0][0] if self._lapses else math.inf
-        for worker in self._workers.values():
-            wait_s = self.limits.forget_s if worker.silent else self.limits.silence_s
-            deadline_s = min(deadline_s, worker.report_s + wait_s)
-        return deadline_s
+        return min(deadline_s, self._roster.next_deadline_s())
 
     def check_integrity(self) -> None:
         """Raise AssertionError when sums, candidates and outstanding grants disagree."""
+        assert self._outstanding == sum(len(worker.outstanding) for worker in self._workers.values())
+        self._roster.check_integrity()
         for worker in self._workers.values():
-            for digest in {*worker.sums, *worker.pools, *(o.digest for o in worker.outstanding.values())}:
-                held = [found for found in worker.outstanding.values() if found.digest == digest]
-                sums = worker.sums.get(digest, _Sums())
-                assert sums.grants == len(held), "outstanding grants miscounted"
-                assert sums.kv_blocks == sum(found.kv_blocks for found in held), "outstanding blocks leaked"
-                assert sums.prompt_tokens == sum(found.prompt_tokens for found in held)
-            for digest in worker.pools:
-                assert self._candidates[digest][worker.worker_id] == _candidate(worker, digest)
-            assert all(number <= self._sequences[worker.worker_id] for number in worker.outstanding)
-        for digest, found_by_worker in self._candidates.items():
-            assert found_by_worker, "an empty pool is kept"
-            assert all(digest in self._workers[worker_id].pools for worker_id in found_by_worker)
+            worker.check_integrity(partial(self._counted, worker.worker_id))
+            for digest, pool in worker.pools.items():
+                exact = self._candidate(worker, digest, level_of(worker, pool))
+                assert self._pools[digest].candidate(worker.worker_id) == exact
+        self.shared.check_integrity()
+        for digest, seats in self._pools.items():
+            assert len(seats), "an empty pool is kept"
+            assert all(digest in self._workers[worker_id].pools for worker_id in seats.all())
+            seats.check_integrity()
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _worker_of(self, stream: int, report: ReportSnapshot) -> _Worker:
-        worker = self._workers.get(report.worker_id)
-        if worker is None:
-            known = report.worker_id in self._sequences
-            if len(self._workers) >= self.limits.max_workers or (
-                not known and len(self._sequences) >= 16 * self.limits.max_workers
-            ):
-                raise OverQuota(f"there are {len(self._workers)} workers; no more are taken")
-            self._sequences.setdefault(report.worker_id, 0)
-            worker = _Worker(report.worker_id, report.incarnation, stream)
-            self._workers[report.worker_id] = worker
-        elif report.incarnation < worker.incarnation:
-            raise Conflict(f"a newer life of worker {report.worker_id} reports", worker_id=report.worker_id)
-        elif stream < worker.stream:
-            raise Conflict(f"worker {report.worker_id} opened a newer stream", worker_id=report.worker_id)
-        return worker
+    def _learn(self, worker: WorkerState, report: ReportSnapshot, now_s: float) -> None:
+        """Take over what the report says of the work that was done."""
+        for pool in report.pools:
+            measured = self.step_times.observe(worker.worker_id, worker.device_type, pool, now_s)
+            if measured is not None:
+                worker.attended[pool.digest] = measured.attended_tokens // measured.steps
+                if self.on_measured is not None:
+                    self.on_measured(measured, now_s)
+        for used in report.tenants:
+            self.prefix_tokens.reported += used.prefill
+            self.prefix_tokens.cached += used.cached
+
+    def _learn_prefixes(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
+        """Take over what the worker has cached. The first report of a stream says all of it."""
+        prefixes, keep = self.prefixes, self.limits.prefix_blocks > 0
+        if whole:
+            added = [name for pool in report.pools for name in pool.prefix_added] if keep else ()
+            worker.number = prefixes.replace(worker.worker_id, added)
+            return
+        for pool in report.pools if keep else ():
+            if pool.prefix_removed:
+                prefixes.discard(worker.worker_id, pool.prefix_removed)
+            if pool.prefix_added:
+                prefixes.add(worker.worker_id, pool.prefix_added)
+
+    def _learn_shared(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
+        """Take over what the worker's sequences share, and count the grants on their way by it."""
+        if whole:
+            self.shared.drop(worker.worker_id)
+        heard = whole
+        for pool in report.pools if self.limits.prefix_blocks else ():
+            divides = PREFIX_BLOCK_TOKENS % pool.block_size == 0  # else what is shared are no whole blocks
+            if divides and (pool.prefix_shared or pool.prefix_unshared):
+                heard = True
+                self.shared.change(worker.worker_id, pool.digest, pool.prefix_shared, pool.prefix_unshared)
+        for number in self.shared.leaning_on(worker.worker_id) if heard else ():
+            grant = worker.outstanding[number]
+            counted = self._counted(worker.worker_id, grant)
+            if counted is not grant:
+                worker.outstanding[number] = counted
+                worker.sums[grant.digest].add(grant, -1)
+                worker.sums[grant.digest].add(counted, 1)
+
+    def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
+        """Return the grant with the blocks that it takes of what the worker's last report leaves."""
+        shared = self.shared.blocks_on(worker_id, grant.digest, grant.chain, grant.prompt_tokens)
+        kv_blocks = grant.whole_blocks - shared * grant.each_blocks
+        return grant if kv_blocks == grant.kv_blocks else replace(grant, kv_blocks=kv_blocks)
 
     def _is_outstanding(self, worker_id: str, sequence: int) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and sequence in worker.outstanding
 
-    def _settle(self, worker: _Worker, sequence: int) -> bool:
+    def _settle(self, worker: WorkerState, sequence: int) -> bool:
         settled = worker.outstanding.pop(sequence, None)
         if settled is None:
             return False
+        self._outstanding -= 1
+        self.shared.let_go(worker.worker_id, settled.chain, sequence)
         sums = worker.sums[settled.digest]
-        sums.grants -= 1
-        sums.kv_blocks -= settled.kv_blocks
-        sums.prompt_tokens -= settled.prompt_tokens
+        sums.add(settled, -1)
         if not sums.grants:
             del worker.sums[settled.digest]
         return True
 
-    def _refresh(self, worker: _Worker, digests: Iterable[str]) -> None:
-        """Bring the candidates of these versions in line with the worker's state."""
+    def _refresh(self, worker: WorkerState, digests: Iterable[str]) -> None:
+        """Bring the seats of these versions in line with the worker's state."""
         for digest in digests:
-            if digest in worker.pools:
-                self._candidates.setdefault(digest, {})[worker.worker_id] = _candidate(worker, digest)
-            elif digest in self._candidates:
-                self._candidates[digest].pop(worker.worker_id, None)
-                if not self._candidates[digest]:
-                    del self._candidates[digest]
+            pool, seats = worker.pools.get(digest), self._pools.get(digest)
+            if pool is not None:
+                if seats is None:
+                    seats = self._pools[digest] = PoolSeats(self._builder(digest))
+                seats.put(worker.worker_id, level_of(worker, pool))
+            elif seats is not None and worker.worker_id in seats:
+                seats.drop(worker.worker_id)
+                if not len(seats):
+                    del self._pools[digest]
 
-    def _forget(self, worker: _Worker) -> None:
-        digests: Sequence[str] = tuple(worker.pools)
+    def _builder(self, digest: str) -> Callable[[str, Level], Candidate]:
+        return lambda worker_id, level: self._candidate(self._workers[worker_id], digest, level)
+
+    def _candidate(self, worker: WorkerState, digest: str, level: Level) -> Candidate:
+        return candidate_of(
+            worker,
+            worker.pools[digest],
+            level,
+            model=self.step_times.model(Kind(worker.device_type, digest)),
+            slowness_ratio=self.step_times.slowness(worker.worker_id, digest),
+        )
+
+    def _forget_grants(self, worker: WorkerState) -> None:
+        """Another life of the worker refuses the grants of the one before."""
+        self._outstanding -= len(worker.outstanding)
+        worker.outstanding.clear()
+        self.shared.let_all_go(worker.worker_id)
+        worker.sums.clear()
+
+    def _forget(self, worker: WorkerState) -> None:
+        digests = tuple(worker.pools)
         worker.pools = {}
         self._refresh(worker, digests)
-        del self._workers[worker.worker_id]
-
-
-def _state(worker: _Worker) -> str:
-    if not (worker.connected and worker.honours):
-        return "away"
-    if worker.silent:
-        return "silent"
-    return "draining" if worker.draining else "placed_on"
-
-
-def _candidate(worker: _Worker, digest: str) -> Candidate:
-    pool = worker.pools[digest]
-    sums = worker.sums.get(digest, _Sums())
-    room = pool.kv_blocks_total - pool.kv_blocks_reserved - sums.kv_blocks
-    return Candidate(
-        worker_id=worker.worker_id,
-        kv_tokens_total=pool.kv_blocks_total * pool.block_size,
-        kv_tokens_room=room * pool.block_size,
-        block_size=pool.block_size,
-        slots=pool.max_sequences - pool.running - pool.waiting - sums.grants,
-        max_model_len=pool.max_model_len,
-        queued_prefill_tokens=pool.queued_prefill_tokens + sums.prompt_tokens,
-        ready=pool.ready,
-        draining=worker.draining,
-        heard=worker.connected and worker.honours and not worker.silent,
-    )
+        self.step_times.forget(worker.worker_id, digests)
+        self.prefixes.drop(worker.worker_id)
+        self.shared.drop(worker.worker_id)
+        self._roster.forget(worker)

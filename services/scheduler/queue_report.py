@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from services.core.fleet import TenantCounter
 from services.core.queues import PoolQueue, QueueShare
 from services.core.records import Priority
-from services.scheduler.fleet_view import FleetView, PoolLevels
-from services.scheduler.flow_queue import FlowQueue, Waiting
+from services.scheduler.fleet_levels import PoolLevels
+from services.scheduler.fleet_view import FleetView
+from services.scheduler.flow_queue import FlowQueue
+from services.scheduler.waiting import Waiting
 
 MAX_SHARES: Final = 100  # per pool
 _MAX_WAIT_S: Final = 3600.0  # no arrival counts as older than this
@@ -83,6 +86,33 @@ def _pool(
         shares=shares[:MAX_SHARES],
         shares_left_off=max(0, len(shares) - MAX_SHARES),
     )
+
+
+def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[TenantCounter, ...]:
+    """Return what tenants of a pool were served, the most first; one tenant's when it is named."""
+    shares = dict(queue.ledger.pools()).get(digest, {})
+    found = [
+        TenantCounter(account.tenant, digest, priority, account.value)
+        for priority, fair in shares.items()
+        for account in fair.accounts()
+        if account.tenant == tenant or not tenant
+    ]
+    found.sort(key=lambda counter: (-counter.virtual_tokens, counter.tenant, -counter.priority.rank))
+    return tuple(found[:MAX_SHARES])
+
+
+def counter_gaps(queue: FlowQueue) -> dict[tuple[str, Priority], float]:
+    """Return, by model and class, how far apart the counters of tenants that wait are; of several versions of
+    a model that have something waiting, the widest. In weighted tokens over weight."""
+    found: dict[tuple[str, Priority], float] = {}
+    for digest, shares in queue.ledger.pools():
+        item = next(queue.waiting_for(digest), None)
+        if item is None:
+            continue
+        for priority, fair in shares.items():
+            key = item.spec.model, priority
+            found[key] = max(found.get(key, 0.0), fair.gap())
+    return found
 
 
 def _shares(sums: Mapping[tuple[str, Priority], _Sum]) -> tuple[QueueShare, ...]:

@@ -7,13 +7,15 @@ from typing import Final
 
 from services.core.errors import FairwayError, NoWorkerAvailable, PromptTooLong, QueueFull, QueueTimeout
 from services.core.generation import PlaceSpec
-from services.scheduler.policy.placement import Candidate, Chosen, NoWorker
+from services.scheduler.policy.candidate import Candidate
+from services.scheduler.policy.placement import Chosen, NoWorker
 
 _LOADING_RETRY_S: Final = 2.0
 _TEXTS: Final = {
     "ready": "not ready yet",
     "heard": "silent",
     "not_draining": "draining",
+    "not_ejected": "taken out as too slow",
     "not_excluded": "excluded by the request",
     "fits_when_empty": "too small",
 }
@@ -61,9 +63,7 @@ def too_long(spec: PlaceSpec, candidates: Iterable[Candidate]) -> PromptTooLong:
 
 def _missing(found: NoWorker) -> str:
     """What would have to be there, from the filters that dropped the workers."""
-    if not found.rejected:
+    counts = found.rejections.counts
+    if not counts:
         return "none has the version loaded"
-    counts: dict[str, int] = {}
-    for _, reason in found.rejected:
-        counts[reason] = counts.get(reason, 0) + 1
-    return ", ".join(f"{count} {_TEXTS.get(reason, reason)}" for reason, count in counts.items())
+    return ", ".join(f"{count} {_TEXTS.get(reason, reason)}" for reason, count in counts)

@@ -7,22 +7,28 @@ lead, every stream fails with NoLeader, so that clients look for the leader agai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Final, Protocol
 
 import structlog
 
+from services.core.decisions import FleetWorker, PlacementDecision
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
 from services.core.fleet import PlacementFrame, Refused, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.core.paging import page_of
 from services.core.queues import PoolQueue
 from services.ports.clock import Clock
+from services.ports.report_stream import ReportAnswer
 from services.runtime.race import first_of
 from services.runtime.secrets import check_ticket
-from services.scheduler.queue_report import Now, pools_of
+from services.scheduler.decision_log import DecisionLog
+from services.scheduler.queue_report import Now, counters_of, pools_of
 from services.scheduler.telemetry import SchedulerTelemetry
-from services.scheduler.term import Cancel, Report, Reporter, Session, Submit, Term, TermSettings
+from services.scheduler.term import Term, TermSettings
+from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
+from services.scheduler.worker_list import workers_of
 
 log = structlog.get_logger()
 
@@ -42,7 +48,7 @@ class Leading(Protocol):
 
 
 class SchedulerService:
-    """Implements ``ports.placement_stream.PlacementStreams`` for gateways; ``open_report`` is for workers."""
+    """Implements ``ports.placement_stream.PlacementStreams`` and ``ports.report_stream.ReportStreams``."""
 
     def __init__(
         self,
@@ -59,6 +65,7 @@ class SchedulerService:
         self._clock = clock
         self._rng = rng
         self._term: Term | None = None
+        self._decisions = DecisionLog(clock, settings.profile)
 
     @property
     def term(self) -> Term | None:
@@ -74,7 +81,7 @@ class SchedulerService:
         """Lead whenever the election is won, until cancelled."""
         while True:
             epoch = await election.wait_leading()
-            term = self._term = Term(epoch, self._settings, self._clock, self._rng, telemetry=self._telemetry)
+            term = self._term = self.new_term(epoch)
             if self._telemetry is not None:
                 self._telemetry.term_started(term)
             log.info("scheduler.term_started", epoch=epoch)
@@ -87,10 +94,21 @@ class SchedulerService:
                 term.end(NoLeader("this scheduler leads no longer", retry_after_s=1.0))
                 log.info("scheduler.term_ended", epoch=epoch)
 
-    def open(self, gateway_id: str, wake: Callable[[], None]) -> GatewayStream:
+    def new_term(self, epoch: int) -> Term:
+        """Return what this scheduler decides with while it leads under an epoch."""
+        return Term(
+            epoch,
+            self._settings,
+            self._clock,
+            self._rng,
+            telemetry=self._telemetry,
+            decisions=self._decisions,
+        )
+
+    def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewayStream:
         """Return a gateway's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return GatewayStream(self, term, term.open_session(gateway_id, wake))
+        return GatewayStream(self, term, term.open_session(gateway_id, wake, zone=zone))
 
     def open_report(self, wake: Callable[[], None]) -> ReportStream:
         """Return a worker's stream. Raises NoLeader while not leading."""
@@ -103,10 +121,33 @@ class SchedulerService:
         now = Now(self._clock.monotonic_s(), self._clock.unix_s())
         found = pools_of(term.queue, term.fleet, now, tenant=tenant)
         page, following = page_of(found, lambda pool: pool.version_digest, size=size, token=token)
+        told = tuple(
+            replace(
+                pool,
+                pressure_ratio=term.overload.pressure(pool.version_digest).pressure_ratio,
+                counters=counters_of(term.queue, pool.version_digest, tenant=tenant),
+            )
+            for pool in page
+        )
+        return term.epoch, told, following
+
+    def explain(self, request_id: str) -> tuple[int, tuple[PlacementDecision, ...], float]:
+        """Return the epoch, what is remembered of the request, and since when all is. Raises NoLeader."""
+        term = self._leading()
+        return term.epoch, self._decisions.explain(request_id), self._decisions.since_unix_s
+
+    def workers(self, *, size: int, token: str) -> tuple[int, tuple[FleetWorker, ...], str]:
+        """Return the epoch and a page of the workers, as of now. Raises NoLeader while not leading."""
+        term = self._leading()
+        found = workers_of(
+            term.fleet, term.worker_health(), term.prefixes_by_worker, self._clock.monotonic_s()
+        )
+        page, following = page_of(found, lambda worker: worker.worker_id, size=size, token=token)
         return term.epoch, page, following
 
     def admitted(self, spec: PlaceSpec) -> None:
-        """Return if the ticket of the placement is genuine and its own. Raises PermissionDenied."""
+        """Return if the ticket of the placement is genuine and its own. Raises PermissionDenied, and
+        TicketExpired where the gateway's clock is far behind."""
         ticket = check_ticket(self._ticket_key, spec.ticket, self._clock.unix_s())
         if ticket.tenant_id != spec.tenant_id or ticket.request_id != spec.request_id:
             raise PermissionDenied("the placement ticket is another request's")
@@ -139,7 +180,7 @@ class GatewayStream:
         for placement_id, spec in places:
             try:
                 self._service.admitted(spec)
-            except PermissionDenied as error:
+            except FairwayError as error:
                 self.refuse(placement_id, error)
             else:
                 admitted.append((placement_id, spec, self._service.arrival_unix_us(spec)))
@@ -153,8 +194,13 @@ class GatewayStream:
     def take(self) -> PlacementFrame | None:
         if self._session.error is not None:
             raise self._session.error
-        outcomes, self._session.outbox = self._session.outbox, []
-        return PlacementFrame(self._term.epoch, tuple(outcomes)) if outcomes else None
+        session = self._session
+        outcomes, session.outbox = session.outbox, []
+        pressures, session.pressures = session.pressures, None
+        members, session.members = session.members, None
+        if not outcomes and pressures is None and members is None:
+            return None
+        return PlacementFrame(self._term.epoch, tuple(outcomes), pressures=pressures, members=members)
 
     def close(self) -> None:
         self._term.close_session(self._session)
@@ -171,7 +217,7 @@ class GatewayStream:
 
 
 class ReportStream:
-    """One worker's stream."""
+    """One worker's stream. Implements ``ports.report_stream.ReportStream``."""
 
     def __init__(self, term: Term, reporter: Reporter) -> None:
         self._term = term
@@ -188,17 +234,13 @@ class ReportStream:
             raise self._reporter.error
         self._term.send(Report(self._reporter, number, snapshot))
 
-    def take(self) -> int | None:
-        """Return the newest report that was taken over since the last call, None when none was.
-
-        Raises the error that ended the stream: NoLeader, or Conflict when the worker has a newer one.
-        """
+    def take(self) -> ReportAnswer | None:
         if self._reporter.error is not None:
             raise self._reporter.error
         if self._reporter.applied == self._answered:
             return None
         self._answered = self._reporter.applied
-        return self._answered
+        return ReportAnswer(self._term.epoch, self._answered, self._reporter.take_counters())
 
     def close(self) -> None:
         """Place nothing more on the worker until it reports again. Idempotent."""

@@ -13,9 +13,17 @@ import structlog
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import FairwayError, InvalidInput, first_of
 from services.ports.clock import Clock
+from services.ports.report_stream import ReportAnswer
 from services.rpc import bounds
+from services.rpc.convert_decisions import decision_to_proto, timestamp, worker_to_proto
 from services.rpc.convert_queues import pool_to_proto
-from services.rpc.convert_scheduler import frame_to_proto, leadership, place_from_proto, report_from_proto
+from services.rpc.convert_scheduler import (
+    counters_to_proto,
+    frame_to_proto,
+    leadership,
+    place_from_proto,
+    report_from_proto,
+)
 from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
 
 log = structlog.get_logger()
@@ -39,7 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         hello = await _hello(request_iterator)
         woken = asyncio.Event()
-        stream = self._service.open(hello, woken.set)
+        stream = self._service.open(hello.gateway_id, woken.set, zone=hello.zone)
         try:
             async with asyncio.TaskGroup() as group:
                 reading = group.create_task(_read_places(request_iterator, stream))
@@ -59,7 +67,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             async with asyncio.TaskGroup() as group:
                 # Leadership goes out before the first report is read: the order of a worker's streams
                 # is the order in which they were opened here.
-                await context.write(self._heard(stream.epoch))
+                await context.write(self._heard(ReportAnswer(stream.epoch)))
                 reading = group.create_task(_read_reports(request_iterator, stream))
                 reading.add_done_callback(lambda _: woken.set())
                 await self._write_answers(stream, reading, woken, context)
@@ -80,10 +88,33 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             leadership=leadership(epoch, self._leader_id),
         )
 
+    async def Explain(
+        self, request: scheduler_pb2.ExplainRequest, context: Context
+    ) -> scheduler_pb2.ExplainResponse:
+        epoch, decisions, since_unix_s = self._service.explain(request.request_id)
+        return scheduler_pb2.ExplainResponse(
+            decisions=[decision_to_proto(decision) for decision in decisions],
+            leadership=leadership(epoch, self._leader_id),
+            since=timestamp(since_unix_s),
+        )
+
+    async def ListReporters(
+        self, request: scheduler_pb2.ListReportersRequest, context: Context
+    ) -> scheduler_pb2.ListReportersResponse:
+        epoch, workers, following = self._service.workers(size=request.page_size, token=request.page_token)
+        return scheduler_pb2.ListReportersResponse(
+            reporters=[worker_to_proto(worker) for worker in workers],
+            next_page_token=following,
+            leadership=leadership(epoch, self._leader_id),
+        )
+
     async def _write_outcomes(
         self, stream: GatewayStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
     ) -> None:
-        """Write leadership, then outcomes and heartbeats until the gateway closed its side."""
+        """Write leadership, then outcomes and heartbeats until the gateway closed its side.
+
+        A message with leadership says how hard every pool is pressed: a heartbeat repeats what was said.
+        """
         beat = scheduler_pb2.ConnectResponse(leadership=leadership(stream.epoch, self._leader_id))
         await context.write(beat)
         beat_s = self._clock.monotonic_s()
@@ -95,7 +126,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 continue
             await _wait(woken, due_s)
             while (frame := stream.take()) is not None:
-                await context.write(frame_to_proto(frame.outcomes))
+                message = frame_to_proto(frame)
+                if frame.pressures is not None:
+                    message.leadership.CopyFrom(beat.leadership)
+                    del beat.pressures[:]
+                    beat.pressures.extend(message.pressures)
+                    beat_s = self._clock.monotonic_s()
+                await context.write(message)
 
     async def _write_answers(
         self, stream: ReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
@@ -104,15 +141,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         answered = 0
         while not reading.done():
             await _wait(woken, self._heartbeat_s)
-            answered = stream.take() or answered
-            await context.write(self._heard(stream.epoch, answered))
+            answer = stream.take() or ReportAnswer(stream.epoch, answered)
+            answered = answer.report
+            await context.write(self._heard(answer))
             await self._clock.sleep(_ANSWER_S)
 
-    def _heard(self, epoch: int, report: int = 0) -> scheduler_pb2.ReportResponse:
-        return scheduler_pb2.ReportResponse(leadership=leadership(epoch, self._leader_id), report=report)
+    def _heard(self, answer: ReportAnswer) -> scheduler_pb2.ReportResponse:
+        return scheduler_pb2.ReportResponse(
+            leadership=leadership(answer.epoch, self._leader_id),
+            report=answer.report,
+            counters=counters_to_proto(answer.counters),
+        )
 
 
-async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
+async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.GatewayHello:
     """Return who connects. Raises InvalidInput when the first message does not say so in time."""
     try:
         async with asyncio.timeout(_HELLO_S):
@@ -121,7 +163,7 @@ async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
         raise InvalidInput("a gateway says hello first", field="hello") from None
     if not first.HasField("hello") or first.places or first.HasField("cancel"):
         raise InvalidInput("a gateway says hello first, and nothing else", field="hello")
-    return first.hello.gateway_id
+    return first.hello
 
 
 def _within_bounds(

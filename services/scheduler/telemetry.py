@@ -7,6 +7,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.generation import PlaceSpec
+from services.core.records import Priority
 from services.ports.clock import Clock
 from services.runtime.logging import LineBudget
 from services.runtime.metrics import SHORT_S, Metrics, Reading
@@ -41,6 +42,26 @@ class Unobserved:
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None: ...
 
 
+class Both:
+    """Two that listen, the first one first."""
+
+    def __init__(self, first: QueueObserver, second: QueueObserver) -> None:
+        self._first = first
+        self._second = second
+
+    def entered(self, spec: PlaceSpec) -> None:
+        self._first.entered(spec)
+        self._second.entered(spec)
+
+    def left(self, spec: PlaceSpec) -> None:
+        self._first.left(spec)
+        self._second.left(spec)
+
+    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
+        self._first.ended(spec, outcome, queued_s, now_s, worker_id)
+        self._second.ended(spec, outcome, queued_s, now_s, worker_id)
+
+
 class Standing(Protocol):
     """What the present term holds. ``Term`` has this shape."""
 
@@ -55,6 +76,21 @@ class Standing(Protocol):
 
     @property
     def inbox(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> dict[str, int]: ...
+
+    @property
+    def indexed_blocks(self) -> int: ...
+
+    @property
+    def pressure_by_model(self) -> dict[str, float]: ...
+
+    @property
+    def pools_out_by_state(self) -> dict[str, int]: ...
+
+    @property
+    def counter_gaps(self) -> dict[tuple[str, Priority], float]: ...
 
     def view_age_s(self) -> float: ...
 
@@ -72,7 +108,7 @@ class SchedulerTelemetry:
     ) -> None:
         self._models = metrics.models
         self._clock = clock
-        self._tracing = tracing or Tracing(clock)
+        self._tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
         self._depth: dict[tuple[str, str], int] = {}
         self._standing: Standing | None = None
@@ -97,7 +133,16 @@ class SchedulerTelemetry:
             "One turn of the scheduler: commands taken, grants decided, outcomes handed to the streams",
             bounds=SHORT_S,
         ).cell()
+        self._health_changes = metrics.counter(
+            "fairway_scheduler_health_changes_total",
+            "Times that a worker was ejected, probed or readmitted, and that a circuit changed its state",
+            ("what", "state"),
+        )
         self._levels(metrics)
+
+    def health_changed(self, what: str, state: str) -> None:
+        """A worker was ejected, is probed or was readmitted; or a circuit opened, is tried or closed."""
+        self._health_changes.add(what, state)
 
     def _levels(self, metrics: Metrics) -> None:
         metrics.gauge(
@@ -105,6 +150,24 @@ class SchedulerTelemetry:
             "Workers known to the leader: placed on, silent, draining or away",
             self._workers,
             ("state",),
+        )
+        metrics.gauge(
+            "fairway_scheduler_pools_out",
+            "Pools of workers with few or no requests: ejected or probing for being slow, failing or tried",
+            self._pools_out,
+            ("state",),
+        )
+        metrics.gauge(
+            "fairway_scheduler_pressure_ratio",
+            "Predicted wait over the target of the class that is worst off, 0 to 1, by model",
+            self._pressure,
+            ("model",),
+        )
+        metrics.gauge(
+            "fairway_scheduler_counter_gap_tokens",
+            "How far apart the fairness counters of tenants that wait are, by model and class",
+            self._counter_gaps,
+            ("model", "priority"),
         )
         metrics.level(
             "fairway_scheduler_grants_outstanding",
@@ -125,6 +188,18 @@ class SchedulerTelemetry:
             "fairway_scheduler_view_age_seconds",
             "Since the last report of the connected worker that was longest not heard; 0 without workers",
             lambda: self._standing.view_age_s() if self._standing else 0.0,
+        )
+        metrics.gauge(
+            "fairway_scheduler_prompt_tokens",
+            "Prompt tokens of this term: granted and predicted cached, where a placement named its prefix; "
+            "reported and reported cached, by workers",
+            self._prompt_tokens,
+            ("kind",),
+        )
+        metrics.level(
+            "fairway_scheduler_prefix_blocks",
+            "Names of cached prefix blocks that the leader keeps",
+            lambda: float(self._standing.indexed_blocks) if self._standing else 0.0,
         )
 
     def term_started(self, standing: Standing) -> None:
@@ -166,6 +241,28 @@ class SchedulerTelemetry:
                 worker_id=worker_id,
                 wait_ms=round(wait_s * 1e3, 3),
             )
+
+    def _prompt_tokens(self) -> Reading:
+        found = self._standing.prompt_tokens if self._standing else {}
+        return [((kind,), float(tokens)) for kind, tokens in found.items()]
+
+    def _pools_out(self) -> Reading:
+        found = self._standing.pools_out_by_state if self._standing else {}
+        return [((state,), float(count)) for state, count in found.items()]
+
+    def _pressure(self) -> Reading:
+        by_label: dict[str, float] = {}
+        for model, ratio in (self._standing.pressure_by_model if self._standing else {}).items():
+            label = self._models.of(model)  # what is one too many shares a label
+            by_label[label] = max(ratio, by_label.get(label, 0.0))
+        return [((label,), ratio) for label, ratio in by_label.items()]
+
+    def _counter_gaps(self) -> Reading:
+        by_label: dict[tuple[str, str], float] = {}
+        for (model, priority), tokens in (self._standing.counter_gaps if self._standing else {}).items():
+            label = self._models.of(model), priority.value
+            by_label[label] = max(tokens, by_label.get(label, 0.0))
+        return list(by_label.items())
 
     def _workers(self) -> Reading:
         found = self._standing.workers_by_state if self._standing else {}

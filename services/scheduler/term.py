@@ -11,27 +11,48 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
 import structlog
 
 from services.core.errors import Conflict, FairwayError, OverQuota
-from services.core.fleet import Granted, Outcome, ReportSnapshot
-from services.core.generation import PlaceSpec
+from services.core.fleet import Granted, ReportSnapshot
+from services.core.records import Priority
 from services.ports.clock import Clock
-from services.scheduler.fleet_view import FleetLimits, FleetView
-from services.scheduler.flow_queue import FlowQueue, QueueLimits
+from services.scheduler.beat import MAX_TOLD, Fleet, members_of, sample_of
+from services.scheduler.decision_log import DecisionLog
+from services.scheduler.fleet_limits import FleetLimits
+from services.scheduler.fleet_view import FleetView
+from services.scheduler.flow_queue import FlowQueue
+from services.scheduler.health import FleetHealth, HealthPolicy, WorkerStanding
+from services.scheduler.judge import Judge, ServingCount
+from services.scheduler.overload import Overload
 from services.scheduler.policy.placement import PlacementProfile
 from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.telemetry import SchedulerTelemetry
+from services.scheduler.policy.shedding import SheddingPolicy
+from services.scheduler.policy.step_time import Kind, StepModel
+from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.queue_report import counter_gaps
+from services.scheduler.telemetry import Both, SchedulerTelemetry
+from services.scheduler.term_streams import (
+    Cancel,
+    Command,
+    Leave,
+    Report,
+    Reporter,
+    Session,
+    Silence,
+    Submit,
+)
 
 log = structlog.get_logger()
 
 _COMMANDS_PER_PASS: Final = 1024
 _MIN_SLEEP_S: Final = 0.001
+_MEMBERS_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,81 +61,11 @@ class TermSettings:
     queue: QueueLimits = field(default_factory=QueueLimits)
     order: OrderPolicy = field(default_factory=OrderPolicy)
     profile: PlacementProfile = field(default_factory=PlacementProfile)
+    health: HealthPolicy = field(default_factory=HealthPolicy)
+    shedding: SheddingPolicy = field(default_factory=SheddingPolicy)
     max_gateways: int = 1024
+    beat_s: float = 1.0
     max_inbox: int = 65536
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """What the term knows of a gateway's stream. ``outbox`` is filled here and emptied by the stream."""
-
-    number: int
-    gateway_id: str
-    wake: Callable[[], None]
-    outbox: list[Outcome] = field(default_factory=list)
-    error: FairwayError | None = None
-    closed: bool = False
-
-    def end(self, error: FairwayError) -> None:
-        if self.error is None and not self.closed:
-            self.error = error
-            self.wake()
-
-
-@dataclass(slots=True, eq=False)
-class Reporter:
-    """What the term knows of a worker's stream. ``applied`` is the last report that was taken over."""
-
-    number: int
-    wake: Callable[[], None]
-    worker_id: str = ""
-    applied: int = 0
-    error: FairwayError | None = None
-    closed: bool = False
-
-    def end(self, error: FairwayError) -> None:
-        if self.error is None and not self.closed:
-            self.error = error
-            self.wake()
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """``places``: (placement id, spec, arrival by our clock's measure in Unix microseconds)."""
-
-    session: Session
-    places: Sequence[tuple[int, PlaceSpec, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    session: Session
-    placement_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A gateway's stream ended. ``unsent``: placements whose grants it never saw."""
-
-    session: Session
-    unsent: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    reporter: Reporter
-    number: int
-    snapshot: ReportSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """A worker's stream ended."""
-
-    reporter: Reporter
-
-
-Command = Submit | Cancel | Leave | Report | Silence
 
 
 class Term:
@@ -128,20 +79,46 @@ class Term:
         rng: Random,
         *,
         telemetry: SchedulerTelemetry | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
+        """``decisions`` outlives the term: it is told of what this one decides from now on."""
+        if decisions is None:
+            decisions = DecisionLog(clock, settings.profile)
+        decisions.term_started(epoch)
+        self.decisions = decisions
+        self._known_prefixes: dict[str, int] = {}
+        self._told: dict[str, tuple[int, int]] = {}  # by worker: its life, and the last deltas taken over
         self.epoch = epoch
         self.settings = settings
         self.fleet = FleetView(epoch, settings.fleet)
+        serving = ServingCount(self.fleet)
+        self.health = FleetHealth(settings.health, self._step_model)
+        self.fleet.on_granted = self.health.granted
+        self.overload = Overload(settings.shedding, rng, serving.of, failing_s=self.health.failing_s)
         self._decision = None if telemetry is None else telemetry.decision
+        observed = decisions if telemetry is None else Both(telemetry, decisions)
         self.queue = FlowQueue(
-            self.fleet, settings.queue, settings.order, settings.profile, rng, observer=telemetry
+            self.fleet,
+            settings.queue,
+            settings.order,
+            settings.profile,
+            rng,
+            observer=observed,
+            gate=self.overload,
+            decisions=decisions,
         )
+        self.overload.settle = self.queue.run_pass
+        self._judge = Judge(self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry)
         self._clock = clock
+        self._rng = rng
+        self._beat_s = clock.monotonic_s() + settings.beat_s
         self._inbox: deque[Command] = deque()
         self._arrived = asyncio.Event()
         self._sessions: dict[int, Session] = {}
         self._reporters: dict[int, Reporter] = {}
         self._numbers = 0
+        self._members: Fleet = {}
+        self._members_until_s = -math.inf
         self._stepped_s = self._arrived_s = clock.monotonic_s()
 
     # --- how it stands ----------------------------------------------------------------------------
@@ -162,6 +139,37 @@ class Term:
     def inbox(self) -> int:
         return len(self._inbox)
 
+    @property
+    def prefixes_by_worker(self) -> Mapping[str, int]:
+        """How many prefix blocks each worker told of."""
+        return self._known_prefixes
+
+    @property
+    def pressure_by_model(self) -> dict[str, float]:
+        return self.overload.pressure_by_model()
+
+    @property
+    def pools_out_by_state(self) -> dict[str, int]:
+        return self.health.pools_by_state()
+
+    @property
+    def counter_gaps(self) -> dict[tuple[str, Priority], float]:
+        """By model and class, how far apart the counters of tenants that wait are."""
+        return counter_gaps(self.queue)
+
+    def worker_health(self) -> tuple[WorkerStanding, ...]:
+        """Return how each pool of each worker stands, as far as it is judged."""
+        return self.health.worker_health()
+
+    @property
+    def prompt_tokens(self) -> dict[str, int]:
+        """Prompt tokens by what is known of them, since the term began."""
+        return self.fleet.prefix_tokens.by_kind()
+
+    @property
+    def indexed_blocks(self) -> int:
+        return len(self.fleet.prefixes)
+
     def view_age_s(self) -> float:
         """Return since when the connected worker that was longest not heard was last heard."""
         return self.fleet.view_age_s(self._clock.monotonic_s())
@@ -174,7 +182,7 @@ class Term:
 
     # --- for the streams --------------------------------------------------------------------------
 
-    def open_session(self, gateway_id: str, wake: Callable[[], None]) -> Session:
+    def open_session(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> Session:
         """Return a new session; one that the gateway had before is ended. Raises OverQuota."""
         for old in [found for found in self._sessions.values() if found.gateway_id == gateway_id]:
             old.end(Conflict("this gateway opened another stream", gateway_id=gateway_id))
@@ -182,8 +190,11 @@ class Term:
         if len(self._sessions) >= self.settings.max_gateways:
             raise OverQuota(f"{len(self._sessions)} gateways are connected; no more are taken")
         self._numbers += 1
-        session = Session(self._numbers, gateway_id, wake)
+        session = Session(self._numbers, wake, gateway_id, zone)
         self._sessions[session.number] = session
+        if members := sample_of(self._members_now(), self._rng):
+            session.members, session.told_s = members, self._clock.monotonic_s()
+            wake()
         log.info("scheduler.gateway_connected", gateway_id=gateway_id, epoch=self.epoch)
         return session
 
@@ -242,10 +253,14 @@ class Term:
         for _ in range(min(len(self._inbox), _COMMANDS_PER_PASS)):
             self._apply(self._inbox.popleft(), now_s)
         self.queue.touch(self.fleet.expire(now_s))
+        if now_s >= self.health.due_s():
+            self._judge.look(now_s)
         self.queue.run_pass(now_s)
         self.queue.expire(now_s)
         self.queue.run_pass(now_s)  # what timed out may have held others up
         self._deliver(now_s)
+        if now_s >= self._beat_s:
+            self._beat(now_s)
 
     def check_integrity(self) -> None:
         self.fleet.check_integrity()
@@ -259,7 +274,8 @@ class Term:
             await self._clock.sleep(0)  # the streams get their turn
             return
         self._arrived.clear()
-        due_s = min(self.fleet.next_deadline_s(), self.queue.next_deadline_s())
+        beat_s = self._beat_s if self._sessions else math.inf
+        due_s = min(self.fleet.next_deadline_s(), self.queue.next_deadline_s(), self.health.due_s(), beat_s)
         if due_s == math.inf:
             await self._arrived.wait()
             return
@@ -273,6 +289,14 @@ class Term:
         self._inbox.append(command)
         self._arrived.set()
 
+    def _members_now(self) -> Fleet:
+        """Return whom gateways may place on alone, as of a moment ago: many connect to a new leader at once,
+        and a look at the whole fleet for each would hold it up."""
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._members_until_s:
+            self._members, self._members_until_s = members_of(self.fleet), now_s + _MEMBERS_S
+        return self._members
+
     def _leave(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
             unsent = [found.placement_id for found in session.outbox if isinstance(found, Granted)]
@@ -285,7 +309,13 @@ class Term:
             case Submit(session, places):
                 if session.number in self._sessions:
                     for placement_id, spec, arrival_unix_us in places:
-                        self.queue.submit(session.number, placement_id, spec, arrival_unix_us, now_s)
+                        if spec.excluded_workers:
+                            self.health.resubmitted(spec, now_s)
+                        self.queue.submit(
+                            session.number, placement_id, spec, arrival_unix_us, now_s, zone=session.zone
+                        )
+                        for victim, error in self.overload.take_victims():
+                            self.queue.evict(victim, error, now_s)
             case Cancel(session, placement_ids):
                 for placement_id in placement_ids:
                     self.queue.cancel(session.number, placement_id, now_s)
@@ -296,20 +326,27 @@ class Term:
             case Report(reporter, number, snapshot):
                 self._report(reporter, number, snapshot, now_s)
             case Silence(reporter):
-                self.queue.touch(self.fleet.close_stream(reporter.number))
+                changed = self.fleet.close_stream(reporter.number)
+                self.queue.touch(changed)
+                if changed:
+                    self.health.disconnected(reporter.worker_id, now_s)
                 if reporter.worker_id:
                     log.info("scheduler.worker_disconnected", worker_id=reporter.worker_id, epoch=self.epoch)
 
     def _report(self, reporter: Reporter, number: int, snapshot: ReportSnapshot, now_s: float) -> None:
         if reporter.closed or reporter.error is not None:
             return
+        snapshot = self._without_known(snapshot)
         try:
             changed = self.fleet.apply(reporter.number, snapshot, now_s)
         except FairwayError as error:
             reporter.end(error)
             return
+        self._note_told(snapshot)
         if not reporter.worker_id:
             reporter.worker_id = snapshot.worker_id
+            self.decisions.found_running(snapshot.worker_id, snapshot.live)
+            self._known_prefixes.pop(snapshot.worker_id, None)
             log.info(
                 "scheduler.worker_connected",
                 worker_id=snapshot.worker_id,
@@ -317,9 +354,53 @@ class Term:
                 epoch=self.epoch,
                 live=len(snapshot.live),
             )
+        self.decisions.found_ended(snapshot.worker_id, snapshot.usage)
+        self.health.reported(snapshot, now_s)
+        self.overload.worked(snapshot.tenants, now_s)
+        for counter in self.queue.reported(snapshot):
+            reporter.counters[counter.tenant, counter.digest, counter.priority] = counter
+        self._count_prefixes(snapshot)
         self.queue.touch(changed)
         reporter.applied = number
         reporter.wake()
+
+    def _without_known(self, snapshot: ReportSnapshot) -> ReportSnapshot:
+        """Return the report without what its worker told before: the answer to that was lost."""
+        life, number = self._told.get(snapshot.worker_id, (0, 0))
+        if life == snapshot.incarnation and 0 < snapshot.deltas_number <= number:
+            return replace(snapshot, tenants=(), usage=())
+        return snapshot
+
+    def _note_told(self, snapshot: ReportSnapshot) -> None:
+        life, number = self._told.pop(snapshot.worker_id, (0, 0))
+        number = number if life == snapshot.incarnation else 0
+        self._told[snapshot.worker_id] = snapshot.incarnation, max(number, snapshot.deltas_number)
+        if len(self._told) > 2 * self.settings.fleet.max_workers:
+            del self._told[next(iter(self._told))]
+
+    def _count_prefixes(self, snapshot: ReportSnapshot) -> None:
+        known = self._known_prefixes.get(snapshot.worker_id, 0)
+        known += sum(len(pool.prefix_added) - len(pool.prefix_removed) for pool in snapshot.pools)
+        self._known_prefixes[snapshot.worker_id] = max(0, known)
+        while len(self._known_prefixes) > 2 * self.settings.fleet.max_workers:
+            del self._known_prefixes[next(iter(self._known_prefixes))]
+
+    def _beat(self, now_s: float) -> None:
+        """Tell every gateway how the pools stand, and those that were told longest ago of the workers: all
+        of them, unless they are many. A fleet that nobody reported yet is not told of."""
+        self._beat_s = now_s + self.settings.beat_s
+        pressures = self.overload.pressures()
+        fleet = self._members_now() if self._sessions else {}
+        left = MAX_TOLD
+        for session in sorted(self._sessions.values(), key=lambda found: found.told_s):
+            session.pressures = pressures
+            if left > 0 and (members := sample_of(fleet, self._rng)):
+                session.members, session.told_s = members, now_s
+                left -= len(members)
+            session.wake()
+
+    def _step_model(self, digest: str, device_type: str) -> StepModel:
+        return self.fleet.step_times.model(Kind(device_type, digest))
 
     def _deliver(self, now_s: float) -> None:
         for number, outcome in self.queue.take_outcomes():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
 
-from services.core.fleet import ReportSnapshot
+from services.core.fleet import ReportSnapshot, TenantCounter
 from services.core.records import (
     ASSIGNMENTS,
     WORKERS,
@@ -34,8 +35,8 @@ from services.runtime.supervisor import Supervisor
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import Discard, Drain, Fetch, Load, Phase, Undrain, plan, wanted
-from services.worker.report import take_snapshot
-from services.worker.sequences import PoolStats
+from services.worker.pool import PoolStats
+from services.worker.report import ReportIdentity, take_snapshot
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
 from services.worker.version_slot import EngineSettings, ModelSource, SlotContext, VersionSlot
 
@@ -49,7 +50,8 @@ PUBLISH_S: Final = 0.1  # several changes within it are one write
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is. ``memory_bytes`` is what its device may give to engines."""
+    """Who this worker is. ``memory_bytes`` is what its device may give to engines; ``device_type`` names
+    what makes workers equally fast, ``cost_per_hour`` is in any one currency, 0 when unknown."""
 
     worker_id: str
     address: str
@@ -58,6 +60,8 @@ class WorkerIdentity:
     device: str = "cpu"
     memory_bytes: int = 2 * 1024**3
     lease_ttl_s: int = 5
+    device_type: str = ""
+    cost_per_hour: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,13 @@ class WorkerAgent:
         telemetry: WorkerTelemetry | None = None,
     ) -> None:
         self._identity = identity
+        self._reported = ReportIdentity(
+            worker_id=identity.worker_id,
+            address=identity.address,
+            zone=identity.zone,
+            device_type=identity.device_type,
+            cost_per_hour=identity.cost_per_hour,
+        )
         self._host = host
         self._clock = clock
         self._supervisor = supervisor
@@ -113,7 +124,7 @@ class WorkerAgent:
             clock,
             supervisor,
             self._wake,
-            telemetry or WorkerTelemetry(clock=clock),
+            telemetry if telemetry is not None else WorkerTelemetry(clock=clock),
         )
         self._key = ASSIGNMENTS + identity.worker_id
         self._assignments: Informer[Assignment] = Informer(
@@ -200,16 +211,20 @@ class WorkerAgent:
         """What it follows the store by and is registered under."""
         return self._assignments, self._registration.lease
 
-    def take_snapshot(self) -> ReportSnapshot:
-        """Return the report for the scheduler; the deltas in it are the caller's from now on."""
-        identity = self._identity
-        return take_snapshot(
-            self._host, worker_id=identity.worker_id, address=identity.address, zone=identity.zone
-        )
+    def take_snapshot(self, whole: bool) -> ReportSnapshot:
+        """Return the report for the scheduler; the deltas in it are the caller's from now on.
+
+        ``whole``: it is the first of a stream.
+        """
+        return take_snapshot(self._host, self._reported, whole=whole)
 
     def hear_leader(self, epoch: int) -> None:
         """Grants of older leaders are refused from now on."""
-        self._host.grants.hear_leader(epoch)
+        self._host.hear_leader(epoch)
+
+    def hear_counters(self, counters: Sequence[TenantCounter]) -> None:
+        """Keep what the leader says of tenants for the leader after it."""
+        self._host.counters.hear(counters)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when memory or KV books are wrong."""
@@ -336,11 +351,11 @@ class WorkerAgent:
             model=slot.version.deployment,
             state=slot.phase.value,
             kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_reserved=0 if table is None else table.reserved,
+            kv_blocks_reserved=0 if table is None else table.kv.blocks,
             kv_blocks_total=0 if table is None else table.limits.kv_blocks_total,
             running=0 if table is None else len(table) - table.waiting,
             waiting=0 if table is None else table.waiting,
-            queued_prefill_tokens=0 if table is None else table.queued_prefill_tokens,
+            queued_prefill_tokens=0 if table is None else table.prefills.queued_tokens,
             silent_s=slot.silent_s,
             rss_bytes=resident_bytes(slot.engine_pid),
             device_bytes=0 if grant is None else grant.bytes,
@@ -353,7 +368,7 @@ class WorkerAgent:
             return VersionStatus(record, engine_pid=slot.engine_pid)
         return VersionStatus(
             record,
-            kv_blocks_reserved=table.reserved,
+            kv_blocks_reserved=table.kv.blocks,
             kv_blocks_used=table.stats.kv_blocks_used,
             running=len(table) - table.waiting,
             waiting=table.waiting,

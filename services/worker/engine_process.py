@@ -111,7 +111,7 @@ class EngineProcess:
         self._events = events
         self._clock = clock
         self._supervisor = supervisor
-        self._timeouts = timeouts or EngineTimeouts()
+        self._timeouts = timeouts if timeouts is not None else EngineTimeouts()
         self._env = env
         self._command = command
         self._link = EngineLink(self._on_event, self._kill)

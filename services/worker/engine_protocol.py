@@ -11,6 +11,7 @@ An *output offset* counts output tokens from 0, tokens produced before a resume 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -52,7 +53,9 @@ class Sampling(msgspec.Struct, frozen=True):
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine process is started with, as JSON on its command line.
 
-    ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``.
+    ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``. Prefill is cut so that a step
+    takes ``itl_target_s``; 0: no step is cut but by ``token_budget``. At most ``max_long_prefills`` long
+    prompts prefill at a time.
     ``executor`` "null" needs no weights: it emits tokens at ``null_step_s`` seconds a step (0: flat out).
     """
 
@@ -68,6 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_budget: int = 512
     max_sequences: int = 64
     max_model_len: int = 0
+    itl_target_s: float = 0.05
+    max_long_prefills: int = 2
     null_step_s: float = 0.0
     request_log_per_s: float = 200.0
 
@@ -80,15 +85,19 @@ class Submit(Message, frozen=True):
 
     The sequence is not scheduled past output offset ``credit_limit`` until a ``Credit`` raises it.
     A lower ``priority`` is admitted first; equal ones in the order of arrival. ``request_id`` is for the log.
+    ``prefix_hashes`` name the prompt's leading prefix blocks in a cache, by the chain of ``core.prefix``
+    from ``prefix_root`` on.
     """
 
     handle: int
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling: Sampling
     credit_limit: int
-    produced_ids: list[int] = []
+    produced_ids: Sequence[int] = ()
     priority: int = 0
     request_id: str = ""
+    prefix_hashes: list[int] = []
+    prefix_root: int = 0
 
 
 class Credit(Message, frozen=True):
@@ -154,7 +163,12 @@ class Stepped(Message, frozen=True):
     A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
     ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
     freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why).
-    ``preemptions`` counts those of the process so far, handed back or not.
+    ``preemptions`` counts those of the process so far, handed back or not. ``attended_tokens`` are those of
+    KV that the step's decodes read. ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into
+    and left the cache; ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first
+    computes the sequence, from an engine that has a cache. Such an engine holds a block once: a sequence that
+    computed what is cached refers to the cached block from the step of its first token on. A block that
+    a sequence refers to is not removed.
     """
 
     step: int
@@ -169,6 +183,10 @@ class Stepped(Message, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}
     errors: dict[int, str] = {}
     preemptions: int = 0
+    attended_tokens: int = 0
+    prefix_added: list[int] = []
+    prefix_removed: list[int] = []
+    cached: dict[int, int] = {}
 
 
 class Heartbeat(Message, frozen=True):
@@ -182,7 +200,15 @@ class Heartbeat(Message, frozen=True):
 
 Event = Progress | Ready | LoadFailed | Stepped | Heartbeat
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _as_list(value: object) -> list[int]:
+    """Return what has no encoding of its own: prompts are any sequence of ids."""
+    if isinstance(value, Sequence):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to an engine")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_list)
 _commands: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 _events: Final[msgspec.msgpack.Decoder[Event]] = msgspec.msgpack.Decoder(Event)
 

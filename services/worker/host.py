@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from services.core.errors import InvalidInput
-from services.core.generation import NotAdmittedReason, StartSpec
+from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.ports.worker_stream import StepFrame
+from services.worker.counter_book import CounterBook
+from services.worker.fallback import FallbackAdmission
 from services.worker.grants import GrantBook
 from services.worker.live_sequence import LiveSequence
 from services.worker.outbox import Outbox
+from services.worker.prefix_set import PrefixSet
 from services.worker.sequences import SequenceTable
 from services.worker.tally import Tally
+
+_MAX_LEFT: Final = 8
 
 
 class SequenceHost:
@@ -25,18 +31,30 @@ class SequenceHost:
         *,
         changed: Callable[[], None],
         not_admitted: Callable[[NotAdmittedReason], None] = lambda _: None,
+        fallback: FallbackAdmission | None = None,
     ) -> None:
+        """Without ``fallback``, only what a leader granted is taken."""
         self._not_admitted = not_admitted
+        self._fallback = fallback
         self.grants = GrantBook()
         self.tally = Tally()
+        self.counters = CounterBook()
         self.draining = False
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._closed_to: set[str] = set()  # versions that finish what runs and take nothing new
+        # Cached and shared prefixes of engines that are gone, by version.
+        self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
 
     def note_change(self) -> None:
         """Tell whoever reports the room; who that is may be said after this was built."""
         self.changed()
+
+    def hear_leader(self, epoch: int) -> None:
+        """A leader was heard: grants of older ones are refused from now on, and so is what others place."""
+        self.grants.hear_leader(epoch)
+        if self._fallback is not None:
+            self._fallback.heard()
 
     def open(self, wake: Callable[[], None]) -> GatewayStream:
         return GatewayStream(self, wake)
@@ -46,6 +64,9 @@ class SequenceHost:
         assert table.version_digest not in self._tables, "the version has an engine already"
         self._tables[table.version_digest] = table
         self._closed_to.discard(table.version_digest)
+        if (left := self._left_prefixes.pop(table.version_digest, None)) is not None:
+            table.kv.cached.follow(left[0])
+            table.kv.shared.told.follow(left[1])
         self.changed()
 
     def remove(self, table: SequenceTable) -> None:
@@ -54,7 +75,14 @@ class SequenceHost:
             del self._tables[table.version_digest]
             self._closed_to.discard(table.version_digest)
             table.lost()
+            self._leave_prefixes(table)
             self.changed()
+
+    def _leave_prefixes(self, table: SequenceTable) -> None:
+        """The leader still knows them, should the version be back before a report without it."""
+        self._left_prefixes[table.version_digest] = table.kv.cached, table.kv.shared.told
+        while len(self._left_prefixes) > _MAX_LEFT:
+            del self._left_prefixes[next(iter(self._left_prefixes))]
 
     def close_version(self, version_digest: str, closed: bool) -> None:
         """Take, or take no more, new sequences of a loaded version."""
@@ -83,13 +111,19 @@ class SequenceHost:
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> NotAdmittedReason | None:
         """Start the sequence, or say why the grant does not suffice. A grant counts as seen either way."""
-        refusal = self.grants.check(spec.grant)
+        grant = spec.grant
+        if isinstance(grant, FallbackGrant):
+            refusal = self._fallback_refusal(grant)
+        else:
+            refusal = self.grants.check(grant)
         if refusal is None:
             refusal = self._refusal(spec)
         if refusal is None:
             table = self._tables[spec.grant.version_digest]
             if not table.start(outbox, handle, spec):
                 refusal = NotAdmittedReason.NOT_READY
+            elif self._fallback is not None and isinstance(grant, FallbackGrant):
+                self._fallback.started()
         if refusal is not None:
             self._not_admitted(refusal)
             self.changed()  # the scheduler's estimate of the room was another
@@ -121,7 +155,20 @@ class SequenceHost:
             return NotAdmittedReason.DRAINING
         if table.stalled:
             return NotAdmittedReason.NOT_READY
-        return None if table.has_room(spec) else NotAdmittedReason.NO_ROOM
+        if not table.has_room(spec):
+            return NotAdmittedReason.NO_ROOM
+        if isinstance(spec.grant, FallbackGrant) and not self._has_credit(table, spec):
+            return NotAdmittedReason.NO_FALLBACK
+        return None
+
+    def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
+        if self._fallback is None:
+            return NotAdmittedReason.NO_FALLBACK
+        return self._fallback.refusal(grant, incarnation=self.grants.incarnation, epoch=self.grants.epoch)
+
+    def _has_credit(self, table: SequenceTable, spec: StartSpec) -> bool:
+        credit = 0 if self._fallback is None else self._fallback.credit_blocks(table.limits.kv_blocks_total)
+        return table.kv.fallback_blocks + table.kv.needed_blocks(spec) <= credit
 
 
 class GatewayStream:

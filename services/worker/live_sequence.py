@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.core.generation import StartSpec, TokenLogprobs
+from services.core.generation import FallbackGrant, StartSpec, TokenLogprobs
 from services.worker.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -42,10 +42,17 @@ class LiveSequence:
     pending_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # stage clock, flow control and accounting
     prefill_left: int = 0
+    cached_tokens: int = 0  # of the tokens to prefill
+    shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks has theirs
     prefill_started_s: float | None = None
     first_token_s: float | None = None
     blocked_since_s: float | None = None
     charged_output: int = 0  # output offset up to which the tenant was charged
+
+    @property
+    def fallback(self) -> bool:
+        """Its gateway placed it, while nobody led."""
+        return isinstance(self.spec.grant, FallbackGrant)
 
     @property
     def output_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The token path of one engine: its sequences, their KV reservations, credits and ends.
+"""The token path of one engine: its sequences, their credits and ends.
 
 One table lives as long as its engine process. A step's tokens go through one loop without a task
 switch; a plain token costs a look-up, an append and a string concatenation.
@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from services.core.generation import FinishReason, SequenceEnd, StartSpec, TokenLogprobs
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
+from services.worker.charges import Charges
 from services.worker.detokenizer import Vocabulary
 from services.worker.live_sequence import LiveSequence
 from services.worker.outbox import Outbox
 from services.worker.policy.engine_silence import EngineSilence
+from services.worker.pool import PoolLimits, PoolStats
+from services.worker.prefills import Prefills
+from services.worker.reservations import Reservations
 from services.worker.submit import submit_command
 from services.worker.tally import Tally
 from services.worker.telemetry import VersionTelemetry
 from services.worker.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
+CHARGE_S: Final = 0.25  # between two reports of what running sequences produced; a beat is four of it
 # The stream ends here for the client, so what was held back is final text. A sequence that is placed
 # again goes on elsewhere with its own hold-back.
 FLUSHED: Final = frozenset(
@@ -38,32 +42,10 @@ FLUSHED: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """What the engine said when it was ready, and how many sequences the agent lets it hold."""
-
-    kv_blocks_total: int
-    block_size: int
-    max_model_len: int
-    max_sequences: int
-    full_step_s: float = 0.0
-
-
-@dataclass(slots=True)
-class PoolStats:
-    """The engine's own numbers, as of its last message."""
-
-    kv_blocks_used: int = 0
-    running: int = 0
-    waiting: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-
-
 class SequenceTable:
     """Single writer: the worker's event loop. ``send`` hands a command to the engine, False if it cannot.
 
-    ``reserved`` is the sum over sequences of the larger of their grant and their use, in blocks.
+    ``kv`` is what its sequences reserve, ``prefills`` those of them that have no token yet.
     """
 
     def __init__(
@@ -82,19 +64,19 @@ class SequenceTable:
         self.version_digest = version_digest
         self.limits = limits
         self.stats = PoolStats()
-        self.reserved = 0
-        self.queued_prefill_tokens = 0
+        self.kv = Reservations(limits)
+        self.prefills = Prefills()
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._send = send
         self._clock = clock
-        self._tally = tally
+        self._charges = Charges(version_digest, tally)
         self._changed = changed
         self._slow_reader_s = slow_reader_s
         self._telemetry = telemetry
         self._live: dict[int, LiveSequence] = {}
-        self._unprefilled: dict[int, LiveSequence] = {}  # no token yet, in order of submission
         self._last_number = 0
+        self._charged_s = clock.monotonic_s()
         self._silence = EngineSilence(clock.monotonic_s(), limits.full_step_s)
 
     def __len__(self) -> int:
@@ -106,7 +88,7 @@ class SequenceTable:
     @property
     def waiting(self) -> int:
         """Return how many have no token yet."""
-        return len(self._unprefilled)
+        return len(self.prefills)
 
     @property
     def stalled(self) -> bool:
@@ -115,15 +97,8 @@ class SequenceTable:
 
     # --- the gateway's side ---------------------------------------------------------------------
 
-    def blocks_needed(self, spec: StartSpec) -> int:
-        """Return the larger of the grant and what the tokens to prefill take."""
-        tokens = len(spec.generation.prompt_ids) + len(spec.produced_ids)
-        return max(spec.grant.kv_blocks, -(-tokens // self.limits.block_size))
-
     def has_room(self, spec: StartSpec) -> bool:
-        if len(self._live) >= self.limits.max_sequences:
-            return False
-        return self.reserved + self.blocks_needed(spec) <= self.limits.kv_blocks_total
+        return len(self._live) < self.limits.max_sequences and self.kv.has_room(spec)
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> bool:
         """Reserve, submit and accept; False, with nothing changed, if the engine takes no commands.
@@ -136,9 +111,8 @@ class SequenceTable:
             return False
         self._last_number = sequence.number
         self._live[sequence.number] = sequence
-        self._unprefilled[sequence.number] = sequence
-        self.reserved += sequence.reserved_blocks
-        self.queued_prefill_tokens += sequence.prefill_left
+        self.kv.add(sequence)
+        self.prefills.add(sequence)
         outbox.accept(sequence)
         if resumed_text:
             sequence.pending_text = resumed_text
@@ -163,8 +137,7 @@ class SequenceTable:
         """Forget them now; the engine frees their blocks before its next step."""
         for sequence in sequences:
             self._forget(sequence)
-            if self._telemetry is not None:
-                self._telemetry.ended(sequence, FinishReason.CANCELLED.value)
+            self._note_ended(sequence, FinishReason.CANCELLED)
         self._send(wire.Cancel([sequence.number for sequence in sequences]))
         self._changed()
 
@@ -207,8 +180,10 @@ class SequenceTable:
         for number in event.finished:  # their last token may have to stay without text
             if number in live:
                 live[number].fast = False
+        if event.cached:
+            self._note_cached(event)
         if event.prefill_tokens:
-            self._note_prefill(event)
+            self.prefills.note_step(event.prefill_tokens, began_s=self._clock.monotonic_s() - event.step_s)
         for number, token in zip(event.handles, event.tokens, strict=True):
             sequence = live.get(number)
             if sequence is None:
@@ -235,9 +210,7 @@ class SequenceTable:
 
     def on_heartbeat(self, event: wire.Heartbeat) -> None:
         self._hear()
-        self.stats.kv_blocks_used = event.kv_blocks_used
-        self.stats.running = event.running
-        self.stats.waiting = event.waiting
+        self.stats.note_levels(event)
 
     def forgive_silence(self) -> None:
         """This process stood still itself: what the engine said meanwhile is still to be read."""
@@ -254,21 +227,26 @@ class SequenceTable:
         self.stats.kv_blocks_used = 0
         self._changed()
 
-    def charge(self) -> None:
-        """Bring the tally up to date with what running sequences produced."""
+    def charge(self, *, at_once: bool) -> None:
+        """Bring the tally up to date with what running sequences produced, if that is due or asked for.
+
+        Not with each report: it would name the tenant of every running sequence each time, which is most of
+        what the scheduler has to do. What a sequence produced until its end is charged with its end.
+        """
+        now_s = self._clock.monotonic_s()
+        if not at_once and now_s - self._charged_s < CHARGE_S:
+            return
+        self._charged_s = now_s
         for sequence in self._live.values():
-            self._charge(sequence)
+            self._charges.add_output(sequence)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a reservation leaked or a sequence is on one side only."""
-        assert self.reserved == sum(s.reserved_blocks for s in self._live.values()), "KV reservation leaked"
-        assert self.queued_prefill_tokens == sum(
-            len(s.spec.generation.prompt_ids) + len(s.spec.produced_ids) for s in self._unprefilled.values()
-        ), "queued prefill tokens leaked"
-        for sequence in self._live.values():
+        live = self._live.values()
+        self.kv.check_integrity(live)
+        self.prefills.check_integrity(live)
+        for sequence in live:
             assert sequence.outbox.live.get(sequence.handle) is sequence, "its stream does not know it"
-            assert sequence.tokens <= sequence.reserved_tokens, "it holds more than it reserved"
-            assert (sequence.first_token_s is None) == (sequence.number in self._unprefilled)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -278,8 +256,7 @@ class SequenceTable:
             self._vocabulary.open(), stops=generation.stop, min_tokens=generation.min_output_tokens
         )
         now_s = self._clock.monotonic_s()
-        blocks = self.blocks_needed(spec)
-        tokens = len(generation.prompt_ids) + len(spec.produced_ids)
+        blocks = self.kv.needed_blocks(spec)
         return LiveSequence(
             spec=spec,
             outbox=outbox,
@@ -287,13 +264,13 @@ class SequenceTable:
             number=self._last_number + 1,
             text=text,
             prompt_tokens=len(generation.prompt_ids),
-            tokens=tokens,
+            tokens=spec.prefill_tokens,
             credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
             reserved_blocks=blocks,
             reserved_tokens=blocks * self.limits.block_size,
             accepted_s=now_s,
             deadline_s=math.inf if spec.time_left_s is None else now_s + spec.time_left_s,
-            prefill_left=tokens,
+            prefill_left=spec.prefill_tokens,
             charged_output=len(spec.produced_ids),
         )
 
@@ -352,8 +329,7 @@ class SequenceTable:
         if sequence.text.stop:
             reason = FinishReason.STOP
         self._forget(sequence)
-        if self._telemetry is not None:
-            self._telemetry.ended(sequence, reason.value)
+        self._note_ended(sequence, reason)
         started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
         sequence.outbox.end(
             sequence,
@@ -361,6 +337,7 @@ class SequenceTable:
                 reason=reason,
                 stop=sequence.text.stop,
                 output_tokens=sequence.output_tokens,
+                cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
                 engine_wait_us=_microseconds(sequence.accepted_s, started_s),
                 prefill_us=_microseconds(started_s, first_s),
                 error_reason=error[0],
@@ -370,60 +347,46 @@ class SequenceTable:
 
     def _forget(self, sequence: LiveSequence) -> None:
         del self._live[sequence.number]
-        self._charge(sequence)
-        self.reserved -= sequence.reserved_blocks
-        if self._unprefilled.pop(sequence.number, None) is not None:
-            self.queued_prefill_tokens -= _prefill_tokens(sequence)
+        self._charges.add_output(sequence)
+        self.kv.remove(sequence)
+        self.prefills.remove(sequence)
+
+    def _note_ended(self, sequence: LiveSequence, reason: FinishReason) -> None:
+        """Tell of a sequence that is no longer here."""
+        self._charges.add_ended(sequence, reason)
+        if self._telemetry is not None:
+            self._telemetry.ended(sequence, reason.value)
 
     def _grow(self, sequence: LiveSequence) -> None:
         """It holds more blocks than it was granted: the room says so."""
-        sequence.reserved_blocks += 1
-        sequence.reserved_tokens += self.limits.block_size
-        self.reserved += 1
+        self.kv.grow(sequence)
         self._changed()
 
-    def _charge(self, sequence: LiveSequence) -> None:
-        output = sequence.output_tokens
-        self._tally.add_output(sequence.spec.tenant_id, self.version_digest, output - sequence.charged_output)
-        sequence.charged_output = output
-
     def _note_step(self, event: wire.Stepped) -> None:
-        stats = self.stats
-        stats.steps = event.step
-        stats.step_seconds += event.step_s
-        stats.kv_blocks_used = event.kv_blocks_used
-        stats.running = event.running
-        stats.waiting = event.waiting
+        self.stats.note_step(event)
+        added, evicted = event.prefix_added, event.prefix_removed
+        if (added or evicted) and self.kv.change_cached(added, evicted, self._live.values()):
+            self._changed()
         if self._telemetry is not None:
-            self._telemetry.stepped(event)
+            self._telemetry.stepped(event, shared_lost_blocks=self.kv.lost_blocks)
 
-    def _note_prefill(self, event: wire.Stepped) -> None:
-        """Attribute the step's prefill tokens in order of submission, to see when each prefill began."""
-        left = event.prefill_tokens
-        began_s = self._clock.monotonic_s() - event.step_s
-        for sequence in self._unprefilled.values():
-            if left <= 0:
-                return
-            if sequence.prefill_left > 0:
-                if sequence.prefill_started_s is None:
-                    sequence.prefill_started_s = max(began_s, sequence.accepted_s)
-                taken = min(left, sequence.prefill_left)
-                sequence.prefill_left -= taken
-                left -= taken
+    def _note_cached(self, event: wire.Stepped) -> None:
+        """What came from the cache needs no prefill, and no blocks of its own."""
+        for number, tokens in event.cached.items():
+            if (sequence := self._live.get(number)) is not None:
+                if self.kv.attach(sequence, tokens):
+                    self._changed()
+                self.prefills.note_cached(sequence, tokens)
 
     def _note_first_token(self, sequence: LiveSequence, event: wire.Stepped) -> None:
         now_s = self._clock.monotonic_s()
         sequence.first_token_s = now_s
         if sequence.prefill_started_s is None:
             sequence.prefill_started_s = max(now_s - event.step_s, sequence.accepted_s)
-        del self._unprefilled[sequence.number]
-        tokens = _prefill_tokens(sequence)
-        self.queued_prefill_tokens -= tokens
-        self._tally.add_prefill(sequence.spec.tenant_id, self.version_digest, tokens)
-
-
-def _prefill_tokens(sequence: LiveSequence) -> int:
-    return len(sequence.spec.generation.prompt_ids) + len(sequence.spec.produced_ids)
+        self.prefills.remove(sequence)
+        self.kv.share_computed(sequence)
+        self.stats.decode_tokens -= 1  # a prefill made it
+        self._charges.add_prefill(sequence)
 
 
 def _microseconds(start_s: float | None, end_s: float | None) -> int:

@@ -10,7 +10,7 @@ import structlog
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
-from services.core.generation import NotAdmittedReason, StartSpec
+from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
 from services.rpc import bounds
 from services.rpc.convert_worker import frame_to_proto, start_from_proto, version_to_proto
@@ -87,11 +87,7 @@ def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
             log.error("start.out_of_bounds", field=error.metadata["field"], request_id=start.request_id[:64])
             stream.refuse(start.handle, NotAdmittedReason.INVALID)
             continue
-        spec = start_from_proto(start)
-        if isinstance(spec, StartSpec):
-            stream.start(start.handle, spec)
-        else:
-            stream.refuse(start.handle, spec)
+        stream.start(start.handle, start_from_proto(start))
     if request.credit.handles:
         stream.credit(request.credit.handles, request.credit.tokens)
 

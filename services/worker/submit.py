@@ -13,11 +13,13 @@ def submit_command(sequence: LiveSequence) -> wire.Submit:
     sampling = generation.sampling
     return wire.Submit(
         handle=sequence.number,
-        prompt_ids=list(generation.prompt_ids),
-        produced_ids=list(spec.produced_ids),
+        prompt_ids=generation.prompt_ids,
+        produced_ids=spec.produced_ids,
         credit_limit=sequence.credit_limit,
         priority=-generation.priority.rank,
         request_id=generation.request_id,
+        prefix_hashes=list(generation.prefix_hashes),
+        prefix_root=generation.prefix_root,
         sampling=wire.Sampling(
             seed=sampling.seed,
             choice=spec.choice,

@@ -1,34 +1,59 @@
-"""Tokens per tenant and version since the last report to the scheduler."""
+"""What tenants and sequences used since the last report to the scheduler."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final
 
+from services.core.fleet import SequenceUsage, TenantTokens
+from services.core.records import Priority
 
-class TenantUse(NamedTuple):
-    tenant_id: str
-    version_digest: str
-    prefill_tokens: int
-    output_tokens: int
+MAX_ENDED: Final = 65536
+
+Key = tuple[str, str, Priority]
 
 
 class Tally:
-    """Adds up until taken. Its keys are those of sequences that ran, at most so many between two reports."""
+    """Adds up until taken. Tokens are kept by (tenant, version, class) of sequences that ran between two
+    reports. Of ended sequences the newest ``MAX_ENDED`` are kept; ``ended_dropped`` counts the others."""
 
-    def __init__(self) -> None:
-        self._prefill: dict[tuple[str, str], int] = {}
-        self._output: dict[tuple[str, str], int] = {}
+    def __init__(self, *, max_ended: int = MAX_ENDED) -> None:
+        self.ended_dropped = 0
+        self._max_ended = max_ended
+        self._prefill: dict[Key, tuple[int, int]] = {}
+        self._output: dict[Key, int] = {}
+        self._ended: dict[tuple[str, int], SequenceUsage] = {}
 
-    def add_prefill(self, tenant_id: str, version_digest: str, tokens: int) -> None:
-        key = (tenant_id, version_digest)
-        self._prefill[key] = self._prefill.get(key, 0) + tokens
+    def add_prefill(self, key: Key, tokens: int, cached_tokens: int) -> None:
+        """Count a prompt, ``cached_tokens`` of which came from the prefix cache."""
+        had_tokens, had_cached = self._prefill.get(key, (0, 0))
+        self._prefill[key] = had_tokens + tokens, had_cached + cached_tokens
 
-    def add_output(self, tenant_id: str, version_digest: str, tokens: int) -> None:
+    def add_output(self, key: Key, tokens: int) -> None:
         if tokens:
-            key = (tenant_id, version_digest)
             self._output[key] = self._output.get(key, 0) + tokens
 
-    def take(self, limit: int) -> tuple[TenantUse, ...]:
-        """Return and forget at most ``limit`` entries, in order of tenant and version."""
+    def add_ended(self, usage: SequenceUsage) -> None:
+        """Keep the last word on a sequence; an earlier one on the same sequence gives way."""
+        key = usage.request_id, usage.choice
+        self._ended.pop(key, None)
+        self._ended[key] = usage
+        if len(self._ended) > self._max_ended:
+            del self._ended[next(iter(self._ended))]
+            self.ended_dropped += 1
+
+    def take(self, limit: int) -> tuple[TenantTokens, ...]:
+        """Return and forget at most ``limit`` entries, in order of tenant, version and class."""
         keys = sorted({*self._prefill, *self._output})[:limit]
-        return tuple(TenantUse(*key, self._prefill.pop(key, 0), self._output.pop(key, 0)) for key in keys)
+        found: list[TenantTokens] = []
+        for tenant, digest, priority in keys:
+            key = tenant, digest, priority
+            prefill, cached = self._prefill.pop(key, (0, 0))
+            found.append(
+                TenantTokens(tenant, digest, prefill, self._output.pop(key, 0), priority, cached=cached)
+            )
+        return tuple(found)
+
+    def take_ended(self, limit: int) -> tuple[SequenceUsage, ...]:
+        """Return and forget the last words on at most ``limit`` sequences, the oldest first."""
+        keys = list(self._ended)[:limit]
+        return tuple(self._ended.pop(key) for key in keys)

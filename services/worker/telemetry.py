@@ -55,8 +55,8 @@ class WorkerTelemetry:
     ) -> None:
         """Without metrics it counts for nobody."""
         self.clock = clock
-        self.metrics = metrics = metrics or Metrics()
-        self.tracing = tracing or Tracing(clock)
+        self.metrics = metrics = metrics if metrics is not None else Metrics()
+        self.tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
         by_model: Labels = ("model",)
         self.step_s = metrics.histogram(
@@ -71,8 +71,16 @@ class WorkerTelemetry:
         self.tokens = metrics.counter(
             "fairway_worker_tokens_total", "Tokens computed: prefill and output", ("model", "kind")
         )
+        self.attended = metrics.counter(
+            "fairway_worker_attended_tokens_total", "Tokens of KV that the decodes of steps read", by_model
+        )
         self.preemptions = metrics.counter(
             "fairway_worker_preemptions_total", "Sequences whose KV was taken for others", by_model
+        )
+        self.shared_lost = metrics.counter(
+            "fairway_worker_shared_blocks_lost_total",
+            "Blocks of KV that sequences were taken to share and had to compute: they were evicted first",
+            by_model,
         )
         self._ended = metrics.counter(
             "fairway_worker_sequences_ended_total",
@@ -86,6 +94,10 @@ class WorkerTelemetry:
         )
         self._not_admitted = metrics.counter(
             "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
+        )
+        self._fallback_starts = metrics.counter(
+            "fairway_worker_fallback_starts_total",
+            "Sequences that were accepted from a gateway that placed them itself, since nobody led",
         )
         self._load = metrics.histogram(
             "fairway_worker_load_seconds",
@@ -107,6 +119,10 @@ class WorkerTelemetry:
     def not_admitted(self, reason: NotAdmittedReason) -> None:
         self._not_admitted.add(reason.value)
 
+    def fallback_started(self) -> None:
+        """A sequence that its gateway placed was accepted."""
+        self._fallback_starts.add()
+
     def loaded(self, model: str, part: str, elapsed_s: float) -> None:
         self._load.observe(elapsed_s, self.metrics.models.of(model), part)
 
@@ -124,6 +140,7 @@ class WorkerTelemetry:
                 tenant=spec.tenant_id,
                 model=model,
                 reason=reason,
+                fallback=sequence.fallback,
                 output_tokens=sequence.output_tokens,
                 engine_wait_ms=_ms(sequence.accepted_s, sequence.prefill_started_s),
                 prefill_ms=_ms(sequence.prefill_started_s, sequence.first_token_s),
@@ -141,6 +158,7 @@ class WorkerTelemetry:
                 "fairway.choice": spec.choice,
                 "fairway.model": model,
                 "fairway.reason": reason,
+                "fairway.fallback": sequence.fallback,
                 "fairway.output_tokens": sequence.output_tokens,
             },
         )
@@ -156,6 +174,7 @@ class VersionTelemetry:
     """One engine process of one version."""
 
     __slots__ = (
+        "_attended",
         "_batch",
         "_label",
         "_model",
@@ -164,6 +183,8 @@ class VersionTelemetry:
         "_preempted",
         "_preemptions",
         "_prefill",
+        "_shared_lost",
+        "_shared_lost_blocks",
         "_step_s",
     )
 
@@ -175,20 +196,29 @@ class VersionTelemetry:
         self._batch = owner.batch.cell(label)
         self._prefill = owner.tokens.cell(label, "prefill")
         self._output = owner.tokens.cell(label, "output")
+        self._attended = owner.attended.cell(label)
         self._preemptions = owner.preemptions.cell(label)
         self._preempted = 0
+        self._shared_lost = owner.shared_lost.cell(label)
+        self._shared_lost_blocks = 0
 
-    def stepped(self, event: Stepped) -> None:
+    def stepped(self, event: Stepped, *, shared_lost_blocks: int = 0) -> None:
+        """Count a step. ``shared_lost_blocks``: since the engine started, those of this step come with the
+        next, which computes them."""
         count = len(event.handles)
         self._step_s.observe(event.step_s)
         if count:
             self._batch.observe(count)
             self._output.value += count
+            self._attended.value += event.attended_tokens
         if event.prefill_tokens:
             self._prefill.value += event.prefill_tokens
         if event.preemptions != self._preempted:
             self._preemptions.add(event.preemptions - self._preempted)
             self._preempted = event.preemptions
+        if shared_lost_blocks != self._shared_lost_blocks:
+            self._shared_lost.value += shared_lost_blocks - self._shared_lost_blocks
+            self._shared_lost_blocks = shared_lost_blocks
 
     def ended(self, sequence: LiveSequence, reason: str) -> None:
         self._owner.ended(self._model, self._label, sequence, reason)

@@ -28,7 +28,8 @@ from services.worker.engine_protocol import EngineConfig, Heartbeat, Progress, R
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MIN_KV_BYTES, MemoryLedger
 from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
-from services.worker.sequences import PoolLimits, SequenceTable
+from services.worker.pool import PoolLimits
+from services.worker.sequences import SequenceTable
 from services.worker.telemetry import WorkerTelemetry
 from services.worker.weight_size import weight_bytes
 
@@ -68,6 +69,7 @@ class EngineSettings:
     kv_memory_bytes: int = 256 * 1024 * 1024
     token_budget: int = 512
     max_sequences: int = 64
+    itl_target_s: float = 0.05
     null_step_s: float = 0.0
     slow_reader_s: float = 30.0
     request_log_per_s: float = 200.0
@@ -277,6 +279,7 @@ class VersionSlot:
             kv_memory_bytes=kv_bytes,
             token_budget=settings.token_budget,
             max_sequences=settings.max_sequences,
+            itl_target_s=settings.itl_target_s,
             null_step_s=settings.null_step_s,
             request_log_per_s=settings.request_log_per_s,
         )

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import fnmatch
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -37,8 +38,11 @@ SUITES: Final = {
     "suite-kill-32-streams": "tests/chaos/test_kill.py",
     "suite-kv-pressure": "tests/chaos/test_pressure.py",
     "suite-gateway-keys": "tests/chaos/test_gateway_keys.py",
+    "suite-whale": "tests/chaos/test_whale.py",
+    "suite-failover": "tests/chaos/test_failover.py",
 }
 SUITE_S: Final = 900
+FIGURES: Final = re.compile(r"figures: (.+)")
 
 
 def say(text: str) -> None:
@@ -90,19 +94,22 @@ async def run_on(fleet: Fleet, left: list[Drill], rows: list[Row], options: argp
 
 
 def run_suite(name: str, path: str) -> Row:
-    """Run a file of pytest as one drill, on an installation of its own."""
+    """Run a file of pytest as one drill, on an installation of its own; say the figures that it prints."""
     row = Row(name)
     began_s = time.monotonic()
-    command = [sys.executable, "-m", "pytest", path, "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["--timeout", str(SUITE_S)]
+    command = [sys.executable, "-m", "pytest", path, "-x", "-q", "-s", "-p", "no:cacheprovider"]
+    command += ["--timeout", str(SUITE_S), "-o", f"faulthandler_timeout={SUITE_S}"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_S, check=False)
+        row.what = FIGURES.findall(done.stdout)
         if done.returncode:
             row.wrong = done.stdout.splitlines()[-30:]
     except subprocess.TimeoutExpired:
         row.wrong = [f"not done after {SUITE_S} s"]
     row.heal_s = time.monotonic() - began_s
     say(f"{name:<28} {'ok' if row.passed else 'FAILED'} in {row.heal_s:.0f} s")
+    for figures in row.what:
+        say(f"    {figures}")
     for failure in failures(row, most=30):
         say(failure)
     return row
@@ -122,7 +129,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--state-dir", default="", help="keep logs and state here; by default they are removed"
     )
-    parser.add_argument("--list", action="store_true", help="print the drills and end")
+    parser.add_argument("--list", action="store_true", help="print the drills and suites and end")
     parser.add_argument("--verbose", action="store_true", help="say what each fault hit")
     return parser.parse_args(arguments)
 
@@ -143,6 +150,8 @@ def main(arguments: Sequence[str]) -> int:
         for drill in matrix():
             limits = f"silence {drill.silence_s:>4g} s, healed {drill.heal_s:>3g} s"
             say(f"{drill.name:<28} {limits}  {drill.faults}")
+        for name, path in SUITES.items():
+            say(f"{name:<28} {path}")
         return 0
     if not drills and not suites:
         say(f"no drill is named {options.drill}; --list tells which there are")

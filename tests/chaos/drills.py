@@ -52,7 +52,7 @@ def _process_drills() -> Iterator[Drill]:
     yield replace(engine_dies, name="engine-kill", faults=(Kill(ENGINE),), replaced=(ENGINE,))
     yield Drill("gateway-kill", (Kill("gateway-1"),), 0, 6, 15, ("gateway-1",), slots_s=LEASE_S,
                 replaced=("gateway-1",))  # fmt: skip
-    yield Drill("scheduler-kill", (Kill("scheduler:leader"),), 0, 8, 15)
+    yield Drill("scheduler-kill", (Kill("scheduler:leader"),), 0, 6, 15)
     yield Drill("worker-kill", (Kill("worker-1"),), 0, 6, 25, replaced=("worker-1",))
     both = (Kill("worker-0"), Kill("scheduler:leader"))
     yield Drill("worker-and-scheduler-kill", both, 0, 10, 30, replaced=("worker-0",))
@@ -68,6 +68,8 @@ def _process_drills() -> Iterator[Drill]:
     yield Drill("engine-hang", (Freeze(ENGINE),), ENGINE_SILENCE_S + 4, 9, 30, replaced=(ENGINE,))
     yield Drill("gateway-stop", (Freeze("gateway"),), FREEZE_S, FREEZE_S + 5, 15, ("gateway",))
     yield Drill("scheduler-stop", (Freeze("scheduler:leader"),), FREEZE_S, 9, 15)
+    # Nobody leads for ten seconds: gateways place by themselves, and nobody waits for the end of it.
+    yield Drill("schedulers-stop", (Freeze("scheduler"), Freeze("scheduler-1")), FREEZE_S, 6, 15)
     yield Drill("worker-stop", (Freeze("worker-0"),), FREEZE_S, 9, 20)
     yield Drill("registry-stop", (Freeze("registry"),), FREEZE_S, 4, 10)
     yield Drill("controlplane-stop", (Freeze("controlplane:leader"),), FREEZE_S, 4, 15)

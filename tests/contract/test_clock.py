@@ -1,22 +1,30 @@
-"""What every clock does, the machine's and those that tests turn."""
+"""What every clock does: the machine's, those that tests turn, and a simulated process's."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
+from tests.support.clocks import HandClock
+from tests.support.simulated import Check, World, checks_of, simulate
 from tests.unit.gateway.conftest import FakeClock as GatewayClock
 from tests.unit.runtime.conftest import LoopClock
-from tests.unit.worker.bench import FakeClock as WorkerClock
 
 
-@pytest.fixture(params=[SystemClock, LoopClock, GatewayClock, WorkerClock])
+@pytest.fixture(params=[SystemClock, LoopClock, GatewayClock, HandClock])
 def clock(request: pytest.FixtureRequest) -> Clock:
     made: Clock = request.param()
     return made
+
+
+@asynccontextmanager
+async def simulated(world: World) -> AsyncIterator[Clock]:
+    yield world.process("p").clock
 
 
 async def test_monotonic_time_never_goes_back(clock: Clock) -> None:
@@ -59,3 +67,8 @@ async def test_a_cancelled_sleep_ends(clock: Clock) -> None:
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeping
+
+
+@pytest.mark.parametrize("check", checks_of(globals(), "clock"))
+def test_of_a_simulated_process(check: Check) -> None:
+    simulate(check, simulated)

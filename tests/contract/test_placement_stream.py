@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -14,6 +13,7 @@ from services.ports.placement_stream import PlacementStream, PlacementStreams
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.integration.scheduler_fleet import SchedulerNode, place_spec
+from tests.support.waiting import until
 
 
 @dataclass
@@ -29,12 +29,6 @@ class Rig:
 
     def open(self, gateway_id: str = "g1") -> PlacementStream:
         return self.streams.open(gateway_id, lambda: self.woken.append(gateway_id))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""What every ``Store`` does, checked on a real etcd and on the in-memory one alike."""
+"""What every ``Store`` does, checked on a real etcd, on the in-memory one and over the simulated network."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -32,6 +32,8 @@ from services.ports.store import (
     WatchBatch,
 )
 from services.runtime.clock import SystemClock
+from simulator.kernel.links import SimStore, StoreServer
+from tests.support.simulated import Check, World, checks_of, simulate
 
 PATIENCE_S = 10.0
 Event = Changed | Removed
@@ -77,6 +79,19 @@ async def kit(request: pytest.FixtureRequest) -> AsyncIterator[Kit]:
 
     yield Kit(store, prefix, compact_etcd)
     await store.close()
+
+
+@asynccontextmanager
+async def simulated(world: World) -> AsyncIterator[Kit]:
+    machine = world.process("store")
+    memory = MemoryStore(machine.clock, bookmark_s=0.5)
+    StoreServer(machine, world.network, memory, progress_s=0.5)
+
+    async def compact(revision: int) -> None:
+        memory.compact(revision)
+
+    yield Kit(SimStore(world.process("client"), world.network), "/test/", compact)
+    memory.check_integrity()
 
 
 def key_of(event: Event) -> str:
@@ -357,3 +372,8 @@ async def test_a_cancelled_watch_leaves_the_store_usable(kit: Kit) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await kit.names() == ["a"]
+
+
+@pytest.mark.parametrize("check", checks_of(globals(), "kit"))
+def test_over_the_simulated_network(check: Check) -> None:
+    simulate(check, simulated)

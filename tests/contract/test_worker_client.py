@@ -1,9 +1,12 @@
-"""What every client of workers does, over a wire or in process: order, silence at the end, no lost word."""
+"""What every client of workers does, over a wire, in process and over the simulated network: order, silence
+at the end, no lost word.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,13 +30,18 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
 from services.worker.host import SequenceHost
-from services.worker.sequences import PoolLimits, SequenceTable
+from services.worker.pool import PoolLimits
+from services.worker.sequences import SequenceTable
 from services.worker.servicer import WorkerServicer
+from simulator.kernel.links import SimWorkers, serve_worker
+from tests.support.simulated import Check, World, checks_of, simulate
+from tests.support.waiting import until
 
 DIGEST = "sha256:" + "c" * 64
 
@@ -44,7 +52,7 @@ class Rig:
 
     host: SequenceHost
     table: SequenceTable
-    client: GrpcWorkers | LocalWorkers
+    client: GrpcWorkers | LocalWorkers | SimWorkers
     address: str
     frames: list[int]
     sent: list[wire.Command] = field(default_factory=list)
@@ -125,13 +133,7 @@ class Sink:
         self.heard.append("lost")
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def new_host(clock: SystemClock, sent: list[wire.Command]) -> tuple[SequenceHost, SequenceTable]:
+def new_host(clock: Clock, sent: list[wire.Command]) -> tuple[SequenceHost, SequenceTable]:
     char_of = {byte: char for char, byte in byte_of_char().items()}
     tokenizer = Tokenizer(models.BPE(vocab={char_of[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -179,7 +181,25 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
         await server.stop(0)
     await supervisor.close()
     assert supervisor.healthy
-    await until(lambda: table.reserved == 0)  # the end of a stream frees everything
+    await all_is_free(host, table)
+
+
+@asynccontextmanager
+async def simulated(world: World) -> AsyncIterator[Rig]:
+    worker = world.process("worker")
+    sent: list[wire.Command] = []
+    host, table = new_host(worker.clock, sent)
+    serve_worker(worker, world.network, "worker:1", host)
+    frames: list[int] = []
+    client = SimWorkers(world.process("gateway"), world.network, after_frame=lambda: frames.append(1))
+    yield Rig(host, table, client, "worker:1", frames, sent)
+    await client.close()
+    await all_is_free(host, table)
+
+
+async def all_is_free(host: SequenceHost, table: SequenceTable) -> None:
+    """The end of a stream frees everything."""
+    await until(lambda: table.kv.blocks == 0)
     host.check_integrity()
 
 
@@ -207,7 +227,7 @@ async def test_the_start_arrives_as_it_was_meant(rig: Rig) -> None:
     await until(lambda: rig.sent)
     (submit,) = rig.sent
     assert isinstance(submit, wire.Submit)
-    assert (submit.prompt_ids, submit.credit_limit, submit.sampling.max_tokens) == ([1, 2, 3], 17, 50)
+    assert (list(submit.prompt_ids), submit.credit_limit, submit.sampling.max_tokens) == ([1, 2, 3], 17, 50)
     assert submit.sampling.seed == 2**64 - 1
     assert submit.sampling.logprobs is None
 
@@ -242,7 +262,7 @@ async def test_after_a_cancel_the_sink_hears_nothing_and_the_kv_is_free(rig: Rig
     running.cancel()
     running.cancel()
     heard = list(sink.heard)
-    await until(lambda: rig.table.reserved == 0)
+    await until(lambda: rig.table.kv.blocks == 0)
     assert any(isinstance(command, wire.Cancel) and command.handles == [1] for command in rig.sent)
     rig.step({1: 0x62})
     await asyncio.sleep(0.05)
@@ -289,7 +309,7 @@ async def test_closing_tells_every_sink_and_frees_the_worker(rig: Rig) -> None:
     await until(lambda: all(sink.heard for sink in sinks))
     await rig.client.close()
     assert [sink.heard for sink in sinks] == [["accepted", "lost"]] * 3
-    await until(lambda: rig.table.reserved == 0)
+    await until(lambda: rig.table.kv.blocks == 0)
 
 
 async def test_after_frame_comes_once_after_all_sinks_of_a_step(rig: Rig) -> None:
@@ -312,3 +332,8 @@ async def test_an_engine_that_dies_is_told_to_every_sink(rig: Rig) -> None:
     rig.host.remove(rig.table)
     await until(lambda: sink.end)
     assert sink.finished.reason is FinishReason.ENGINE_LOST
+
+
+@pytest.mark.parametrize("check", checks_of(globals()))
+def test_over_the_simulated_network(check: Check) -> None:
+    simulate(check, simulated)

@@ -110,7 +110,7 @@ def test_the_end_comes_once_and_last(rig: Rig) -> None:
     stream.cancel([7])
     stream.credit([7], [5])
     assert drain(stream) == []
-    assert rig.table.reserved == 0
+    assert rig.table.kv.blocks == 0
 
 
 def test_a_handle_in_use_is_refused_and_one_that_ended_is_free(rig: Rig) -> None:
@@ -137,7 +137,7 @@ def test_what_is_not_admitted_is_said_in_a_frame(rig: Rig, change: dict[str, Any
     ((handle, reason),) = frame.not_admitted
     assert handle == 7
     assert isinstance(reason, NotAdmittedReason)
-    assert rig.table.reserved == 0
+    assert rig.table.kv.blocks == 0
 
 
 def test_a_cancelled_sequence_is_named_no_more(rig: Rig) -> None:
@@ -178,4 +178,4 @@ def test_closing_cancels_everything_and_can_be_repeated(rig: Rig) -> None:
     cancelled = {handle for each in rig.sent if isinstance(each, wire.Cancel) for handle in each.handles}
     assert cancelled == set(rig.engine_handles())
     rig.step({}, dict.fromkeys(rig.engine_handles(), "cancelled"))
-    assert rig.table.reserved == 0
+    assert rig.table.kv.blocks == 0

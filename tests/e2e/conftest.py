@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One installation for the whole suite, with two workers and two replicas of the bundled model.
 
-    A test that changes it leaves it as it was.
+    A test that changes it leaves it as it was. Nothing is shed, however slow the machine that it shares is.
     """
     state = tmp_path_factory.mktemp("fairway") / "state"
-    with Stack.started(state, workers=2, replicas=2) as running:
+    with Stack.started(state, workers=2, replicas=2, settings={"FAIRWAY_SHEDDING": "false"}) as running:
         yield running
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,56 @@ def test_queue_names_pools_and_workers(cli: CommandLine, stack: Stack) -> None:
     (pool,) = cli("queue", "-o", "yaml").yaml["queues"]
     assert pool["deployments"] == [stack.model]
     assert pool["pool"]["serving_workers"] == 2
+
+
+def test_workers_are_told_as_placements_see_them(cli: CommandLine, stack: Stack) -> None:
+    narrow, wide = cli("workers").rows, cli("workers", "-o", "wide").rows
+    items = cli("workers", "-o", "json").json["workers"]
+    assert cli("workers", "-o", "yaml").yaml["workers"][0]["worker_id"] == items[0]["worker_id"]
+    assert [row[0] for row in narrow] == [item["worker_id"] for item in items] == ["worker-0", "worker-1"]
+    assert len(wide[0]) > len(narrow[0])
+    assert {(item["state"], item["device_type"]) for item in items} == {("placed_on", "cpu")}
+    for item in items:
+        (pool,) = item["pools"]
+        assert pool["ready"]
+        assert int(pool["kv_tokens_room"]) <= int(pool["kv_tokens_total"])
+    with cli.process("workers", "--watch", "-o", "json") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["deleted"] is False
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+
+
+def test_a_request_is_explained(cli: CommandLine, stack: Stack) -> None:
+    request_id = _completed(stack)
+    (row,) = cli("explain", request_id).rows
+    assert row[3] == "GRANTED"
+    (decision,) = cli("explain", request_id, "-o", "json").json["decisions"]
+    assert cli("explain", request_id, "-o", "yaml").yaml["decisions"] == [decision]
+    assert (decision["tenant"], decision["model"]) == ("default", stack.model)
+    assert decision["worker_id"] == row[4]
+    ranked = {found["worker_id"] for found in decision["ranked"]}
+    assert decision["worker_id"] in ranked
+    assert {part["scorer"] for part in decision["ranked"][0]["parts"]} >= {"fast_ttft", "prefix_hit"}
+    assert len(cli("explain", request_id, "-o", "wide").rows[0]) > len(row)
+
+
+def test_an_unknown_request_is_not_explained(cli: CommandLine) -> None:
+    failed = cli("explain", "req_unknown", code=1)
+    assert "NOT_FOUND" in failed.err
+    assert "remembers" in failed.err
+
+
+def _completed(stack: Stack) -> str:
+    """Return the id of a request that was answered."""
+    body = {"model": stack.model, "prompt": "The tide", "max_tokens": 4}
+    request = urllib.request.Request(
+        f"{stack.http}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"authorization": f"Bearer {stack.api_key}", "content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return str(answer.headers["x-request-id"])
 
 
 def test_events_are_listed_and_followed(cli: CommandLine) -> None:

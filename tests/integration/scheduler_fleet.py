@@ -7,11 +7,14 @@ from collections.abc import Callable
 from random import Random
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.adapters.grpc_reporter import Reporter
+from services.adapters.grpc_reporter import GrpcReportLinks
+from services.adapters.reporter import Reporter, ReportLinks
 from services.adapters.scheduler_directory import KnownLeader, LeaderDirectory
 from services.core.fleet import LiveSequence, PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
+from services.ports.clock import Clock
+from services.ports.placement import PlacementClient
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
@@ -54,6 +57,13 @@ def place_spec(
         ticket=issue_ticket(key, ticket),
         excluded_workers=excluded_workers,
     )
+
+
+async def granted(placement: PlacementClient, spec: PlaceSpec) -> Grant:
+    """Return what a leader grants; a client without a fallback places in no other way."""
+    grant = await placement.place(spec)
+    assert isinstance(grant, Grant)
+    return grant
 
 
 class StaticElection:
@@ -189,7 +199,7 @@ class FakeWorker:
         del self.running[grant.epoch, grant.sequence]
         self.changed()
 
-    def snapshot(self) -> ReportSnapshot:
+    def snapshot(self, whole: bool = True) -> ReportSnapshot:
         seen, self._seen = tuple(self._seen), []
         pool = PoolSnapshot(
             digest=DIGEST,
@@ -225,15 +235,11 @@ class FakeWorker:
 
     def reporter(self, directory: LeaderDirectory, supervisor: Supervisor) -> Reporter:
         """Return a started reporter of this worker."""
-        found = Reporter(
-            directory,
-            TOKEN,
-            SystemClock(),
-            supervisor,
-            self.snapshot,
-            hear_leader=self.hear_leader,
-            rng=Random(2),
-        )
+        return self.reporting(GrpcReportLinks(directory, TOKEN), SystemClock(), supervisor)
+
+    def reporting(self, links: ReportLinks, clock: Clock, supervisor: Supervisor) -> Reporter:
+        """Return a started reporter of this worker over these links."""
+        found = Reporter(links, clock, supervisor, self.snapshot, hear_leader=self.hear_leader, rng=Random(2))
         self.changed = found.changed
         found.start()
         return found

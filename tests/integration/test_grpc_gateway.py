@@ -17,9 +17,11 @@ from fairway.v1 import inference_pb2_grpc
 from services.adapters.memory_limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import (
+    AnyGrant,
     FinishReason,
     GenerationSpec,
     Grant,
+    NotAdmittedReason,
     PlaceSpec,
     Principal,
     SamplingParams,
@@ -76,10 +78,16 @@ class Identity:
 
 
 class Placement:
+    def __init__(self) -> None:
+        self.attempts: list[int] = []
+
     async def place(self, spec: PlaceSpec) -> Grant:
+        self.attempts.append(spec.attempt)
         return Grant("w0", "127.0.0.1:1", 1, 1, 1, 4, 5.0, spec.version_digest)
 
-    def give_back(self, grant: Grant) -> None: ...
+    def give_back(self, grant: AnyGrant) -> None: ...
+
+    def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None: ...
 
 
 @dataclass
@@ -150,6 +158,7 @@ class Gateway:
     limiter: MemoryLimiter
     identity: Identity
     port: int
+    placement: Placement
 
     async def at_rest(self, timeout_s: float = 30.0) -> None:
         """Return once nothing runs and no slot is held."""
@@ -162,6 +171,7 @@ class Gateway:
 async def gateway() -> AsyncIterator[Gateway]:
     supervisor = Supervisor(CLOCK)
     workers, limiter, identity = Workers(supervisor), MemoryLimiter(CLOCK), Identity()
+    placement = Placement()
     numbers = iter(range(10**6))
     service = GatewayService(
         validator=Validator(),  # type: ignore[arg-type]
@@ -169,7 +179,7 @@ async def gateway() -> AsyncIterator[Gateway]:
         catalog=None,  # type: ignore[arg-type]
         ports=Ports(
             limiter=limiter,
-            placement=Placement(),
+            placement=placement,
             workers=workers,
             clock=CLOCK,
             supervisor=supervisor,
@@ -200,7 +210,13 @@ async def gateway() -> AsyncIterator[Gateway]:
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield Gateway(
-            inference_pb2_grpc.InferenceServiceStub(channel), service, workers, limiter, identity, server.port
+            inference_pb2_grpc.InferenceServiceStub(channel),
+            service,
+            workers,
+            limiter,
+            identity,
+            server.port,
+            placement,
         )
     await server.stop(0)
     assert supervisor.healthy, supervisor.failures
@@ -221,6 +237,20 @@ async def test_generate_streams_in_order_and_ends_once(gateway: Gateway) -> None
     assert events[-1].finished.usage.output_tokens == 50
     clock = events[-1].finished.clock
     assert clock.decode_us >= 45_000
+    await gateway.at_rest()
+
+
+async def test_a_generation_of_a_session_says_which_attempt_it_is(gateway: Gateway) -> None:
+    call = gateway.stub.Session(metadata=AUTH)
+    for stream_id, attempt in ((1, 0), (2, 4)):
+        start = pb.SessionStart(
+            stream_id=stream_id, generation=generation(max_output_tokens=1), attempt=attempt
+        )
+        await call.write(pb.SessionRequest(start=start))
+    await call.done_writing()
+    async for _ in call:
+        pass
+    assert sorted(gateway.placement.attempts) == [0, 4]
     await gateway.at_rest()
 
 

@@ -9,8 +9,11 @@ import pytest
 
 from services.core import errors
 from services.core.generation import Usage
+from services.core.records import Degrade
+from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.ports.idempotency import RecordLimits, RecordState
 from tests.support.keyed_gateways import Answer, Fleet, Gateway, gateways, keyed_limits, token
+from tests.support.waiting import until
 
 TIMEOUT_S = 60
 
@@ -27,12 +30,6 @@ def expected(answer: Answer, tokens: int, choice: int = 0) -> list[int]:
 
 async def usage(gateway: Gateway) -> Usage:
     return await gateway.limiter.usage(gateway.fleet.tenant)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_the_first_request_of_a_key_is_as_any_other(redis_url: str, fleet: Fleet) -> None:
@@ -302,6 +299,63 @@ async def test_a_takeover_keeps_version_seed_and_id(redis_url: str, fleet: Fleet
         assert answers[0].same_as(answers[1]), answers
         assert answers[0].ids == {0: expected(answers[0], 20)}
         assert await usage(left) == Usage(5, 20)
+        await asyncio.gather(left.at_rest(), right.at_rest())
+
+
+ALLOWED = Degrade(max_output_tokens=12, smaller_models={"m": "small"})
+CAPPED = Degradation(DegradationKind.OUTPUT_CAPPED, "20", "12", 0.7)
+
+
+async def test_what_was_degraded_once_stays_so_and_is_said_each_time(redis_url: str, fleet: Fleet) -> None:
+    fleet.degrade, fleet.pressure, fleet.hold_at = ALLOWED, {fleet.digest: 0.7}, 5
+    async with gateways(redis_url, fleet, 2) as (left, right):
+        first = asyncio.create_task(left.ask("k"))
+        await until(lambda: fleet.engine_tokens == 5)
+        fleet.pressure = {}
+        followers = [asyncio.create_task(gateway.ask("k")) for gateway in (left, right)]
+        fleet.hold.set()
+        whole = await first
+        assert whole.accepted is not None
+        assert whole.accepted.degradations == (CAPPED,)
+        assert whole.ids == {0: expected(whole, 12)}
+        answers = [*await asyncio.gather(*followers), await left.ask("k"), await right.ask("k")]
+        assert all(answer.same_as(whole) for answer in answers), answers
+        assert left.counted("fairway_gateway_degraded_total") == 1, "one run"
+        assert right.counted("fairway_gateway_degraded_total") == 0
+        fresh = await right.ask("another key")
+        assert fresh.ids == {0: expected(fresh, 20)}
+
+
+@pytest.mark.parametrize("degraded", [False, True])
+async def test_a_takeover_keeps_the_terms_of_the_first_run(
+    redis_url: str, fleet: Fleet, degraded: bool
+) -> None:
+    """The pressure at the takeover is the opposite of what it was at the beginning."""
+    fleet.degrade, fleet.digests, fleet.hold_at = ALLOWED, {"small": "sha256:small"}, 5
+    pressed = {fleet.digest: 0.9}
+    fleet.pressure = pressed if degraded else {}
+    async with gateways(redis_url, fleet, 2) as (left, right):
+        first = asyncio.create_task(left.ask("k"))
+        await until(lambda: fleet.engine_tokens == 5)
+        fleet.pressure = {} if degraded else pressed
+        await stop_flushing(left)
+        second = asyncio.create_task(right.ask("k"))
+        await until(lambda: right.workers.started)
+        fleet.hold.set()
+        answers = await asyncio.gather(first, second)
+        assert answers[0].same_as(answers[1]), answers
+        assert answers[0].accepted is not None
+        kinds = [found.kind for found in answers[0].accepted.degradations]
+        run = right.workers.started[0].spec.generation
+        terms = run.model, run.version_digest, run.max_output_tokens
+        if degraded:
+            assert kinds == [DegradationKind.SMALLER_MODEL, DegradationKind.OUTPUT_CAPPED]
+            assert terms == ("small", "sha256:small", 12)
+        else:
+            assert kinds == []
+            assert terms == ("m", "sha256:one", 20)
+        assert answers[0].ids == {0: expected(answers[0], 12 if degraded else 20)}
+        assert right.counted("fairway_gateway_degraded_total") == 0, "it was counted where it began"
         await asyncio.gather(left.at_rest(), right.at_rest())
 
 

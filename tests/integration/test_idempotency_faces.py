@@ -21,7 +21,7 @@ from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
 from services.core import errors
 from services.core.generation import Principal
-from services.core.records import KeyRole
+from services.core.records import Degrade, KeyRole
 from services.gateway.events import Received
 from services.gateway.http_server import HttpServer
 from services.gateway.openai_http import build_app
@@ -187,6 +187,24 @@ async def test_a_session_that_withdraws_ends_what_it_alone_follows(faces: Faces)
     await faces.gateways[0].at_rest()
     assert not faces.gateways[0].workers.started[0].live
     call.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replay_says_that_the_answer_was_degraded(faces: Faces, stream: bool) -> None:
+    fleet = faces.fleet
+    fleet.degrade, fleet.pressure = Degrade(max_output_tokens=5), {fleet.digest: 0.8}
+    body = {**CHAT, "stream": stream}
+    answers = []
+    for gateway in (0, 0, 1):
+        status, headers, answer = await faces.post(gateway, "/v1/chat/completions", body, "k")
+        assert (status, headers["x-fairway-degraded"]) == (200, "output_capped; original=12; applied=5")
+        answers.append(answer)
+        fleet.pressure = {}
+    assert b'"degraded":[{"kind":"output_capped","original":"12","applied":"5"}]' in answers[0]
+    if not stream:
+        assert answers[0] == answers[1] == answers[2]
+    first = await faces.stubs[1].Complete(pb.CompleteRequest(generation=generation("new")), metadata=AUTH)
+    assert not first.accepted.degradations
 
 
 async def test_a_whole_answer_is_replayed_to_the_byte(faces: Faces) -> None:

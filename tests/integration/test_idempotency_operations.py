@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from services.ports.idempotency import (
 )
 from services.ports.limiter import Reservation
 from tests.support.keyed_gateways import CLOCK, Fleet, Gateway, gateways, keyed_limits
+from tests.support.waiting import until
 
 TIMEOUT_S = 60
 CLIENTS = "fairway_idempotency_clients_total"
@@ -32,12 +34,6 @@ FLUSHES = "fairway_idempotency_flush_seconds_count"
 @pytest.fixture
 def fleet() -> Fleet:
     return Fleet()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Between:
@@ -146,11 +142,14 @@ async def test_a_slow_tenant_holds_up_no_other(redis_url: str, fleet: Fleet) -> 
         (store,) = between
         store.go.set()  # until it is accepted
         slow = []
-        for number in range(
-            2
-        ):  # at different times: the lease of the one is due while the other's is renewed
+
+        def produced(tokens: int) -> bool:
+            return fleet.engine_tokens == tokens
+
+        # At different times: the lease of the one is due while the other's is renewed.
+        for number in range(2):
             slow.append(asyncio.create_task(gateway.ask(f"k{number}", tenant="slow")))
-            await until(lambda number=number: fleet.engine_tokens == 5 * (number + 1))
+            await until(partial(produced, 5 * (number + 1)))
         store.go.clear()
         before = store.waiting
         await until(

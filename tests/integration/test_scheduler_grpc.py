@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Any
@@ -23,7 +23,7 @@ from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.leadership import Election
 from services.runtime.supervisor import Supervisor
-from services.scheduler.flow_queue import QueueLimits
+from services.scheduler.queue_pool import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.integration.scheduler_fleet import (
     DIGEST,
@@ -31,8 +31,10 @@ from tests.integration.scheduler_fleet import (
     FakeWorker,
     SchedulerNode,
     StaticDirectory,
+    granted,
     place_spec,
 )
+from tests.support.waiting import until
 
 SETTINGS = TermSettings(queue=QueueLimits(predicted_output_tokens=32))
 
@@ -42,12 +44,6 @@ async def etcd(endpoint: str) -> AsyncIterator[EtcdStore]:
     store = EtcdStore((endpoint,), SystemClock(), progress_s=0.5)
     yield store
     await store.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -86,10 +82,10 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     worker = FakeWorker("w1", kv_blocks=16)
     reporter = worker.reporter(directory, supervisor)
     placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
-    blocking = await placement.place(place_spec("req_0", prompt_tokens=200))
+    blocking = await granted(placement, place_spec("req_0", prompt_tokens=200))
     assert worker.start(blocking)
     waiting = [
-        asyncio.ensure_future(placement.place(place_spec(f"req_{n}", prompt_tokens=30, queue_ttl_s=20)))
+        asyncio.ensure_future(granted(placement, place_spec(f"req_{n}", prompt_tokens=30, queue_ttl_s=20)))
         for n in range(1, 9)
     ]
     term = first.service.term
@@ -105,7 +101,7 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     assert reporter.last_epoch == 12
     after = second.service.term
     assert after is not None
-    await until(lambda: len(after.queue) == 8)
+    await until(lambda: len(after.queue) == 8 and "w1" in after.fleet.candidates(DIGEST))
     assert after.fleet.candidates(DIGEST)["w1"].kv_tokens_room == (16 - blocking.kv_blocks) * 16
 
     worker.finish(blocking)
@@ -145,13 +141,13 @@ async def test_the_leader_is_found_through_etcd_and_a_standby_takes_over(
         worker = FakeWorker("w1")
         reporter = worker.reporter(directory, supervisor)
         placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
-        before = await placement.place(place_spec("req_1"))
+        before = await granted(placement, place_spec("req_1"))
         assert directory.leader is not None
         assert directory.leader.epoch == before.epoch
 
         elections[0].cancel()
         await until(lambda: nodes[1].service.term is not None)
-        after = await placement.place(place_spec("req_2"))
+        after = await granted(placement, place_spec("req_2"))
         assert after.epoch > before.epoch
         assert worker.start(after)
         assert not worker.start(before), "the worker refuses the leader before"
@@ -178,7 +174,7 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     async def one(number: int) -> None:
         gateway = gateways[number % 3]
         spec = place_spec(f"req_{number}", prompt_tokens=rng.randint(1, 200), queue_ttl_s=20.0)
-        task = asyncio.ensure_future(gateway.place(spec))
+        task = asyncio.ensure_future(granted(gateway, spec))
         if number % 5 == 0:
             await asyncio.sleep(rng.uniform(0, 0.05))
             task.cancel()
@@ -218,7 +214,7 @@ async def test_a_gateway_that_goes_away_withdraws_what_it_queued(
     directory = directory_of(node)
     placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
     waiting = [
-        asyncio.ensure_future(placement.place(place_spec(f"req_{n}", queue_ttl_s=60))) for n in range(4)
+        asyncio.ensure_future(granted(placement, place_spec(f"req_{n}", queue_ttl_s=60))) for n in range(4)
     ]
     term = node.service.term
     assert term is not None
@@ -236,13 +232,13 @@ async def test_a_worker_whose_stream_is_cut_is_placed_on_again_after_it_reports(
     worker = FakeWorker("w1")
     reporter = worker.reporter(directory, supervisor)
     placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
-    grant = await placement.place(place_spec("req_1"))
+    grant = await granted(placement, place_spec("req_1"))
     await reporter.close()
     assert worker.start(grant)  # nobody is told of it
     term = node.service.term
     assert term is not None
     await until(lambda: not term.fleet.candidates(DIGEST)["w1"].heard, 1.5)  # long before it counts as silent
-    waiting = asyncio.ensure_future(placement.place(place_spec("req_2")))
+    waiting = asyncio.ensure_future(granted(placement, place_spec("req_2")))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     reporter = worker.reporter(directory, supervisor)

@@ -15,22 +15,7 @@ from services.adapters.redis_idempotency import RedisIdempotency
 from services.adapters.redis_limiter import RedisLimiter
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordLimits
 from services.runtime.clock import SystemClock
-
-
-class HandClock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def unix_s(self) -> float:
-        return self.now_s
-
-    async def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
+from tests.support.clocks import HandClock
 
 
 @dataclass(frozen=True, slots=True)

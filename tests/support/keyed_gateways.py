@@ -17,9 +17,11 @@ from services.adapters.redis_idempotency import RedisIdempotency
 from services.adapters.redis_limiter import RedisLimiter
 from services.core import errors
 from services.core.generation import (
+    AnyGrant,
     FinishReason,
     GenerationSpec,
     Grant,
+    NotAdmittedReason,
     PlaceSpec,
     Principal,
     SamplingParams,
@@ -27,7 +29,7 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
-from services.core.records import KeyRole, Meta, Tenant
+from services.core.records import Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
 from services.gateway.idempotent import Idempotent
@@ -65,6 +67,10 @@ class Fleet:
     hold_at: int | None = None
     place_error: errors.FairwayError | None = None
     diverge: bool = False
+    # How hard each version is pressed, what the tenant allows then, and the versions of other models.
+    pressure: dict[str, float] = field(default_factory=dict)
+    degrade: Degrade = field(default_factory=Degrade)
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 class Validator:
@@ -83,7 +89,8 @@ class Validator:
     ) -> GenerationSpec:
         if generation.model == "none":
             raise errors.ModelNotFound("no model none", model="none")
-        digest = self._fleet.digest if pinned is None else pinned.version_digest
+        digest = self._fleet.digests.get(generation.model, self._fleet.digest)
+        digest = digest if pinned is None else pinned.version_digest
         if digest in self._fleet.gone:
             raise errors.VersionGone("the version is gone", version_digest=digest)
         asked = generation.sampling
@@ -111,7 +118,8 @@ class Identity:
             raise errors.ModelNotFound(f"no model {model}")
 
     def still_valid(self, principal: Principal) -> Tenant:
-        return Tenant(Meta(principal.tenant_id), max_concurrency=self._fleet.max_concurrency)
+        fleet = self._fleet
+        return Tenant(Meta(principal.tenant_id), max_concurrency=fleet.max_concurrency, degrade=fleet.degrade)
 
 
 class Placement:
@@ -123,7 +131,9 @@ class Placement:
             raise self._fleet.place_error
         return Grant("w0", "127.0.0.1:1", 1, 1, 1, 4, 5.0, spec.version_digest)
 
-    def give_back(self, grant: Grant) -> None: ...
+    def give_back(self, grant: AnyGrant) -> None: ...
+
+    def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None: ...
 
 
 @dataclass
@@ -212,6 +222,7 @@ class Answer:
             (self.ids, self.text, self.logprobs) == (other.ids, other.text, other.logprobs)
             and (mine.request_id, mine.seed, mine.version_digest, mine.prompt_tokens)
             == (theirs.request_id, theirs.seed, theirs.version_digest, theirs.prompt_tokens)
+            and (mine.model, mine.degradations) == (theirs.model, theirs.degradations)
             and self.finished == other.finished
         )
 
@@ -372,6 +383,7 @@ async def _gateway(
             idempotency=wrap(store),
             telemetry=GatewayTelemetry(metrics, clock=CLOCK),
             gateway_id=name,
+            pressure=lambda digest: fleet.pressure.get(digest, 0.0),
         ),
         limits=GatewayLimits(window_tokens=options.window_tokens, keyed=options.keyed),
     )

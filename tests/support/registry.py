@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +30,7 @@ ADMIN: Final = auth_metadata("admin")
 @dataclass(frozen=True, slots=True)
 class Served:
     service: RegistryService
+    servicer: RegistryServicer
     channel: grpc.aio.Channel
     address: str
 
@@ -43,32 +44,40 @@ class Served:
 
 
 @asynccontextmanager
-async def served(store: Store, blobs: BlobStore, clock: Clock) -> AsyncIterator[Served]:
+async def served(
+    store: Store,
+    blobs: BlobStore,
+    clock: Clock,
+    *,
+    make_servicer: Callable[[RegistryService], RegistryServicer] = RegistryServicer,
+) -> AsyncIterator[Served]:
     """Yield a registry that listens; the admin's key is "admin", the services' is ``TOKEN``."""
     service = RegistryService(store, blobs, clock)
+    servicer = make_servicer(service)
     server = RpcServer(
         [
             Service(
                 pb.DESCRIPTOR.services_by_name["RegistryService"],
                 registry_pb2_grpc.add_RegistryServiceServicer_to_server,
-                RegistryServicer(service),
+                servicer,
             )
         ],
         listen="127.0.0.1:0",
         internal_token=TOKEN,
         new_incident=lambda: "inc",
-        authenticate=_authenticate,
+        authenticate=authenticate,
     )
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
     try:
-        yield Served(service, channel, f"127.0.0.1:{server.port}")
+        yield Served(service, servicer, channel, f"127.0.0.1:{server.port}")
     finally:
         await channel.close()
         await server.stop(0)
 
 
-def _authenticate(credentials: str | None) -> Principal:
+def authenticate(credentials: str | None) -> Principal:
+    """Take the key "admin" and no other."""
     if credentials is None or not credentials.endswith("admin"):
         raise Unauthenticated("no")
     return Principal("admin", KeyRole.ADMIN)

@@ -27,6 +27,14 @@ def _shares(found: cp.Queue) -> str:
     return shares + (f" (+{found.pool.shares_left_off})" if found.pool.shares_left_off else "")
 
 
+def _served(found: cp.Queue) -> str:
+    """What tenants were served, in weighted tokens: the least of a class goes first."""
+    counters = found.pool.counters
+    return " ".join(
+        f"{each.tenant_id}/{priority(each.priority)}:{each.virtual_tokens:.0f}" for each in counters
+    )
+
+
 def _predicted(found: cp.Queue) -> str:
     return _span(found.pool.predicted_wait) if found.pool.HasField("predicted_wait") else "unknown"
 
@@ -36,6 +44,7 @@ COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
     Column("queued", lambda found: str(found.pool.queued)),
     Column("oldest wait", lambda found: _span(found.pool.oldest_wait) if found.pool.queued else ""),
     Column("predicted wait", lambda found: _predicted(found) if found.pool.queued else ""),
+    Column("pressure", lambda found: f"{found.pool.pressure_ratio:.2f}"),
     Column("running", lambda found: str(found.pool.running)),
     Column("workers", lambda found: f"{found.pool.serving_workers}/{found.pool.workers}"),
     Column("prompt tokens", lambda found: str(found.pool.queued_prompt_tokens), wide=True),
@@ -43,6 +52,7 @@ COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
     Column("waiting", lambda found: str(found.pool.waiting), wide=True),
     Column("kv free", lambda found: f"{found.pool.kv_tokens_free}/{found.pool.kv_tokens_total}", wide=True),
     Column("shares", _shares, wide=True),
+    Column("served", _served, wide=True),
     Column("digest", lambda found: found.pool.version_digest, wide=True),
 )
 

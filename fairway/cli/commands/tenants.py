@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
@@ -37,6 +38,64 @@ PriorityOption = Annotated[
     PriorityName | None, typer.Option("--max-priority", help="The highest class it may ask for.")
 ]
 
+WeightOption = Annotated[
+    float | None,
+    typer.Option("--weight", min=0.001, max=1_000_000, help="Share of a contended model, against others'."),
+]
+CommittedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--committed-tokens-per-minute",
+        min=0,
+        help="Tokens that are promised; what it uses above them is refused first. 0: no promise.",
+    ),
+]
+DegradeTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--degrade-max-output-tokens",
+        min=0,
+        max=1_048_576,
+        help="Under pressure, end outputs after so many tokens. 0: do not.",
+    ),
+]
+DegradeModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--degrade-model",
+        help="Under pressure, let another deployment answer: model=smaller. Repeatable; 'none' removes all.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Overload:
+    """What is to hold while models are contended; None: leave it."""
+
+    weight: float | None
+    committed_tokens_per_minute: int | None
+    degrade_max_output_tokens: int | None
+    degrade_models: list[str] | None
+
+    def set_on(self, tenant: cp.Tenant) -> None:
+        if self.weight is not None:
+            tenant.weight = self.weight
+        if self.committed_tokens_per_minute is not None:
+            tenant.committed_tokens_per_minute = self.committed_tokens_per_minute
+        if self.degrade_max_output_tokens is not None:
+            tenant.degrade.max_output_tokens = self.degrade_max_output_tokens
+        if self.degrade_models is not None:
+            tenant.degrade.smaller_models.clear()
+            if self.degrade_models != ["none"]:
+                tenant.degrade.smaller_models.update(pairs(self.degrade_models, flag="--degrade-model"))
+
+
+def _degrade(tenant: cp.Tenant) -> str:
+    """What is done to its requests under pressure."""
+    policy = tenant.degrade
+    cap = [f"max_output_tokens={policy.max_output_tokens}"] if policy.max_output_tokens else []
+    return ", ".join((*cap, *(f"{model}={other}" for model, other in sorted(policy.smaller_models.items()))))
+
 
 TENANTS: Final[Resource[cp.Tenant]] = resource(
     "tenant",
@@ -45,6 +104,9 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("display name", lambda tenant: tenant.display_name),
         Column("requests/min", lambda tenant: limit(tenant.requests_per_minute)),
         Column("concurrency", lambda tenant: limit(tenant.max_concurrency)),
+        Column("weight", lambda tenant: f"{tenant.weight or 1:g}", wide=True),
+        Column("committed/min", lambda tenant: str(tenant.committed_tokens_per_minute or ""), wide=True),
+        Column("degrade", _degrade, wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
         Column("labels", lambda tenant: labels(tenant.metadata), wide=True),
@@ -64,6 +126,7 @@ add_show(app, TENANTS, about="Show a tenant with everything that is known of it.
     examples=(
         "fairway tenants create acme --display-name 'Acme Inc.'",
         "fairway tenants create acme --requests-per-minute 600 --max-concurrency 32",
+        "fairway tenants create acme --degrade-max-output-tokens 256 --degrade-model chat=chat-small",
     ),
 )
 async def create(
@@ -73,12 +136,17 @@ async def create(
     requests_per_minute: RequestsOption = None,
     max_concurrency: ConcurrencyOption = None,
     max_priority: PriorityOption = None,
+    weight: WeightOption = None,
+    committed_tokens_per_minute: CommittedOption = None,
+    degrade_max_output_tokens: DegradeTokensOption = None,
+    degrade_model: DegradeModelOption = None,
     label: LabelOption = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Create a tenant with its limits."""
     wanted = cp.Tenant(metadata=cp.Metadata(name=name))
     _set(wanted, display_name, requests_per_minute, max_concurrency, max_priority, label)
+    _Overload(weight, committed_tokens_per_minute, degrade_max_output_tokens, degrade_model).set_on(wanted)
     what = f"cannot create the tenant {name}"
     TENANTS.write_one(await connection.run(connection.admin.tenants.create(wanted), what=what), output)
 
@@ -99,6 +167,10 @@ async def update(
     requests_per_minute: RequestsOption = None,
     max_concurrency: ConcurrencyOption = None,
     max_priority: PriorityOption = None,
+    weight: WeightOption = None,
+    committed_tokens_per_minute: CommittedOption = None,
+    degrade_max_output_tokens: DegradeTokensOption = None,
+    degrade_model: DegradeModelOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
@@ -108,8 +180,11 @@ async def update(
     With --label, the labels that are named replace all that were there.
     """
 
+    more = _Overload(weight, committed_tokens_per_minute, degrade_max_output_tokens, degrade_model)
+
     def change(tenant: cp.Tenant) -> None:
         _set(tenant, display_name, requests_per_minute, max_concurrency, max_priority, label)
+        more.set_on(tenant)
 
     TENANTS.write_one(await _changed(connection, name, etag, change), output)
 

@@ -26,6 +26,7 @@ CLIENT_VARIABLES: Final = (
     "FAIRWAY_CONTROLPLANE",
     "FAIRWAY_HTTP",
     "FAIRWAY_CLI_DEBUG",
+    "FAIRWAY_TRACES",
 )
 Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
 _DEFAULT_DRAIN_S: Final = 10.0

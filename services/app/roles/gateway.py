@@ -28,9 +28,12 @@ from services.core.records import (
 )
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
+from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.http_server import HttpServer
 from services.gateway.keyed_types import KeyedLimits
 from services.gateway.openai_http import ObserveExchange, build_app
+from services.gateway.policy.degrade import DegradeLevels
+from services.gateway.prefix_names import PrefixNames
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.servicer import InferenceServicer
@@ -44,9 +47,10 @@ from services.runtime.config import Settings, read_password, read_secret
 from services.runtime.health import Check
 from services.runtime.identity import KeyDirectory
 from services.runtime.metrics import Metrics
-from services.runtime.secrets import Ticket, issue_ticket
+from services.runtime.secrets import Ticket, issue_ticket, prefix_secret
 
 _TOKENISER_THREADS: Final = 2
+_PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
 
 
 def gateway(environment: Environment) -> Role:
@@ -61,7 +65,8 @@ def gateway(environment: Environment) -> Role:
         at_s = now_s if arrived.at_s is None else arrived.at_s
         face = "session" if arrived.at_s is None else "grpc"
         unix_us = int((clock.unix_s() - (now_s - at_s)) * 1e6)
-        return Received(at_s, unix_us, environment.ids.request_id(), face, arrived.traceparent)
+        request_id = environment.ids.request_id()
+        return Received(at_s, unix_us, request_id, face, arrived.traceparent, attempt=arrived.attempt)
 
     server = environment.server(
         Service(
@@ -129,18 +134,30 @@ def _gateway_service(environment: Environment, identity: KeyDirectory, files: Mo
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     return GatewayService(
-        validator=Validator(catalog, identity, environment.rng, executor=threads),
+        validator=Validator(
+            catalog,
+            identity,
+            environment.rng,
+            executor=threads,
+            prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
+        ),
         identity=identity,
         catalog=catalog,
         ports=_gateway_ports(environment),
         limits=GatewayLimits(
             queue_ttl_s=settings.queue_ttl_s,
             heartbeat_s=settings.heartbeat_s,
+            placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
+            degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
             keyed=KeyedLimits(
                 detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3
             ),
         ),
     )
+
+
+def _ticket_key(settings: Settings) -> bytes:
+    return read_secret(settings.ticket_key_file).encode()
 
 
 def _record_limits(settings: Settings) -> RecordLimits:
@@ -151,6 +168,31 @@ def _record_limits(settings: Settings) -> RecordLimits:
         max_tenant_bytes=settings.idempotency_tenant_bytes,
         max_tenant_keys=settings.idempotency_tenant_keys,
     )
+
+
+def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
+    """Return the client of whichever scheduler leads, which looks for it already."""
+    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
+    placement = GrpcPlacement(
+        open_directory(environment),
+        environment.internal_token,
+        gateway_id,
+        clock,
+        supervisor,
+        environment.rng,
+        fallback=GatewayFallback(
+            environment.rng,
+            FallbackSettings(
+                after_s=settings.fallback_after_s,
+                max_age_s=settings.fallback_max_age_s,
+                predicted_output_tokens=settings.predicted_output_tokens,
+            ),
+        ),
+        zone=settings.zone,
+    )
+    environment.closing.push_async_callback(placement.close)
+    placement.start()  # so that it knows the fleet before the first request
+    return placement
 
 
 def _gateway_ports(environment: Environment) -> Ports:
@@ -171,10 +213,7 @@ def _gateway_ports(environment: Environment) -> Ports:
     fallback = FallbackLimiter(observed, MemoryLimiter(clock, local=True), clock)
     records = RedisIdempotency(settings.redis_url, clock, _record_limits(settings), password=password)
     environment.closing.push_async_callback(records.close)
-    placement = GrpcPlacement(
-        open_directory(environment), token, gateway_id, clock, supervisor, environment.rng
-    )
-    environment.closing.push_async_callback(placement.close)
+    placement = _open_placement(environment, gateway_id)
     workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
     export_upstream(
@@ -183,7 +222,7 @@ def _gateway_ports(environment: Environment) -> Ports:
         placements_pending=lambda: placement.pending,
         scheduler_connected=lambda: placement.connected,
     )
-    ticket_key = read_secret(settings.ticket_key_file).encode()
+    ticket_key = _ticket_key(settings)
 
     def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
         return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
@@ -200,6 +239,7 @@ def _gateway_ports(environment: Environment) -> Ports:
         error_of=by_reason,
         idempotency=records,
         gateway_id=gateway_id,
+        pressure=placement.pressure,
         telemetry=GatewayTelemetry(
             environment.metrics,
             clock=clock,

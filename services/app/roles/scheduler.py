@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fairway.v1 import (
     scheduler_pb2,
     scheduler_pb2_grpc,
@@ -12,12 +14,19 @@ from services.app.roles.shared import leader_record, nothing, open_election
 from services.rpc.server import Service
 from services.runtime.config import Settings, read_secret
 from services.runtime.health import Check
-from services.scheduler.fleet_view import FleetLimits
-from services.scheduler.flow_queue import QueueLimits
+from services.scheduler.fleet_limits import FleetLimits
+from services.scheduler.health import HealthPolicy
+from services.scheduler.policy.ejection import EjectionPolicy
+from services.scheduler.policy.pressure import ServiceTargets
+from services.scheduler.policy.queue_order import OrderPolicy
+from services.scheduler.policy.shedding import SheddingPolicy
+from services.scheduler.queue_pool import QueueLimits
 from services.scheduler.service import SchedulerService
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import TermSettings
+
+_PREFIX_BLOCKS: Final = 262_144  # 35 MB
 
 
 def scheduler(environment: Environment) -> Role:
@@ -56,8 +65,31 @@ def scheduler(environment: Environment) -> Role:
 def term_settings(settings: Settings) -> TermSettings:
     """The scheduler's limits from the process settings."""
     return TermSettings(
-        fleet=FleetLimits(grant_ttl_s=settings.grant_ttl_s),
+        fleet=FleetLimits(
+            grant_ttl_s=settings.grant_ttl_s,
+            prefix_blocks=_PREFIX_BLOCKS if settings.prefix_routing else 0,
+        ),
         queue=QueueLimits(
-            predicted_output_tokens=settings.predicted_output_tokens, max_per_pool=settings.queue_limit
+            predicted_output_tokens=settings.predicted_output_tokens,
+            output_quantile=settings.output_quantile,
+            max_per_pool=settings.queue_limit,
+        ),
+        order=OrderPolicy(
+            class_head_start_s=settings.class_head_start_s,
+            bypass_window_tokens=settings.bypass_window_tokens,
+        ),
+        health=HealthPolicy(
+            ejection=EjectionPolicy(
+                outlier_ratio=settings.ejection_ratio,
+                base_ejection_time_s=settings.ejection_time_s,
+                max_ejection_ratio=settings.max_ejection_ratio,
+            )
+        ),
+        shedding=SheddingPolicy(
+            enabled=settings.shedding,
+            targets=ServiceTargets(
+                interactive_s=settings.ttft_target_interactive_s,
+                standard_s=settings.ttft_target_standard_s,
+            ),
         ),
     )

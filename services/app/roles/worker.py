@@ -6,16 +6,19 @@ from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.adapters.grpc_reporter import Reporter
+from services.adapters.grpc_reporter import GrpcReportLinks
 from services.adapters.model_files import ModelFiles
+from services.adapters.reporter import Reporter
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
+from services.ports.clock import Clock
 from services.rpc.server import Service
 from services.runtime.config import Settings
 from services.runtime.health import Check
-from services.runtime.machine import default_engine_threads
+from services.runtime.machine import default_engine_threads, device_type
 from services.worker.agent import WorkerAgent, WorkerIdentity
+from services.worker.fallback import FallbackAdmission, FallbackRules
 from services.worker.host import SequenceHost
 from services.worker.servicer import WorkerServicer
 from services.worker.telemetry import WorkerTelemetry, export_levels
@@ -29,7 +32,11 @@ def worker(environment: Environment) -> Role:
     telemetry = WorkerTelemetry(
         environment.metrics, clock=clock, tracing=environment.tracing, lines=environment.request_lines
     )
-    host = SequenceHost(changed=_ignore, not_admitted=telemetry.not_admitted)
+    host = SequenceHost(
+        changed=_ignore,
+        not_admitted=telemetry.not_admitted,
+        fallback=_fallback(settings, clock, telemetry),
+    )
     files = open_model_files(environment)
     agent = WorkerAgent(
         worker_identity(settings),
@@ -43,12 +50,12 @@ def worker(environment: Environment) -> Role:
     )
     _export(environment, agent, files)
     reporter = Reporter(
-        schedulers,
-        environment.internal_token,
+        GrpcReportLinks(schedulers, environment.internal_token),
         clock,
         environment.supervisor,
         agent.take_snapshot,
         hear_leader=agent.hear_leader,
+        hear_counters=agent.hear_counters,
         rng=environment.rng,
     )
     host.changed = reporter.changed
@@ -88,6 +95,8 @@ def worker_identity(settings: Settings) -> WorkerIdentity:
         device=settings.device,
         memory_bytes=settings.memory_bytes,
         lease_ttl_s=settings.lease_ttl_s,
+        device_type=settings.device_type or device_type(settings.device),
+        cost_per_hour=settings.cost_per_hour,
     )
 
 
@@ -99,9 +108,15 @@ def engine_settings(settings: Settings) -> EngineSettings:
         kv_memory_bytes=settings.kv_memory_bytes,
         token_budget=settings.token_budget,
         max_sequences=settings.max_sequences,
+        itl_target_s=settings.itl_target_s,
         null_step_s=settings.null_step_s,
         request_log_per_s=settings.request_log_per_s,
     )
+
+
+def _fallback(settings: Settings, clock: Clock, telemetry: WorkerTelemetry) -> FallbackAdmission:
+    rules = FallbackRules(settings.fallback_after_s, settings.fallback_credit_ratio)
+    return FallbackAdmission(clock, rules, started=telemetry.fallback_started)
 
 
 def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles) -> None:

@@ -1,4 +1,8 @@
-"""What becomes of a sequence that its worker gave back, refused or lost."""
+"""What becomes of a sequence that its worker gave back, refused or lost, and how fast that goes on.
+
+The budget is one of retries (AWS Builders' Library), spent by pacing: what a lost worker leaves behind has
+clients that wait for it, so that it is spread out rather than broken.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,51 @@ _FIRST_DELAY_S: Final = 0.002
 _MAX_DELAY_S: Final = 0.2
 _FIRST_UNREACHED_S: Final = 0.05
 _MAX_UNREACHED_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPolicy:
+    """``ratio`` of the requests, and ``floor_per_s`` besides, at most ``burst`` saved up."""
+
+    ratio: float = 0.1
+    floor_per_s: float = 10.0
+    burst: float = 128.0
+
+    def __post_init__(self) -> None:
+        if self.ratio < 0 or self.floor_per_s <= 0 or self.burst < 1:
+            raise ValueError("a budget has a floor above zero and holds at least one")
+
+
+class RetryBudget:
+    """Paces what one gateway places again after a loss.
+
+    Over any span in which n requests began and t seconds passed, at most ``burst + ratio * n +
+    floor_per_s * t`` go. Single writer; time is an argument, in monotonic seconds.
+    """
+
+    def __init__(self, policy: BudgetPolicy | None = None) -> None:
+        self._policy = policy if policy is not None else BudgetPolicy()
+        self._balance = self._policy.burst
+        self._as_of_s: float | None = None
+
+    @property
+    def balance(self) -> float:
+        """How many may go at once; below zero, how many wait."""
+        return self._balance
+
+    def request_began(self, now_s: float) -> None:
+        self._fill(now_s, self._policy.ratio)
+
+    def take(self, now_s: float) -> float:
+        """Take one and return how long it has to wait for its turn, seconds."""
+        self._fill(now_s, 0.0)
+        self._balance -= 1.0
+        return max(0.0, -self._balance) / self._policy.floor_per_s
+
+    def _fill(self, now_s: float, extra: float) -> None:
+        passed_s = 0.0 if self._as_of_s is None else max(0.0, now_s - self._as_of_s)
+        self._as_of_s = now_s
+        self._balance = min(self._policy.burst, self._balance + passed_s * self._policy.floor_per_s + extra)
 
 
 @dataclass(frozen=True, slots=True)

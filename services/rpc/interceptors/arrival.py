@@ -13,14 +13,20 @@ from services.ports.clock import Clock
 from services.rpc.interceptors.base import AroundInterceptor
 
 _MAX_TRACEPARENT: Final = 64
+_MAX_ATTEMPT: Final = 1000
+_ATTEMPT_KEYS: Final = ("x-fairway-attempt", "grpc-previous-rpc-attempts")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """``at_s``: monotonic, before the request message was read; None where an RPC carries many requests."""
+    """``at_s``: monotonic, before the request message was read; None where an RPC carries many requests.
+
+    ``attempt``: how often the caller sent it before, as far as it or gRPC's own retries say so.
+    """
 
     at_s: float | None = None
     traceparent: str = ""
+    attempt: int = 0
 
 
 NOWHERE: Final = Arrival()
@@ -47,9 +53,8 @@ class NoteArrival(AroundInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         # grpc.aio runs this and the handler in one task, so the variable is the RPC's own.
-        _arrival.set(
-            Arrival(self._clock.monotonic_s(), _traceparent(handler_call_details.invocation_metadata))
-        )
+        metadata = handler_call_details.invocation_metadata
+        _arrival.set(Arrival(self._clock.monotonic_s(), _traceparent(metadata), _attempt(metadata)))
         return await continuation(handler_call_details)
 
 
@@ -58,3 +63,13 @@ def _traceparent(metadata: Any) -> str:
         if key == "traceparent" and isinstance(value, str) and len(value) <= _MAX_TRACEPARENT:
             return value
     return ""
+
+
+def _attempt(metadata: Any) -> int:
+    """The larger of what the client says of its attempts and what gRPC says of its own."""
+    found = [
+        int(value)
+        for key, value in metadata or ()
+        if key in _ATTEMPT_KEYS and isinstance(value, str) and len(value) <= 6 and value.isdecimal()
+    ]
+    return min(_MAX_ATTEMPT, max(found, default=0))

@@ -1,5 +1,7 @@
 """How many KV blocks a sequence is given at the start: those of its prompt and of a predicted output.
 
+What of the prompt live sequences of a worker share costs it nothing (``policy.shared_prefix``).
+
 Reserving the worst case would leave most of the memory unused, since few outputs reach their limit. A
 sequence that outgrows its prediction takes more blocks on its worker, which preempts when there are none
 (PagedAttention, SOSP'23).
@@ -7,11 +9,10 @@ sequence that outgrows its prediction takes more blocks on its worker, which pre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True, gc=False):
     """What a sequence asks of a pool, in tokens.
 
     ``prompt_tokens`` are to be prefilled, ``reserved_tokens`` are the prompt and the predicted output,

@@ -1,15 +1,20 @@
 """In which order a pool's waiting placements are tried, and how far one may overtake another.
 
-Order: a class has a head start of ``class_head_start_s`` over the class below it, then original arrival
-counts. So classes are strict among requests that arrived within that time of each other, and a waiting
-request ages: nothing that arrives later than its head start allows goes before it, so none starves.
+Between classes: the higher first. A class that has waited for longer than its head start,
+``class_head_start_s`` for each step below the highest class that waits, is owed a share,
+``aged_share_ratio``, of what is granted from then on, and goes first while that is outstanding. So no class
+starves, however much of a higher one comes in, and no backlog of a lower class, however old, takes more than
+that share from a higher one.
 
-Bypass: a placement that has no room does not hold up smaller ones behind it, but after ``max_bypasses``
-of them nothing behind it is tried until it is served. Room is then set free by sequences that end, and
-the placement fits an empty pool, so its wait is bounded.
+Within a class: the tenant with the least service (``fairness``). Within a tenant: the earliest deadline, then
+arrival; one without a deadline counts as due ``NO_DEADLINE_S`` after its arrival, so that none waits for ever
+behind those that have one.
 
-``QueueOrder`` is the seam for another order, such as fairness between tenants: the flow queue asks for
-``in_order`` and nothing else.
+Bypass: a placement that has no room does not hold up smaller ones behind it, but after ``max_bypasses`` of
+them it is given a worker: nothing behind it starts there until it has. The room of that worker is set free by
+sequences that end, and the placement fits an empty one, so its wait is bounded; the other workers go on.
+Tenants may go past one that is short of room while they are at most ``bypass_window_tokens`` for each worker
+of the pool ahead of it (weighted tokens over weight).
 """
 
 from __future__ import annotations
@@ -17,24 +22,34 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from services.core.records import Priority
 
 MICROSECONDS = 1_000_000
+NO_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """``lookahead``: how many placements without room a pass looks past; bounds the work of a pass."""
+    """``lookahead``: how many placements without room a pass looks past, and ``tenant_lookahead`` how many
+    of one tenant; they bound the work of a pass. ``kind``: ``arrival`` is first come, first served."""
 
     class_head_start_s: float = 30.0
+    aged_share_ratio: float = 0.1
     max_bypasses: int = 16
     lookahead: int = 64
+    tenant_lookahead: int = 16
+    bypass_window_tokens: float = 32768.0
+    kind: Literal["fair", "arrival"] = "fair"
+
+    def window_tokens(self, workers: int) -> float:
+        """Return how far ahead a tenant may be that goes past one without room, in a pool of so many."""
+        return self.bypass_window_tokens * max(1, workers)
 
 
 def order_key(priority: Priority, arrival_unix_us: int, policy: OrderPolicy) -> int:
-    """Return the instant, in microseconds, that orders the placement: the smaller goes first."""
+    """Return the instant, in microseconds, that orders by class and arrival: the smaller goes first."""
     behind = Priority.INTERACTIVE.rank - priority.rank
     return arrival_unix_us + round(behind * policy.class_head_start_s * MICROSECONDS)
 
@@ -59,8 +74,20 @@ class QueueOrder(Protocol[Item]):
 
     def discard(self, item: Item) -> None: ...
 
-    def in_order(self) -> Iterator[Item]:
-        """Yield the next to be served, first to last. The item yielded last may be discarded meanwhile."""
+    def granted(self, item: Item, cost_tokens: float) -> None:
+        """The item, which is still here, was granted at this expected cost."""
+
+    def value(self, item: Item) -> float:
+        """Return the counter of the item's tenant in its class: weighted tokens over weight."""
+
+    def in_order(self, now_us: int = 0) -> Iterator[Item]:
+        """Yield the next to be served, first to last; by far not all, where that bounds the work.
+
+        The item yielded last may be granted and discarded meanwhile.
+        """
+
+    def items(self) -> Iterator[Item]:
+        """Yield all, in about the order in which they are served."""
 
     def __len__(self) -> int: ...
 
@@ -84,7 +111,16 @@ class ArrivalOrder(QueueOrder[Item]):
             raise KeyError(item.number)
         del self._items[index]
 
-    def in_order(self) -> Iterator[Item]:
+    def granted(self, item: Item, cost_tokens: float) -> None:
+        """Arrival alone counts."""
+
+    def value(self, item: Item) -> float:
+        return 0.0
+
+    def items(self) -> Iterator[Item]:
+        yield from self._items
+
+    def in_order(self, now_us: int = 0) -> Iterator[Item]:
         index = 0
         while index < len(self._items):
             item = self._items[index]

@@ -1,6 +1,6 @@
-"""Paged KV blocks with reference counts (PagedAttention, SOSP'23).
+"""Paged KV blocks (PagedAttention, SOSP'23).
 
-A block is an index into the KV pool; who holds it is counted here, what it contains is the executor's.
+A block is an index into the KV pool; whether it is held is known here, what it contains is the executor's.
 Placement is next-fit and prefers the block after the last one: most sequences then lie in one run of
 consecutive blocks, which attention reads as a view instead of gathering it. Nothing depends on it.
 """
@@ -9,10 +9,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 
 class OutOfBlocks(Exception):
     """More blocks were asked for than are free; nothing was allocated."""
+
+
+class BlockPool(Protocol):
+    """What the planner needs of a pool. ``BlockManager`` says what each part holds."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def blocks_free(self) -> int: ...
+
+    @property
+    def blocks_used(self) -> int: ...
+
+    def blocks_for(self, tokens: int) -> int: ...
+
+    def allocate(self, count: int, *, after: int | None = None, expected: int = 0) -> list[int]: ...
+
+    def release(self, blocks: Iterable[int]) -> None: ...
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None: ...
 
 
 class BlockManager:
@@ -22,8 +44,7 @@ class BlockManager:
         self.blocks_total = blocks_total
         self.block_size = block_size
         self.blocks_free = blocks_total
-        self._references = [0] * blocks_total
-        self._used = bytearray(blocks_total)  # 1 where referenced; a byte map is searched at memchr speed
+        self._used = bytearray(blocks_total)  # 1 where held; a byte map is searched at memchr speed
         self._cursor = 0  # where the search for a new run starts
 
     @property
@@ -35,7 +56,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int, *, after: int | None = None, expected: int = 0) -> list[int]:
-        """Return ``count`` blocks with one reference each, in the order they are to be used.
+        """Return ``count`` blocks that nobody holds, in the order they are to be used.
 
         ``after`` is the block that the first one should follow; without it a new run is placed where
         ``expected`` blocks are free in a row, so that the sequence can grow. Raises OutOfBlocks.
@@ -46,35 +67,21 @@ class BlockManager:
         blocks = list(range(start, start + count)) if start >= 0 else self._scattered(count)
         for block in blocks:
             self._used[block] = 1
-            self._references[block] = 1
         self.blocks_free -= count
         return blocks
 
-    def retain(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block, all of which must be held by someone."""
-        for block in blocks:
-            assert self._references[block] > 0, f"block {block} is free"
-            self._references[block] += 1
-
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference to each block; those without any are free."""
+        """Free each of the blocks."""
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} released twice"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._used[block] = 0
-                self.blocks_free += 1
+            assert self._used[block], f"block {block} released twice"
+            self._used[block] = 0
+            self.blocks_free += 1
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the references are exactly those of the block tables in ``held``."""
+        """Raise AssertionError unless the blocks in use are those of the tables in ``held``, each of one."""
         expected = Counter(block for table in held for block in table)
-        for block, references in enumerate(self._references):
-            assert references == expected[block], (
-                f"block {block}: {references} references, {expected[block]} holders"
-            )
-            assert self._used[block] == (references > 0), (
-                f"block {block}: the map disagrees with its references"
-            )
+        for block, used in enumerate(self._used):
+            assert used == expected[block], f"block {block}: in use {used}, {expected[block]} holders"
         assert self.blocks_free == self.blocks_total - len(expected), "the free count is off"
 
     def _run_after(self, last: int, count: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from services.worker.engine.block_manager import BlockManager
+from services.worker.engine.block_manager import BlockPool
 from services.worker.engine.executor import Batch, Executor, Samples
 from services.worker.engine.planner import Planner, PlannerLimits
+from services.worker.engine.prefix_reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState, Status, sequence_of
 from services.worker.engine.validation import MAX_WAITING, ModelLimits, refusal
 from services.worker.engine_protocol import (
@@ -18,12 +20,34 @@ from services.worker.engine_protocol import (
     Submit,
     TokenLogprobs,
 )
+from services.worker.policy.prefill_budget import PrefillBudget
 
 NOTHING = Samples([])
 
 
+class _Work(NamedTuple):
+    """What a step computes: prompt tokens, tokens of KV that its decodes read, and by handle what of a
+    prompt came from a cache, in the step that first computes it."""
+
+    prefill_tokens: int
+    attended_tokens: int
+    cached: dict[int, int]
+
+
 class DuplicateHandle(Exception):
     """The agent used the handle of a live sequence again: neither could be told from the other."""
+
+
+class Intake:
+    """How a command becomes a sequence, or is refused. Another intake may keep less of a prompt."""
+
+    def refusal(self, command: Submit, model: ModelLimits) -> str | None:
+        """Return why the sequence cannot run, or None."""
+        return refusal(command, model)
+
+    def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
+        """Return the state of a sequence that is not refused."""
+        return sequence_of(command, arrival=arrival, eos_ids=eos_ids)
 
 
 class Engine:
@@ -33,15 +57,21 @@ class Engine:
         self,
         executor: Executor,
         *,
-        blocks: BlockManager,
+        blocks: BlockPool,
         limits: PlannerLimits,
         model: ModelLimits,
         eos_ids: frozenset[int],
         clock: Callable[[], float],
+        budget: PrefillBudget | None = None,
+        reuse: PrefixReuse | None = None,
+        intake: Intake | None = None,
     ) -> None:
+        """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left."""
         self._executor = executor
         self._blocks = blocks
-        self._planner = Planner(blocks, limits)
+        self._planner = Planner(blocks, limits, budget=budget, reuse=reuse)
+        self._intake = intake if intake is not None else Intake()
+        self._reuses = reuse is not None
         self._model = model
         self._eos_ids = eos_ids
         self._clock = clock
@@ -55,6 +85,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether ``step`` would compute or report anything."""
         return bool(self._finished) or self._planner.has_work
+
+    @property
+    def planner(self) -> Planner:
+        return self._planner
 
     @property
     def max_model_len(self) -> int:
@@ -82,13 +116,22 @@ class Engine:
         batch, handed_back = self._planner.plan()
         for sequence in handed_back:
             self._report(sequence, "preempted")
-        prefill_tokens = batch.prefill_tokens  # before the commit: it moves what chunks are measured by
+        # Before the commit: it moves what all of these are measured by.
+        work = _Work(
+            batch.prefill_tokens,
+            sum(len(sequence.tokens) for sequence in batch.decodes),
+            {c.sequence.handle: c.start for c in batch.prefills if c.start == c.sequence.cached}
+            if self._reuses
+            else {},
+        )
         sampled = batch.sampled
         samples = self._executor.run(batch) if batch.decodes or batch.prefills else NOTHING
         logprobs = self._commit(batch, sampled, samples)
         if samples.errors:
             sampled, samples = _without_errors(sampled, samples)
-        return self._stepped(started_s, sampled, samples.tokens, logprobs, prefill_tokens)
+        step_s = self._clock() - started_s
+        self._planner.measured(work.prefill_tokens, step_s)
+        return self._stepped(step_s, sampled, samples.tokens, logprobs, work)
 
     def heartbeat(self) -> Heartbeat:
         """What to say while there is nothing to step."""
@@ -102,7 +145,7 @@ class Engine:
     def _submit(self, command: Submit) -> None:
         if command.handle in self._sequences:
             raise DuplicateHandle(f"handle {command.handle} is live")
-        reason = refusal(command, self._model)
+        reason = self._intake.refusal(command, self._model)
         if reason is None and self._planner.waiting >= MAX_WAITING:
             reason = f"{MAX_WAITING} sequences wait already"
         if reason is not None:
@@ -112,7 +155,7 @@ class Engine:
             self._finished[command.handle] = "length"  # the earlier run had just made its last token
         else:
             self._arrivals += 1
-            sequence = sequence_of(command, arrival=self._arrivals, eos_ids=self._eos_ids)
+            sequence = self._intake.sequence(command, arrival=self._arrivals, eos_ids=self._eos_ids)
             self._sequences[command.handle] = sequence
             self._planner.add(sequence)
 
@@ -156,28 +199,30 @@ class Engine:
 
     def _stepped(
         self,
-        started_s: float,
+        step_s: float,
         sampled: Sequence[SequenceState],
         tokens: list[int],
         logprobs: dict[int, TokenLogprobs],
-        prefill_tokens: int,
+        work: _Work,
     ) -> Stepped:
         self._steps += 1
         finished, self._finished = self._finished, {}
         errors, self._errors = self._errors, {}
         return Stepped(
             step=self._steps,
-            step_s=self._clock() - started_s,
+            step_s=step_s,
             handles=[sequence.handle for sequence in sampled],
             tokens=tokens,
             finished=finished,
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=work.prefill_tokens,
             kv_blocks_used=self._blocks.blocks_used,
             running=self._planner.running,
             waiting=self._planner.waiting,
             logprobs=logprobs,
             errors=errors,
             preemptions=self._planner.preemptions,
+            attended_tokens=work.attended_tokens,
+            cached=work.cached,
         )
 
 

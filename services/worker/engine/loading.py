@@ -18,6 +18,7 @@ from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.unsupported import BadEngineConfig, positive_int
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
+from services.worker.policy.prefill_budget import PrefillBudget
 
 NULL_KV_BYTES_PER_TOKEN: Final = 4096
 NULL_MAX_MODEL_LEN: Final = 32768
@@ -30,9 +31,11 @@ Report = Callable[[str, float], None]  # phase, done 0..1
 def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
     """Return an engine that has run a prefill and a decode. Raises LoadError where a retry would not help."""
     try:
-        limits = PlannerLimits(config.token_budget, config.max_sequences)
+        limits = PlannerLimits(config.token_budget, config.max_sequences, config.max_long_prefills)
     except ValueError as error:
         raise BadEngineConfig(str(error)) from error
+    if not 0.0 <= config.itl_target_s < 3600.0:
+        raise BadEngineConfig(f"itl_target_s {config.itl_target_s} is no time for a step")
     if config.block_size < 1 or config.kv_blocks < 0 or config.max_model_len < 0 or config.threads < 0:
         raise BadEngineConfig("block_size, kv_blocks, max_model_len and threads are counts")
     executor, ready, stop_ids = (
@@ -41,10 +44,24 @@ def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
     report("warm_up", 0.0)
     full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
-    return _engine(executor, ready, limits, stop_ids), msgspec.structs.replace(ready, full_step_s=full_step_s)
+    budget = _budget(config, full_step_s)
+    engine = _engine(executor, ready, limits, stop_ids, budget)
+    return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
 
 
-def _engine(executor: Executor, ready: Ready, limits: PlannerLimits, stop_ids: frozenset[int]) -> Engine:
+def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:
+    if not config.itl_target_s:
+        return None
+    return PrefillBudget(config.itl_target_s, most_tokens=config.token_budget, full_step_s=full_step_s)
+
+
+def _engine(
+    executor: Executor,
+    ready: Ready,
+    limits: PlannerLimits,
+    stop_ids: frozenset[int],
+    budget: PrefillBudget | None = None,
+) -> Engine:
     return Engine(
         executor,
         blocks=BlockManager(ready.kv_blocks_total, ready.block_size),
@@ -52,6 +69,7 @@ def _engine(executor: Executor, ready: Ready, limits: PlannerLimits, stop_ids: f
         model=ModelLimits(ready.vocab_size, ready.max_model_len),
         eos_ids=stop_ids,
         clock=time.monotonic,
+        budget=budget,
     )
 
 

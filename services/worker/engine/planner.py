@@ -1,75 +1,70 @@
 """Continuous batching: which sequences run in the next step, and who gives way when KV is short.
 
 Iteration-level scheduling (Orca, OSDI'22), decode first and prefill in chunks within a token budget
-(Sarathi-Serve, OSDI'24), preemption with recompute (PagedAttention, SOSP'23). One writer: the engine.
+(Sarathi-Serve, OSDI'24), preemption with recompute (PagedAttention, SOSP'23). ``policy/prefill_share.py``
+says how the prefills of a step share its budget, ``policy/prefill_budget.py`` how large that is. One writer:
+the engine.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.engine.block_manager import BlockManager
+from services.core.fleet import LONG_PROMPT_TOKENS
+from services.worker.engine.block_manager import BlockPool
 from services.worker.engine.executor import Batch, Chunk
+from services.worker.engine.prefix_reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState, Status
+from services.worker.engine.wait_queue import WaitQueue
+from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill_share import Claim, shares
 
 MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
+MAX_LONG_PREFILLS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that hold KV."""
+    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that hold KV.
+
+    ``max_long_prefills``: sequences with LONG_PROMPT_TOKENS and more to compute that prefill at a time.
+    """
 
     token_budget: int
     max_sequences: int
+    max_long_prefills: int = MAX_LONG_PREFILLS
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1 or self.token_budget < self.max_sequences:
             # Otherwise a step could not give every running sequence its decode.
             raise ValueError(f"token_budget {self.token_budget} is below max_sequences {self.max_sequences}")
-
-
-class WaitQueue:
-    """Sequences in (priority, arrival) order. Head and push of the newest are cheap at any length."""
-
-    def __init__(self) -> None:
-        self._items: list[SequenceState] = []  # last is first, so that taking the head moves nothing
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @property
-    def head(self) -> SequenceState | None:
-        return self._items[-1] if self._items else None
-
-    def push(self, sequence: SequenceState) -> None:
-        insort(self._items, sequence, key=_last_first)
-
-    def pop(self) -> SequenceState:
-        return self._items.pop()
-
-    def remove(self, sequence: SequenceState) -> None:
-        index = bisect_left(self._items, _last_first(sequence), key=_last_first)
-        assert self._items[index] is sequence, f"sequence {sequence.handle} is not queued"
-        del self._items[index]
-
-
-def _last_first(sequence: SequenceState) -> tuple[int, int]:
-    priority, arrival = sequence.order
-    return -priority, -arrival
+        if self.max_long_prefills < 1:
+            raise ValueError("max_long_prefills is below 1: a long prompt would wait for ever")
 
 
 class Planner:
     """Owns every live sequence and its blocks. ``plan`` decides and reserves; nothing here computes."""
 
-    def __init__(self, blocks: BlockManager, limits: PlannerLimits) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        limits: PlannerLimits,
+        *,
+        budget: PrefillBudget | None = None,
+        reuse: PrefixReuse | None = None,
+    ) -> None:
+        """``budget`` paces the prefill, which without it takes what is left of the token budget."""
         self._blocks = blocks
         self._limits = limits
+        self._budget = budget
+        self._reuse = reuse
         self._waiting = WaitQueue()
         self._preempted = WaitQueue()
         self._decoding: list[SequenceState] = []
         self._prefilling: list[SequenceState] = []
         self._stalled: list[SequenceState] = []
+        self._long_prefills = 0  # of those that prefill
         self.preemptions = 0
         self._parked: dict[int, SequenceState] = {}  # by handle; as many as the agent submits without credit
 
@@ -87,6 +82,16 @@ class Planner:
     def has_work(self) -> bool:
         """Whether ``plan`` would return a batch."""
         return bool(self._decoding or self._prefilling) or self._admissible() is not None
+
+    @property
+    def decoding(self) -> Sequence[SequenceState]:
+        """Those that decode in the next step, to be read before it is planned."""
+        return self._decoding
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the next step decodes and nothing else: nobody prefills, nobody can start."""
+        return bool(self._decoding) and not self._prefilling and self._admissible() is None
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence; the planner owns it from now on."""
@@ -109,18 +114,35 @@ class Planner:
 
         The batch computes at most ``token_budget`` tokens. Of sequences with credit the older take blocks
         from the younger, never the reverse, so the oldest always moves and everything finishes; those
-        without credit give way to all of them, so that a slow reader holds nobody up.
+        without credit give way to all of them, so that a slow reader holds nobody up. Whoever has a place
+        prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
+        wait behind a long one and a long one is never starved.
         """
         handed_back = self._grow()
         decodes = list(self._decoding)
-        budget = self._limits.token_budget - len(decodes)
-        prefills: list[Chunk] = []
-        for sequence in self._prefilling:
-            budget -= _take_chunk(sequence, budget, prefills)
-        while budget > 0 and (admitted := self._admissible()) is not None:
+        while (admitted := self._admissible()) is not None and self._make_room(admitted, handed_back):
             self._admit(admitted)
-            budget -= _take_chunk(admitted, budget, prefills)
-        return Batch(decodes, prefills), handed_back
+        return Batch(decodes, self._chunks(len(decodes))), handed_back
+
+    def blocks_ahead(self, steps: int) -> int:
+        """Return how many more blocks the decoding sequences take for ``steps`` steps."""
+        return sum(
+            self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
+            for sequence in self._decoding
+            if sequence.computed + steps > sequence.capacity
+        )
+
+    def grow_ahead(self, steps: int) -> None:
+        """Reserve the blocks of ``blocks_ahead``, which are free."""
+        for sequence in self._decoding:
+            missing = self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
+            if missing > 0:
+                self._reserve(sequence, missing)
+
+    def measured(self, prefill_tokens: int, step_s: float) -> None:
+        """Note what a step took: the prefill budget follows it."""
+        if self._budget is not None:
+            self._budget.measured(prefill_tokens, step_s)
 
     def computed(self, prefills: list[Chunk]) -> None:
         """Record that the chunks have run; those that reached their last token decode from now on."""
@@ -128,7 +150,7 @@ class Planner:
             sequence = chunk.sequence
             sequence.computed = chunk.end
             if chunk.samples:
-                self._prefilling.remove(sequence)
+                self._detach(sequence)
                 self._decode(sequence)
 
     def stall(self, sequence: SequenceState) -> None:
@@ -155,6 +177,10 @@ class Planner:
             (Status.PARKED, list(self._parked.values())),
         ):
             assert all(sequence.status is status for sequence in group), f"a status is not {status}"
+        long_prefills = sum(sequence.is_long for sequence in self._prefilling)
+        assert self._long_prefills == long_prefills <= self._limits.max_long_prefills, (
+            "too many long prefills"
+        )
         for sequence in holders:
             assert sequence.computed <= sequence.capacity == len(sequence.blocks) * self._blocks.block_size
         assert all(not sequence.blocks for sequence in self._parked.values()), "a parked sequence holds KV"
@@ -198,12 +224,13 @@ class Planner:
         sequence.blocks.clear()
         sequence.capacity = 0
         sequence.computed = 0
+        sequence.cached = 0
 
     def _preempt(self, victim: SequenceState) -> bool:
         """Take the victim's KV; it is computed again later. Return whether it is handed back instead."""
         self._detach(victim)
+        victim.preemptions += victim.computed > victim.cached  # one that had not begun loses nothing
         self._release(victim)
-        victim.preemptions += 1
         self.preemptions += 1
         if victim.preemptions >= MAX_PREEMPTIONS:
             victim.status = Status.FINISHED
@@ -214,21 +241,72 @@ class Planner:
     # --- places --------------------------------------------------------------------------------------
 
     def _admissible(self) -> SequenceState | None:
-        """Return the head of the line if it may start now: preempted ones first, nobody overtakes."""
-        queue = self._preempted if self._preempted else self._waiting
-        head = queue.head
-        if head is None or self.running >= self._limits.max_sequences:
+        """Return the head of the line if it may start now, once those without credit gave way to it.
+
+        Preempted ones go first and nobody overtakes, but for long prompts while as many of them as may
+        prefill do: those behind pass.
+        """
+        long = self._long_prefills < self._limits.max_long_prefills
+        head = self._preempted.head(long=long) or self._waiting.head(long=long)
+        while head is not None and not long and self._has_long_rest(head):
+            self._detach(head)  # what it was to find in the cache is gone
+            self._enqueue(head)
+            head = self._preempted.head(long=long) or self._waiting.head(long=long)
+        if head is None:
             return None
-        # All blocks of the prefill are reserved at once, so that none is preempted half way for lack of
-        # them; and each running sequence keeps a block in reach, or admissions would cause preemptions.
-        needed = self._blocks.blocks_for(len(head.tokens)) + len(self._decoding) + len(self._prefilling)
-        return head if needed <= self._blocks.blocks_free else None
+        places = self._limits.max_sequences - self.running
+        missing = self._missing(head)
+        if places > 0 and missing <= 0:
+            return head
+        held = sum(len(sequence.blocks) for sequence in self._stalled)
+        return head if places + len(self._stalled) > 0 and missing <= held else None
+
+    def _missing(self, head: SequenceState) -> int:
+        """Return how many free blocks its start lacks.
+
+        All blocks of the prefill are reserved at once, so that none is preempted half way for lack of them;
+        and each running sequence keeps a block in reach, or admissions would cause preemptions.
+        """
+        held_by_others = 0 if self._reuse is None else self._reuse.reusable(head)[1]
+        needed = self._blocks.blocks_for(len(head.tokens)) - held_by_others
+        return needed + len(self._decoding) + len(self._prefilling) - self._blocks.blocks_free
+
+    def _make_room(self, head: SequenceState, handed_back: list[SequenceState]) -> bool:
+        """Let those without credit give way, the youngest first, until ``head`` fits; whether it does."""
+        while self.running >= self._limits.max_sequences or self._missing(head) > 0:
+            if not self._stalled:
+                return False
+            victim = self._victim()
+            if self._preempt(victim):
+                handed_back.append(victim)
+        return True
 
     def _admit(self, sequence: SequenceState) -> None:
         self._detach(sequence)
-        self._reserve(sequence, self._blocks.blocks_for(len(sequence.tokens)))
+        if self._reuse is not None:
+            sequence.cached, _ = self._reuse.reusable(sequence)
+            sequence.blocks += self._reuse.attach(sequence)
+            sequence.computed = sequence.cached
+        missing = self._blocks.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        self._reserve(sequence, missing)
         sequence.status = Status.PREFILLING
+        sequence.is_long = len(sequence.tokens) - sequence.computed >= LONG_PROMPT_TOKENS
+        self._long_prefills += sequence.is_long
         self._prefilling.append(sequence)
+
+    def _chunks(self, decodes: int) -> list[Chunk]:
+        """Return this step's chunks, in the order in which their sequences got their places."""
+        claims = [
+            Claim(len(sequence.tokens) - sequence.computed, sequence.order) for sequence in self._prefilling
+        ]
+        budget = self._limits.token_budget - decodes
+        if self._budget is not None and (decodes or self._long_prefills):
+            budget = min(budget, self._budget.tokens)
+        return [
+            Chunk(sequence, sequence.computed, sequence.computed + tokens)
+            for sequence, tokens in zip(self._prefilling, shares(claims, budget), strict=True)
+            if tokens
+        ]
 
     def _decode(self, sequence: SequenceState) -> None:
         sequence.status = Status.DECODING
@@ -238,12 +316,17 @@ class Planner:
         if not sequence.has_credit:
             sequence.status = Status.PARKED
             self._parked[sequence.handle] = sequence
-        elif sequence.preemptions:
-            sequence.status = Status.PREEMPTED
-            self._preempted.push(sequence)
-        else:
-            sequence.status = Status.WAITING
-            self._waiting.push(sequence)
+            return
+        sequence.is_long = self._has_long_rest(sequence)
+        sequence.status = Status.PREEMPTED if sequence.preemptions else Status.WAITING
+        (self._preempted if sequence.preemptions else self._waiting).push(sequence)
+
+    def _has_long_rest(self, sequence: SequenceState) -> bool:
+        """Whether its prefill would be a long one, with what is cached now."""
+        rest = len(sequence.tokens)
+        if rest >= LONG_PROMPT_TOKENS and self._reuse is not None:
+            rest -= self._reuse.reusable(sequence)[0]
+        return rest >= LONG_PROMPT_TOKENS
 
     def _detach(self, sequence: SequenceState) -> None:
         """Take it out of the list that its status names."""
@@ -256,17 +339,10 @@ class Planner:
                 del self._parked[sequence.handle]
             case Status.PREFILLING:
                 self._prefilling.remove(sequence)
+                self._long_prefills -= sequence.is_long
             case Status.DECODING:
                 self._decoding.remove(sequence)
             case Status.STALLED:
                 self._stalled.remove(sequence)
             case Status.FINISHED:
                 raise AssertionError(f"sequence {sequence.handle} has finished")
-
-
-def _take_chunk(sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
-    """Append the sequence's next chunk, at most ``budget`` tokens long; return its length."""
-    take = min(len(sequence.tokens) - sequence.computed, budget)
-    if take > 0:
-        chunks.append(Chunk(sequence, sequence.computed, sequence.computed + take))
-    return take

@@ -209,7 +209,7 @@ def _mask_stops(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> Non
 
 
 def _places(
-    logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[list[int]]
+    logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's place in the flattened logits, and the index in ``rows`` of its row."""
     width = logits.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -27,11 +28,13 @@ class SequenceState:
 
     ``order`` is (priority, arrival): smaller goes first and is preempted last. ``pause_at`` is the length
     of ``tokens`` at which the sequence runs out of credit or reaches ``max_tokens``. ``capacity`` is the
-    number of tokens that ``blocks`` hold; ``contiguous`` says that the blocks are consecutive.
+    number of tokens that ``blocks`` hold; ``contiguous`` says that the blocks are consecutive. ``cached`` of
+    the computed ones came from a cache. ``is_long``: what was left to compute of the prompt was long when the
+    sequence was queued, or got its place.
     """
 
     handle: int
-    tokens: list[int]
+    tokens: MutableSequence[int]
     prompt_tokens: int
     sampling: Sampling
     stop_ids: frozenset[int]
@@ -45,6 +48,8 @@ class SequenceState:
     capacity: int = 0
     contiguous: bool = True
     preemptions: int = 0
+    cached: int = 0
+    is_long: bool = False
 
     @property
     def output_tokens(self) -> int:

@@ -24,6 +24,11 @@ class ModelLimits:
 
 def refusal(submit: Submit, limits: ModelLimits) -> str | None:
     """Return why the sequence cannot run on this model, or None. Sizes come first: nothing is built yet."""
+    return size_refusal(submit, limits) or _id_refusal(submit, limits) or _sampling_refusal(submit.sampling)
+
+
+def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
+    """Return why the sequence is too long, or too short, or None."""
     prompt, produced, sampling = len(submit.prompt_ids), len(submit.produced_ids), submit.sampling
     if prompt == 0:
         return "the prompt is empty"
@@ -33,6 +38,11 @@ def refusal(submit: Submit, limits: ModelLimits) -> str | None:
         return f"{prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed {limits.max_model_len}"
     if produced > sampling.max_tokens:
         return f"{produced} produced tokens exceed max_tokens {sampling.max_tokens}"
+    return None
+
+
+def _id_refusal(submit: Submit, limits: ModelLimits) -> str | None:
+    sampling = submit.sampling
     for name, ids in (
         ("prompt_ids", submit.prompt_ids),
         ("produced_ids", submit.produced_ids),
@@ -41,7 +51,7 @@ def refusal(submit: Submit, limits: ModelLimits) -> str | None:
     ):
         if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
             return f"{name} holds a token outside the vocabulary of {limits.vocab_size}"
-    return _sampling_refusal(sampling)
+    return None
 
 
 def _sampling_refusal(sampling: Sampling) -> str | None:

@@ -12,6 +12,7 @@ import pytest_asyncio
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.adapters.grpc_worker import GrpcWorkers
 from services.core.generation import (
+    AnyGrant,
     GenerationSpec,
     Grant,
     NotAdmittedReason,
@@ -22,6 +23,7 @@ from services.core.generation import (
 )
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from tests.support.waiting import until
 
 Requests: TypeAlias = "asyncio.Queue[worker_pb2.ExecuteRequest]"
 Behaviour = Callable[[Requests, Any], Awaitable[None]]
@@ -94,7 +96,7 @@ class Rig:
         client: GrpcWorkers,
         server: grpc.aio.Server,
         address: str,
-        unsent: list[Grant],
+        unsent: list[AnyGrant],
     ) -> None:
         self.worker, self.client, self.server, self.address = worker, client, server, address
         self.unsent = unsent
@@ -114,19 +116,13 @@ async def rig() -> AsyncIterator[Rig]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     await server.start()
-    unsent: list[Grant] = []
+    unsent: list[AnyGrant] = []
     client = GrpcWorkers("secret", "g1", clock, supervisor, unsent=unsent.append, silence_s=1.5, idle_s=1.5)
     yield Rig(worker, client, server, address, unsent)
     await client.close()
     await server.stop(0)
     await supervisor.close()
     assert supervisor.healthy, supervisor.failures
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 6.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_one_stream_carries_all_and_says_who_asks(rig: Rig) -> None:

@@ -60,6 +60,7 @@ class Fleet:
 
     seeds: dict[str, int] = field(default_factory=dict)
     bodies: list[pb.Generation] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
     drawn: int = 0
 
     def accept(self, key: str) -> pb.Accepted:
@@ -159,6 +160,7 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
         self.calls += 1
         sent = dict(context.invocation_metadata() or ())
         self.key = str(sent.get("authorization", ""))
+        self.fleet.attempts.append(int(sent.get("x-fairway-attempt", "0")))
         self.time_left_s = context.time_remaining()
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, Refuse) and fault.after_tokens is None:
@@ -243,6 +245,7 @@ class _ScriptedSession:
     async def _generate(self, start: pb.SessionStart) -> None:
         gateway, generation, stream_id = self._gateway, start.generation, start.stream_id
         gateway.fleet.bodies.append(generation)
+        gateway.fleet.attempts.append(start.attempt)
         gateway.calls += 1
         gateway.running += 1
         gateway.most_running = max(gateway.most_running, gateway.running)

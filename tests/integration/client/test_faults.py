@@ -370,3 +370,29 @@ async def _call_closed(opened: Client) -> str:
     with pytest.raises(Closed) as caught:
         await opened.complete("tiny", "hi")
     return caught.value.message
+
+
+async def test_each_attempt_says_which_one_it_is(gateways: Pair) -> None:
+    """So that a server under pressure can shed retries before first attempts."""
+    one = gateways[0]
+    async with client(one) as opened:
+        one.faults.extend([BUSY, BUSY])
+        await opened.complete("tiny", "hi", Options(max_output_tokens=1), timeout_s=60)
+        one.faults.extend([BUSY, BUSY])
+        async for _ in opened.generate("tiny", "hi", Options(max_output_tokens=1), timeout_s=60):
+            pass
+        one.faults.extend([BUSY])
+        async with opened.session() as session:
+            async for _ in session.generate("tiny", "hi", Options(max_output_tokens=1), timeout_s=60):
+                pass
+    assert one.fleet.attempts == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+async def test_overload_is_retried_no_sooner_than_the_server_says(gateways: Pair) -> None:
+    one = gateways[0]
+    one.faults.append(Refuse(grpc.StatusCode.UNAVAILABLE, "OVERLOADED", retry_after_s=0.2))
+    async with client(one) as opened:
+        began_s = asyncio.get_running_loop().time()
+        await opened.complete("tiny", "hi", Options(max_output_tokens=1), timeout_s=60)
+        assert asyncio.get_running_loop().time() - began_s >= 0.2
+    assert one.calls == 2

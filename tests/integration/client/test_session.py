@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -25,6 +24,7 @@ from fairway.client import (
     Unauthenticated,
 )
 from tests.integration.client.scripted import Fleet, Hang, Refuse, ScriptedGateway, token
+from tests.support.waiting import until
 
 Pair = tuple[ScriptedGateway, ScriptedGateway]
 QUICK = RetryPolicy(first_delay_s=0.001, max_delay_s=0.005)
@@ -41,12 +41,6 @@ def run_of(seed: int, count: int) -> list[int]:
 
 async def ids(stream: GenerationStream) -> list[int]:
     return [one async for event in stream if isinstance(event, Tokens) for one in event.ids]
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def test_generations_share_one_stream(gateways: Pair) -> None:

@@ -44,7 +44,7 @@ async def test_thirty_two_sequences_stream_to_their_ends(start_worker: Starter) 
         assert len(sink.ids) == sink.finished.output_tokens == 10 + index
         assert sink.text
         assert sink.after_end == 0
-    assert (table.reserved, len(table)) == (0, 0)
+    assert (table.kv.blocks, len(table)) == (0, 0)
     worker.agent.check_integrity()
     await eventually(lambda: table.stats.kv_blocks_used == 0)
 
@@ -121,7 +121,7 @@ async def test_a_cancel_frees_its_blocks_within_one_step(start_worker: Starter) 
     running.cancel()
     await eventually(lambda: len(table) == 1)
     heard_at = table.stats.steps
-    assert table.reserved < 20
+    assert table.kv.blocks < 20
     await eventually(lambda: table.stats.kv_blocks_used <= used - 20)
     assert table.stats.steps <= heard_at + 2, "one step was on its way, the next has it freed"
     assert table.stats.steps > steps
@@ -134,7 +134,7 @@ async def test_a_gateway_that_goes_away_frees_everything(start_worker: Starter) 
         worker.client.start(worker.spec(max_tokens=LONG), sink)
     await eventually(lambda: all(sink.ids for sink in sinks))
     await worker.client.close()
-    await eventually(lambda: worker.table.reserved == 0 and worker.table.stats.kv_blocks_used == 0)
+    await eventually(lambda: worker.table.kv.blocks == 0 and worker.table.stats.kv_blocks_used == 0)
     assert all(sink.lost for sink in sinks)
     worker.agent.check_integrity()
 
@@ -335,6 +335,7 @@ async def test_operators_see_and_drain_the_worker(start_worker: Starter) -> None
                 worker_pb2.DrainWorkerRequest(timeout=Duration(seconds=10)), metadata=worker.metadata
             )
         ).remaining == 0
+    await sink.wait()
     assert sink.finished.reason is FinishReason.LENGTH
     assert (await drained_record(worker)).draining
 

@@ -12,26 +12,13 @@ import structlog
 
 from services.adapters.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout
-from services.core.fleet import Granted, PlacementFrame, Refused
-from services.core.generation import Grant, PlaceSpec
-from services.core.records import Priority
+from services.core.fleet import Granted, PlacementFrame, PoolMember, Refused
+from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from tests.support.place_specs import PLACE_SPEC
 
-SPEC = PlaceSpec(
-    request_id="req_1",
-    choice=0,
-    tenant_id="acme",
-    priority=Priority.STANDARD,
-    model="tiny",
-    version_digest="d",
-    route_revision=1,
-    prompt_tokens=1,
-    max_output_tokens=1,
-    arrival_unix_us=123,
-    queue_ttl_s=2.0,
-    ticket=b"t",
-)
+SPEC = replace(PLACE_SPEC, prompt_tokens=1, max_output_tokens=1, arrival_unix_us=123, queue_ttl_s=2.0)
 
 
 def with_ttl(seconds: float) -> PlaceSpec:
@@ -113,7 +100,12 @@ class Rig:
         return found
 
     def place(self, spec: PlaceSpec = SPEC) -> asyncio.Task[Grant]:
-        return asyncio.ensure_future(self.placement.place(spec))
+        async def granted() -> Grant:
+            grant = await self.placement.place(spec)
+            assert isinstance(grant, Grant)
+            return grant
+
+        return asyncio.ensure_future(granted())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -241,7 +233,18 @@ async def test_a_leader_that_never_answers_is_waited_for_in_bounded_time(rig: Ri
     with pytest.raises(QueueTimeout):
         async with asyncio.timeout(1.0):
             await asking
-    await until(lambda: link.cancelled == [1])
+    assert link.closed, "it beats and does not hear"
+    again = await rig.link(1)
+    late = rig.place(with_ttl(0.2))
+    other = rig.place(with_ttl(5.0))
+    await until(lambda: len(again.places) == 2)
+    again.answer(Granted(3, grant_of(1, 1)))
+    await other
+    with pytest.raises(QueueTimeout):
+        async with asyncio.timeout(1.0):
+            await late
+    assert not again.closed, "it is late, and hears"
+    await until(lambda: again.cancelled == [2])
 
 
 async def test_without_a_link_the_error_says_why(rig: Rig) -> None:
@@ -267,3 +270,87 @@ async def test_giving_back_is_told_once_and_only_to_the_leader_that_gave_it(rig:
     rig.placement.give_back(late)
     await asyncio.sleep(0.02)
     assert newer.cancelled == []
+
+
+# --- without a leader ------------------------------------------------------------------------------
+
+
+class Alone:
+    """A placer that takes everything once it is told to, and counts what is over."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.heard_times = 0
+        self.learned: list[tuple[int, int]] = []
+        self.ended: list[NotAdmittedReason | None] = []
+
+    def heard(self, now_s: float) -> None:
+        self.heard_times += 1
+
+    def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
+        self.learned.append((epoch, len(members)))
+
+    def wait_s(self, now_s: float) -> float:
+        return 0.0 if self.open else 60.0
+
+    def place(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
+        return FallbackGrant("w9", "h:9", 1, 4, 1, "d") if self.open else None
+
+    def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+        self.ended.append(refusal)
+
+
+@pytest.fixture
+async def alone() -> AsyncIterator[tuple[Rig, Alone]]:
+    supervisor, placer = Supervisor(SystemClock()), Alone()
+    found = Rig(supervisor)
+    settings = PlacementSettings(max_pending=600, answer_grace_s=0.2)
+    found.placement = MuxedPlacement(
+        found.links, SystemClock(), supervisor, Random(1), settings, fallback=placer
+    )
+    yield found, placer
+    await found.placement.close()
+    assert supervisor.failures == ()
+    await supervisor.close()
+
+
+async def test_a_leader_is_heard_with_each_frame_and_members_are_learned(alone: tuple[Rig, Alone]) -> None:
+    rig, placer = alone
+    link = await rig.link(4)
+    await until(lambda: placer.heard_times == 1)
+    link.answer()
+    await until(lambda: placer.heard_times == 2)
+    member = PoolMember("w1", "h:1", 1, "d", 16, 16, 16, 1, 0)
+    link._frames.put_nowait(PlacementFrame(4, members=(member,)))
+    await until(lambda: placer.learned == [(4, 1)])
+
+
+async def test_a_grant_that_crosses_a_placement_alone_is_given_back(alone: tuple[Rig, Alone]) -> None:
+    rig, placer = alone
+    link = await rig.link(4)
+    asking = asyncio.ensure_future(rig.placement.place(SPEC))
+    await until(lambda: len(link.places) == 1)
+    placer.open = True
+    rig.placement._place_waiting(0.0)
+    assert isinstance(await asking, FallbackGrant)
+    number = link.places[0][0]
+    await until(lambda: link.cancelled == [number])
+    link.answer(Granted(number, grant_of(4, 1)))
+    await until(lambda: link.cancelled == [number, number])
+
+
+async def test_what_was_not_sent_is_never_sent_once_placed_alone(alone: tuple[Rig, Alone]) -> None:
+    rig, placer = alone
+    asking = asyncio.ensure_future(rig.placement.place(SPEC))
+    await asyncio.sleep(0.05)
+    placer.open = True
+    rig.placement._place_waiting(0.0)
+    grant = await asking
+    link = await rig.link(5)
+    await asyncio.sleep(0.05)
+    assert (link.places, link.cancelled) == ([], [])
+    rig.placement.give_back(grant)
+    assert placer.ended == []
+    rig.placement.over(grant, NotAdmittedReason.NO_FALLBACK)
+    rig.placement.over(grant_of(5, 1))
+    assert placer.ended == [NotAdmittedReason.NO_FALLBACK]

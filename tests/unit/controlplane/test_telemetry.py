@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 
 from services.controlplane.telemetry import STALLED_S, WRITTEN, ReconcilerTelemetry
 from services.runtime.metrics import Metrics
-from tests.support.idempotency import HandClock
+from tests.support.clocks import HandClock
 from tests.support.metrics import values
 
 

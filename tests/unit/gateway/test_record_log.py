@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +14,16 @@ from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished
 from services.gateway.follower import Follower
+from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.record_codec import (
+    Degraded,
     End,
     Failure,
     Output,
     Pin,
     Resumed,
     decode,
+    degraded_out,
     encode,
     end_in,
     end_out,
@@ -136,7 +140,7 @@ def test_pieces_of_a_choice_are_one_entry() -> None:
 
 def test_entries_survive_their_encoding() -> None:
     entries = (
-        Pin("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5),
+        Pin("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5, (Degraded("output_capped", "9", "4", 0.7),)),
         Resumed(),
         Output(1, 2, 3, [4, 5], "ü\0", logprobs_in(piece(0, 2).logprobs)),
         end_in(END),
@@ -150,6 +154,18 @@ def test_entries_survive_their_encoding() -> None:
     assert end_out(found[3]) == END
     assert found[4] == entries[4]
     assert encode(()) == b""
+
+
+def test_a_record_of_a_release_without_degrading_is_read() -> None:
+    old = msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5]])
+    assert decode(old) == (Pin("r", "m", "d", 1, 7, 3, 4, 5),)
+
+
+def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
+    changes = [["output_capped", "9", "4", 0.7, "more"], ["colder", "1.0", "0.5", 0.9]]
+    (pin,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, "more"]]))
+    assert isinstance(pin, Pin)
+    assert degraded_out(pin.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
 
 
 @given(st.binary(max_size=64))

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 
 from services.core import errors
 from services.core.generation import (
+    AnyGrant,
     FinishReason,
     GenerationSpec,
     Grant,
@@ -78,7 +79,9 @@ class Placement:
             raise self.refusal
         return Grant("w0", "127.0.0.1:1", 1, 1, len(self.asked), 4, 5.0, spec.version_digest)
 
-    def give_back(self, grant: Grant) -> None: ...
+    def give_back(self, grant: AnyGrant) -> None: ...
+
+    def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None: ...
 
 
 Script = Callable[[StartSpec, SequenceSink], None]
@@ -144,13 +147,14 @@ def emit(tokens: int, end: SequenceEnd | str | NotAdmittedReason | None) -> Scri
     return script
 
 
-def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP) -> SequenceEnd:
-    return SequenceEnd(reason, output_tokens=output_tokens)
+def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP, *, cached: int = 0) -> SequenceEnd:
+    return SequenceEnd(reason, output_tokens=output_tokens, cached_tokens=cached)
 
 
 class Harness:
     def __init__(self, *scripts: Script, choices: int = 1) -> None:
         self.client_window: int | None = None
+        self.placed_prefix_blocks = 0
         self.queue_ttl_s = 5.0
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
@@ -183,6 +187,7 @@ class Harness:
             window_tokens=8,
             telemetry=self.request.telemetry,
             client_window=self.client_window,
+            placed_prefix_blocks=self.placed_prefix_blocks,
         )
         return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)
 
@@ -208,6 +213,16 @@ async def test_a_request_that_ends_well() -> None:
     assert [a.seed for a in harness.sink.accepted] == [7]
 
 
+@pytest.mark.parametrize("placed", [0, 2, 9])
+async def test_the_scheduler_hears_of_a_bounded_part_of_the_prefix_and_the_worker_of_all(placed: int) -> None:
+    harness = Harness(emit(1, "gone"), emit(1, ended(2)))
+    harness.spec = replace(harness.spec, prefix_hashes=(7, 8, 9), prefix_root=6)
+    harness.placed_prefix_blocks = placed
+    assert isinstance(await harness.run(), Finished)
+    assert [spec.prefix_hashes for spec in harness.placement.asked] == [(7, 8, 9)[:placed]] * 2
+    assert [start.generation.prefix_hashes for start in harness.workers.started] == [(7, 8, 9)] * 2
+
+
 async def test_choices_run_side_by_side() -> None:
     harness = Harness(emit(2, ended(2)), emit(1, ended(1)), emit(3, ended(3)), choices=3)
     end = await harness.run()
@@ -230,6 +245,23 @@ async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> No
     assert harness.placement.asked[1].excluded_workers == ("w0",)
     assert harness.placement.asked[1].prompt_tokens == 5
     assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "told"),
+    [
+        (ended(2, FinishReason.PREEMPTED, cached=64), ended(4, cached=96), 64),
+        (ended(2, FinishReason.PREEMPTED), ended(4, cached=96), 0),
+        (ended(0, FinishReason.ENGINE_LOST), ended(2, cached=32), 32),
+    ],
+)
+async def test_what_a_request_computed_itself_is_not_told_as_cached(
+    first: SequenceEnd, again: SequenceEnd, told: int
+) -> None:
+    harness = Harness(emit(first.output_tokens, first), emit(2, again))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.usage.cached_tokens == told
 
 
 @pytest.mark.parametrize("refusal", [errors.QueueTimeout, errors.NoWorkerAvailable, errors.NoLeader])

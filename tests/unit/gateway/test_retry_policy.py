@@ -4,8 +4,10 @@ from services.core.generation import NotAdmittedReason
 from services.gateway.policy.retry import (
     MAX_LOSSES,
     MAX_REFUSALS,
+    BudgetPolicy,
     GiveUp,
     PlaceAgain,
+    RetryBudget,
     after_loss,
     after_refusal,
 )
@@ -42,3 +44,24 @@ def test_a_loss_is_placed_elsewhere() -> None:
     decision = after_loss("w", 1, 0.5)
     assert isinstance(decision, PlaceAgain)
     assert decision.exclude_worker == "w"
+
+
+def test_a_lost_worker_is_placed_again_at_once_and_a_lost_fleet_at_a_pace() -> None:
+    budget = RetryBudget(BudgetPolicy(ratio=0.1, floor_per_s=10.0, burst=128.0))
+    waits = [budget.take(0.0) for _ in range(328)]
+    assert waits[:128] == [0.0] * 128
+    assert waits[128] == 0.1
+    assert max(waits) == 20.0
+    assert budget.take(20.0) == 0.1, "who waited had their turn"
+
+
+def test_requests_and_time_fill_the_budget_to_its_bound() -> None:
+    budget = RetryBudget(BudgetPolicy(ratio=0.1, floor_per_s=1.0, burst=5.0))
+    for _ in range(5):
+        assert budget.take(0.0) == 0.0
+    for _ in range(20):
+        budget.request_began(0.0)
+    assert budget.take(0.0) == budget.take(0.0) == 0.0
+    assert budget.take(0.0) > 0.0
+    budget.request_began(1000.0)
+    assert budget.balance == 5.0

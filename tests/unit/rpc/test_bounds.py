@@ -16,6 +16,9 @@ SERVICES = [
 ]
 
 
+REQUESTS = [method.input_type for service in SERVICES for method in service.methods]
+
+
 def generate(**values: object) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         generation=inference_pb2.Generation(**{"model": "m", "prompt": "hi", **values})  # type: ignore[arg-type]
@@ -29,7 +32,7 @@ def rejected_field(message: inference_pb2.GenerateRequest) -> str:
 
 
 def test_every_request_field_has_bounds() -> None:
-    assert bounds.unbounded_fields(bounds.request_types(SERVICES)) == []
+    assert bounds.unbounded_fields(REQUESTS) == []
 
 
 def test_a_field_without_bounds_is_found() -> None:

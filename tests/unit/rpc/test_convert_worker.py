@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
+    FallbackGrant,
     FinishReason,
     GenerationSpec,
     Grant,
@@ -143,11 +145,22 @@ def test_a_frame_arrives_as_it_was_sent(frame: StepFrame) -> None:
     assert frame_from_proto(message) == frame
 
 
-def test_a_start_needs_a_leaders_grant() -> None:
+def test_a_start_needs_a_grant() -> None:
     with pytest.raises(InvalidInput):
         start_from_proto(worker_pb2.StartSequence(handle=1))
-    fallback = worker_pb2.StartSequence(fallback=worker_pb2.FallbackGrant(kv_blocks=1))
-    assert start_from_proto(fallback) is NotAdmittedReason.NO_FALLBACK
+
+
+@settings(deadline=None)
+@given(starts, uint64, uint64, uint32)
+def test_a_start_without_a_leader_arrives_as_it_was_sent(
+    spec: StartSpec, incarnation: int, epoch: int, blocks: int
+) -> None:
+    digest = spec.generation.version_digest
+    grant = FallbackGrant("w1", "a:1", incarnation, epoch, blocks, digest)
+    sent = start_to_proto(3, replace(spec, grant=grant))
+    message = worker_pb2.StartSequence.FromString(sent.SerializeToString())
+    found = start_from_proto(message)
+    assert found == replace(spec, grant=replace(grant, worker_id="", address=""))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.machine import available_cpus, cpu_quota, default_engine_threads
+from services.runtime.machine import available_cpus, cpu_quota, default_engine_threads, device_type
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
     return folder
 
@@ -36,3 +36,23 @@ def test_quota_of_a_control_group(tmp_path: Path, files: dict[str, str], granted
 
 def test_there_is_always_a_processor_and_a_thread() -> None:
     assert 1 <= default_engine_threads() <= available_cpus()
+
+
+@pytest.mark.parametrize(
+    ("device", "files", "found"),
+    [
+        ("cpu", {}, "cpu"),
+        ("cuda:0", {}, "cuda"),
+        ("cuda", {"0000:01/information": "Model: \t\t NVIDIA H200\nIRQ: 1\n"}, "nvidia-h200"),
+        (
+            "cuda:1",
+            {"0000:01/information": "IRQ: 1\n", "0000:02/information": "Model: A 100 (PCIe)\n"},
+            "a-100-pcie",
+        ),
+        ("mps", {"0000:01/information": "Model: NVIDIA H200\n"}, "mps"),
+    ],
+)
+def test_a_device_has_the_name_of_its_gpu(
+    tmp_path: Path, device: str, files: dict[str, str], found: str
+) -> None:
+    assert device_type(device, write(tmp_path, files)) == found

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.errors import PermissionDenied, Unauthenticated
+from services.core.errors import PermissionDenied, TicketExpired, Unauthenticated
 from services.runtime import secrets
 
 KEY = b"k" * 32
@@ -62,8 +62,14 @@ def test_a_ticket_is_good_until_it_expires() -> None:
     signed = secrets.issue_ticket(KEY, ticket)
     assert len(signed) < 64
     assert secrets.check_ticket(KEY, signed, 99.9) == ticket
-    with pytest.raises(PermissionDenied, match="expired"):
-        secrets.check_ticket(KEY, signed, 100.0)
+    leeway_s = secrets.TICKET_LEEWAY_S
+    assert secrets.check_ticket(KEY, signed, 99.9 + leeway_s) == ticket, "clocks may differ a little"
+    with pytest.raises(TicketExpired, match=r"expired 7200 s ago.*clocks of the gateway") as late:
+        secrets.check_ticket(KEY, signed, 7300.0)
+    assert late.value.retry_after_s is not None
+    assert late.value.metadata == {"expired_s": "7200"}
+    with pytest.raises(TicketExpired):
+        secrets.check_ticket(KEY, signed, 100.0 + leeway_s)
 
 
 def test_the_longest_ids_fit_a_ticket() -> None:

@@ -1,31 +1,35 @@
 """A fleet around one scheduler term, without a wire: messages wait in lists until the test delivers them.
 
-Physical bounds that the protocol counts on, and that ``Fleet.advance`` keeps: a gateway starts a grant
-within its time to live from receipt, a start travels for less than ``TRAVEL_S``, a report for less than
-``REPORT_S``, and a connected worker reports every second.
+Physical bounds that the protocol counts on, and that ``Fleet.advance`` keeps: a gateway reads an outcome
+within ``OUTCOME_S`` and starts a grant within its time to live from then, a start travels for less than
+``TRAVEL_S``, a report for less than ``REPORT_S``, and a connected worker reports every second.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from random import Random
 
 from services.adapters.report_deltas import DeltaKeeper
-from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot
+from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.scheduler.fleet_view import FleetLimits
-from services.scheduler.flow_queue import QueueLimits
+from services.scheduler.fleet_limits import FleetLimits
 from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.term import Cancel, Report, Reporter, Session, Submit, Term, TermSettings
+from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.term import Term, TermSettings
+from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
 
 DIGEST = "sha256:" + "a" * 64
+OUTCOME_S = 0.5
 TRAVEL_S = 0.5
 REPORT_S = 1.0
 BLOCK = 16
+EACH = 4  # blocks of a prefix block
 SETTINGS = TermSettings(
     fleet=FleetLimits(grant_ttl_s=1.0, transit_margin_s=3.0, silence_s=2.5, forget_s=10.0),
     queue=QueueLimits(predicted_output_tokens=64, max_per_pool=12, max_per_tenant=10),
@@ -57,6 +61,9 @@ def place_spec(
     tenant: str = "acme",
     digest: str = DIGEST,
     excluded_workers: tuple[str, ...] = (),
+    weight: float = 1.0,
+    deadline_left_s: float | None = None,
+    prefix_hashes: tuple[int, ...] = (),
 ) -> PlaceSpec:
     return PlaceSpec(
         request_id="req_1",
@@ -72,6 +79,9 @@ def place_spec(
         queue_ttl_s=queue_ttl_s,
         ticket=b"t",
         excluded_workers=excluded_workers,
+        tenant_weight=weight,
+        deadline_left_s=deadline_left_s,
+        prefix_hashes=prefix_hashes,
     )
 
 
@@ -87,23 +97,40 @@ class InFlight:
 
 @dataclass
 class ModelWorker:
-    """Admits every genuine grant without a look at its own room, so that over-commitment shows."""
+    """Admits every genuine grant without a look at its own room, so that over-commitment shows.
+
+    Its cache holds the prefix blocks of all that ever ran, until ``evict`` takes those without references.
+    """
 
     worker_id: str
     kv_blocks: int
     incarnation: int = 1
     epoch: int = 0
-    running: dict[tuple[int, int], int] = field(default_factory=dict)
+    running: dict[tuple[int, int], Grant] = field(default_factory=dict)
+    requests: dict[tuple[int, int], PlaceSpec] = field(default_factory=dict)
+    ended: list[SequenceUsage] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)
     seen: list[int] = field(default_factory=list)
     reporter: Reporter | None = None
     deltas: DeltaKeeper = field(default_factory=DeltaKeeper)
     last_report_s: float = 0.0
     ready: bool = True
+    runs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # what each refers to
+    cached: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
+
+    @property
+    def references(self) -> Counter[int]:
+        return Counter(name for run in self.runs.values() for name in run)
 
     @property
     def reserved(self) -> int:
-        return sum(self.running.values())
+        """What each has alone, and every block that any refers to once."""
+        own = sum(grant.kv_blocks - EACH * len(self.runs[key]) for key, grant in self.running.items())
+        return own + EACH * len(self.references)
+
+    def evict(self) -> None:
+        self.cached &= set(self.references)
 
     def hear_leader(self, epoch: int) -> None:
         if epoch > self.epoch:
@@ -119,11 +146,35 @@ class ModelWorker:
         self.hear_leader(grant.epoch)
         self.numbers.add(grant.sequence)
         self.seen.append(grant.sequence)
-        self.running[grant.epoch, grant.sequence] = grant.kv_blocks
+        key = grant.epoch, grant.sequence
+        self.running[key] = grant
+        spec = self.requests[key]
+        found = takewhile(self.cached.__contains__, spec.prefix_hashes[: (spec.prompt_tokens - 1) // 64])
+        self.runs[key] = tuple(found)
         assert self.reserved <= self.kv_blocks, f"{self.worker_id} is over-committed"
+
+    def prefill(self) -> None:
+        """All that runs has its first token: what it computed is cached, once."""
+        for key in self.running:
+            spec = self.requests[key]
+            self.runs[key] = spec.prefix_hashes[: spec.prompt_tokens // 64]
+            self.cached.update(self.runs[key])
+
+    def end(self, key: tuple[int, int]) -> None:
+        """A sequence leaves; the next report says so."""
+        del self.running[key], self.runs[key]
+        spec = self.requests[key]
+        self.ended.append(
+            SequenceUsage(spec.request_id, 0, spec.tenant_id, DIGEST, spec.prompt_tokens, 1, ended=True)
+        )
 
     def snapshot(self) -> ReportSnapshot:
         seen, self.seen = tuple(self.seen), []
+        ended, self.ended = tuple(self.ended), []
+        shared = set(self.references)
+        told, self.told = self.told, shared
+        if self.deltas.first:
+            told = set()
         pool = PoolSnapshot(
             digest=DIGEST,
             kv_blocks_total=self.kv_blocks,
@@ -134,6 +185,8 @@ class ModelWorker:
             max_sequences=64,
             max_model_len=self.kv_blocks * BLOCK,
             ready=self.ready,
+            prefix_shared=tuple(sorted(shared - told)),
+            prefix_unshared=tuple(sorted(told - shared)),
         )
         return ReportSnapshot(
             worker_id=self.worker_id,
@@ -142,6 +195,7 @@ class ModelWorker:
             pools=(pool,),
             epoch=self.epoch,
             grants_seen=seen,
+            usage=ended,
         )
 
 
@@ -165,6 +219,7 @@ class ModelGateway:
     withdrawn: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    unread_s: float | None = None  # since when its stream holds something
     used: set[int] = field(default_factory=set)
 
 
@@ -192,6 +247,7 @@ class Fleet:
 
     def submit(self, gateway: ModelGateway, spec: PlaceSpec) -> int:
         gateway.numbers += 1
+        spec = replace(spec, request_id=f"req_{gateway.gateway_id}_{gateway.numbers}")
         gateway.pending[gateway.numbers] = spec
         arrival_us = spec.arrival_unix_us
         self.term.send(Submit(gateway.session, [(gateway.numbers, spec, arrival_us)]))
@@ -210,14 +266,18 @@ class Fleet:
     def receive(self, gateway: ModelGateway) -> None:
         """The gateway reads what its stream holds."""
         outcomes, gateway.session.outbox = gateway.session.outbox, []
+        gateway.unread_s = None
         for outcome in outcomes:
             number = outcome.placement_id
             if number in gateway.withdrawn:
                 gateway.withdrawn.discard(number)  # crossed: at most one outcome may
                 continue
             assert number in gateway.pending, f"placement {number} ended twice: {gateway.ended.get(number)}"
-            del gateway.pending[number]
+            spec = gateway.pending.pop(number)
             if isinstance(outcome, Granted):
+                grant = outcome.grant
+                worker = next(found for found in self.workers if found.worker_id == grant.worker_id)
+                worker.requests[grant.epoch, grant.sequence] = spec
                 gateway.ended[number] = "granted"
                 gateway.held.append(Held(number, outcome.grant, self.clock.now_s))
             else:
@@ -250,7 +310,7 @@ class Fleet:
         next(worker for worker in self.workers if worker.worker_id == grant.worker_id).start(grant)
 
     def finish(self, worker: ModelWorker, index: int) -> None:
-        del worker.running[list(worker.running)[index]]
+        worker.end(list(worker.running)[index])
 
     def open_stream(self, worker: ModelWorker, *, break_first: bool = True) -> None:
         """A new stream; the old one's reports may still be on their way."""
@@ -297,6 +357,9 @@ class Fleet:
         self.break_stream(worker)
         worker.incarnation += 1
         worker.running.clear()
+        worker.runs.clear()
+        worker.cached.clear()
+        worker.ended.clear()
         worker.seen = []
         worker.epoch = 0
         worker.numbers = set()
@@ -321,6 +384,13 @@ class Fleet:
                     while self._is_late(index, which):
                         self.deliver(index, which)
             self.term.step()
+            for gateway in self.gateways:
+                if not gateway.session.outbox:
+                    gateway.unread_s = None
+                elif gateway.unread_s is None:
+                    gateway.unread_s = now_s
+                elif now_s - gateway.unread_s >= OUTCOME_S - 0.25:
+                    self.receive(gateway)
 
     def _is_late(self, index: int, which: int) -> bool:
         streams = list(self.reports[index].values())
@@ -348,7 +418,8 @@ class Fleet:
                 self.open_stream(worker)
         for _ in range(400):
             for worker in self.workers:
-                worker.running.clear()
+                for key in list(worker.running):
+                    worker.end(key)
             for gateway in self.gateways:
                 self.receive(gateway)
                 gateway.held.clear()

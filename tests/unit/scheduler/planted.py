@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from msgspec import structs
+
 from services.core.errors import FairwayError, QueueFull
 from services.core.fleet import ReportSnapshot
 from services.core.generation import Grant
 from services.ports.clock import Clock
 from services.scheduler.fleet_view import FleetView
+from services.scheduler.fleet_worker import Outstanding, WorkerState
 from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.kv_admission import Demand
+from services.scheduler.policy.candidate import PlaceQuery
+from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile
 from services.scheduler.term import Term, TermSettings
 from tests.unit.scheduler.model import Fleet
 
@@ -20,9 +24,9 @@ class ForgetsOutstandingGrants(FleetView):
     """Room is what was reported, whatever was granted since."""
 
     def issue(
-        self, worker_id: str, digest: str, demand: Demand, *, route_revision: int, now_s: float
+        self, chosen: Chosen, query: PlaceQuery, *, digest: str, route_revision: int, now_s: float
     ) -> Grant:
-        grant = super().issue(worker_id, digest, demand, route_revision=route_revision, now_s=now_s)
+        grant = super().issue(chosen, query, digest=digest, route_revision=route_revision, now_s=now_s)
         super().give_back(grant)
         return grant
 
@@ -31,7 +35,7 @@ class SettlesAllOnReport(FleetView):
     """Takes every grant as seen with the next report, also those that came after its instant."""
 
     def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
-        seen = tuple(self._sequences.get(report.worker_id, 0) + 1 - n for n in range(1, 100))
+        seen = tuple(self._roster._sequences.get(report.worker_id, 0) + 1 - n for n in range(1, 100))
         return super().apply(stream, replace(report, grants_seen=seen), now_s)
 
 
@@ -49,6 +53,61 @@ class HonoursAnyEpoch(FleetView):
 
     def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
         return super().apply(stream, replace(report, epoch=self.epoch), now_s)
+
+
+class KeepsWhatIsShared(FleetView):
+    """Never counts a grant on its way anew when sequences stop sharing what it begins with."""
+
+    def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
+        pools = tuple(replace(pool, prefix_unshared=()) for pool in report.pools)
+        return super().apply(stream, replace(report, pools=pools), now_s)
+
+
+class LeansOften(FleetView):
+    """Lets every grant on its way lean on the same prefix."""
+
+    def choose(
+        self, digest: str, query: PlaceQuery, profile: PlacementProfile, rng: Random
+    ) -> Chosen | NoWorker:
+        self.shared._leaning.clear()
+        return super().choose(digest, query, profile, rng)
+
+    def check_integrity(self) -> None:
+        """It would see that."""
+
+
+class SharesNothing(FleetView):
+    """Counts every block of a grant, also those that are there already."""
+
+    def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
+        return grant
+
+
+class KeepsWhatAStreamLeft(FleetView):
+    """Takes the first report of a stream for a change of what the stream before told."""
+
+    def _learn_shared(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
+        super()._learn_shared(worker, report, whole=False)
+
+
+class SharesWhatIsCached(FleetView):
+    """Takes a whole prompt as shared wherever sequences share its beginning."""
+
+    def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
+        shared = len(grant.chain) if self.shared.blocks_on(worker_id, grant.digest, grant.chain, 65) else 0
+        return structs.replace(grant, kv_blocks=grant.whole_blocks - shared * grant.each_blocks)
+
+
+class CountsNoGrantAnew(FleetView):
+    """Counts the grants on their way by what was shared when each was issued."""
+
+    def _learn_shared(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
+        outstanding, worker.outstanding = worker.outstanding, {}
+        super()._learn_shared(worker, report, whole=whole)
+        worker.outstanding = outstanding
+
+    def check_integrity(self) -> None:
+        """It would see that."""
 
 
 class LapsesWithoutMargin(FleetView):
@@ -71,6 +130,14 @@ class GivesBackTwice(FlowQueue):
         if worker is not None and grant.version_digest in worker.sums:
             worker.sums[grant.version_digest].kv_blocks -= grant.kv_blocks
             self._fleet._refresh(worker, (grant.version_digest,))
+
+
+class KeepsLapsedAdvances(FlowQueue):
+    """A tenant stays charged for a grant that never started."""
+
+    def expire(self, now_s: float) -> None:
+        self.ledger._unseen.clear()
+        super().expire(now_s)
 
 
 class LosesOnFullQueue(FlowQueue):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,19 +12,23 @@ from services.core.errors import (
     FairwayError,
     InvalidInput,
     NoWorkerAvailable,
+    Overloaded,
     PromptTooLong,
     QueueFull,
     QueueTimeout,
 )
-from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot
-from services.core.generation import Grant
+from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot, SequenceUsage
+from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.runtime.metrics import Metrics
-from services.scheduler.fleet_view import FleetLimits, FleetView
-from services.scheduler.flow_queue import FlowQueue, QueueLimits
+from services.scheduler.fleet_limits import FleetLimits
+from services.scheduler.fleet_view import FleetView
+from services.scheduler.flow_queue import FlowQueue
 from services.scheduler.policy.placement import PlacementProfile
 from services.scheduler.policy.queue_order import OrderPolicy
+from services.scheduler.queue_pool import QueueLimits
 from services.scheduler.telemetry import SchedulerTelemetry
+from services.scheduler.waiting import OpenGate, Waiting
 from tests.support.metrics import values
 from tests.unit.scheduler.model import BLOCK, DIGEST, ManualClock, place_spec
 
@@ -87,11 +92,13 @@ class Rig:
         excluded: tuple[str, ...] = (),
         digest: str = DIGEST,
         tenant: str = "acme",
+        left_s: float | None = None,
+        output: int = 1,
     ) -> int:
         self.number += 1
         spec = place_spec(
             prompt_tokens=blocks * BLOCK - 1,
-            max_output_tokens=1,
+            max_output_tokens=output,
             priority=priority,
             arrival_s=self.now_s,
             queue_ttl_s=ttl,
@@ -99,6 +106,7 @@ class Rig:
             digest=digest,
             tenant=tenant,
         )
+        spec = replace(spec, deadline_left_s=left_s, request_id=f"req_{self.number}")
         self.queue.submit(1, self.number, spec, spec.arrival_unix_us, self.now_s)
         return self.number
 
@@ -320,3 +328,244 @@ def test_ended_placements_leave_nothing_behind() -> None:
     assert not rig.queue._granted
     assert not rig.queue._tenants
     assert not rig.queue._pools
+
+
+def test_one_that_was_passed_too_often_is_given_a_worker_and_the_others_go_on() -> None:
+    """Of three full workers one is kept for it; what ends on the others goes to those behind."""
+    rig = Rig(10, 10, 10, order=OrderPolicy(max_bypasses=2, lookahead=8))
+    for _ in range(3):
+        rig.ask(10)
+    rig.turn()
+    big = rig.ask(10)
+    small = [rig.ask(1) for _ in range(12)]
+    rig.free(0, 2)
+    assert list(rig.turn()) == small[:2]
+    kept = next(iter(rig.queue.waiting_for(DIGEST))).earmark
+    assert kept is not None
+    others = [index for index in range(3) if f"w{index}" != kept]
+    rig.free(int(kept[1:]), 3)
+    assert rig.turn() == {}, "nothing behind it starts there"
+    rig.free(others[0], 2)
+    rig.free(others[1], 2)
+    granted = rig.turn()
+    assert list(granted) == small[2:6]
+    assert kept not in {grant.worker_id for grant in granted.values() if isinstance(grant, Grant)}
+    rig.free(int(kept[1:]), 7)
+    granted = rig.turn()
+    assert next(iter(granted)) == big
+    found = granted[big]
+    assert isinstance(found, Grant)
+    assert found.worker_id == kept
+    assert not list(rig.queue._pools[DIGEST].earmarks), "the worker is everybody's again"
+
+
+@pytest.mark.parametrize("how", ["draining", "withdrawn"])
+def test_a_worker_is_kept_for_nobody_who_cannot_have_it(how: str) -> None:
+    rig = Rig(10, 10, order=OrderPolicy(max_bypasses=0, lookahead=8))
+    rig.ask(9)
+    rig.ask(9)
+    rig.turn()
+    big = rig.ask(10)
+    rig.turn()
+    kept = next(item.earmark for item in rig.queue.waiting_for(DIGEST) if item.placement_id == big)
+    assert kept is not None
+    if how == "draining":
+        rig.report(int(kept[1:]), draining=True)
+        rig.free(1 - int(kept[1:]), 1)
+        rig.ask(1)
+        rig.turn()
+        again = next(item.earmark for item in rig.queue.waiting_for(DIGEST) if item.placement_id == big)
+        assert again not in (kept, None)
+    else:
+        rig.queue.withdraw_all(1, rig.now_s)
+        small = rig.ask(1)
+        assert list(rig.turn()) == [small]
+
+
+def test_what_only_fits_a_worker_that_is_kept_waits_for_it() -> None:
+    rig = Rig(20, 10, order=OrderPolicy(max_bypasses=0, lookahead=8))
+    rig.ask(5)
+    rig.ask(5)
+    rig.turn()
+    for index in range(2):
+        if not rig.reserved[index]:
+            rig.reserved[index] = 5
+            rig.report(index)
+    first, second = rig.ask(20), rig.ask(15)
+    assert rig.turn() == {}, "the second is not too long, though the worker that it fits is not for it"
+    rig.free(0, rig.reserved[0])
+    assert list(rig.turn()) == [first]
+    rig.free(0, 20)
+    assert list(rig.turn()) == [second]
+
+
+def test_of_two_that_a_worker_is_kept_for_the_first_goes_first() -> None:
+    rig = Rig(10, order=OrderPolicy(max_bypasses=0, lookahead=8))
+    rig.ask(9)
+    rig.turn()
+    first, second = rig.ask(10), rig.ask(5)
+    rig.ask(1)
+    assert rig.turn() == {}
+    rig.free(0, 6)
+    assert rig.turn() == {}, "the second would fit"
+    rig.free(0, 3)
+    assert list(rig.turn()) == [first]
+    rig.free(0, 10)
+    assert second in rig.turn()
+
+
+def test_a_grant_that_is_given_back_costs_its_tenant_nothing() -> None:
+    rig = Rig(10)
+    number = rig.ask(5)
+    rig.turn()
+    account = rig.queue.ledger.shares(DIGEST)[Priority.STANDARD].find("acme")
+    assert account is not None
+    assert account.value > 0.0
+    rig.queue.cancel(1, number, rig.now_s)
+    assert account.value == 0.0
+
+
+def test_a_tenant_far_ahead_does_not_go_past_one_that_is_short_of_room() -> None:
+    order = OrderPolicy(max_bypasses=100, lookahead=64, bypass_window_tokens=3 * BLOCK)
+    rig = Rig(20, order=order)
+    rig.ask(10, tenant="big")
+    rig.turn()
+    big = rig.ask(20, tenant="big")
+    small = [rig.ask(1, tenant="small") for _ in range(30)]
+    assert list(rig.turn()) == small[:3], "there is room for ten, and it began where the other was"
+    rig.free(0, 5)
+    assert rig.turn() == {}, "it is as far ahead as it may be"
+    rig.free(0, rig.reserved[0])
+    assert next(iter(rig.turn())) == big
+    rig.free(0, rig.reserved[0])
+    assert list(rig.turn()) == small[3:23]
+
+
+def test_earliest_deadline_first_within_a_tenant_and_none_without_waits_for_ever() -> None:
+    rig = Rig(1)
+    rig.ask(1)
+    rig.turn()
+    plain = rig.ask(1, ttl=3000.0)
+    late, soon = rig.ask(1, left_s=50.0), rig.ask(1, left_s=5.0)
+    for expected in (soon, late):
+        rig.free(0, 1)
+        assert list(rig.turn()) == [expected]
+    rig.now_s += 601.0
+    rig.ask(1, left_s=50.0)
+    rig.free(0, 1)
+    assert list(rig.turn()) == [plain]
+
+
+def test_no_worker_idles_while_anything_that_fits_waits() -> None:
+    """Tenants with one big placement each in front; one small at the very end."""
+    rig = Rig(10, order=OrderPolicy(max_bypasses=100, lookahead=64))
+    rig.ask(9)
+    rig.turn()
+    for number in range(50):
+        rig.ask(9, tenant=f"t{number}")
+    small = rig.ask(1, tenant="last")
+    assert list(rig.turn()) == [small]
+
+
+def test_long_prompts_of_one_tenant_take_their_share_of_the_pool() -> None:
+    rig = Rig(700, 700, 600)
+    long = [rig.ask(300, tenant="flood") for _ in range(6)]
+    granted = list(rig.turn())
+    assert granted == long[:3], "half of 2,000 blocks"
+    other = [rig.ask(300, tenant="other"), rig.ask(1, tenant="flood")]
+    assert sorted(rig.turn()) == other
+
+
+def test_room_is_reserved_for_the_outputs_that_come() -> None:
+    rig = Rig(1000, limits=QueueLimits(predicted_output_tokens=256))
+    first = rig.ask(1, output=1000)
+    found = rig.turn()[first]
+    assert isinstance(found, Grant)
+    assert found.kv_blocks == 17, "the default, while nothing is known"
+    ended = tuple(
+        SequenceUsage(f"seq_{number}", 0, "acme", DIGEST, 10, 30, ended=True) for number in range(64)
+    )
+    rig.queue.reported(ReportSnapshot("w0", 1, "h:1", epoch=1, usage=ended))
+    second = rig.ask(1, output=1000)
+    found = rig.turn()[second]
+    assert isinstance(found, Grant)
+    assert found.kv_blocks == 3
+
+
+class FullGate(OpenGate):
+    """Takes nobody over quota, and counts."""
+
+    def __init__(self) -> None:
+        self.present = 0
+
+    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
+        return Overloaded("over quota") if spec.over_quota else None
+
+    def entered(self, item: Waiting, now_s: float) -> None:
+        self.present += 1
+
+    def left(self, item: Waiting, now_s: float) -> None:
+        self.present -= 1
+
+
+def test_the_gate_refuses_at_once_and_victims_are_refused_from_the_queue() -> None:
+    rig = Rig(1)
+    gate = rig.queue._gate = FullGate()
+    rig.ask(1)
+    rig.turn()
+    victim = rig.ask(1)
+    assert gate.present == 1
+    spec = replace(place_spec(), over_quota=True)
+    rig.queue.submit(1, 99, spec, spec.arrival_unix_us, rig.now_s)
+    rig.queue.evict(next(rig.queue.waiting_for(DIGEST)), Overloaded("shed"), rig.now_s)
+    found = rig.turn()
+    assert all(isinstance(found[number], Overloaded) for number in (99, victim))
+    assert gate.present == 0
+
+
+def two_workers() -> Rig:
+    return Rig(10_000, 10_000, order=OrderPolicy(max_bypasses=3))
+
+
+def granted_of_whale(rig: Rig, tenant: str = "whale", priority: Priority = Priority.STANDARD) -> int:
+    """Return how many of 60 placements of 50 blocks, 799 tokens, start in one turn on two empty workers."""
+    asked = [rig.ask(50, tenant=tenant, priority=priority) for _ in range(60)]
+    found = rig.turn()
+    assert all(isinstance(found[number], Grant) for number in found)
+    return sum(number in found for number in asked)
+
+
+def test_a_standing_queue_leaves_prefill_to_those_who_hold_less() -> None:
+    alone = granted_of_whale(two_workers())
+    rig = two_workers()
+    rig.ask(1, tenant="minnow")
+    rig.turn()
+    granted = granted_of_whale(rig)
+    assert 2 <= granted < alone, "each worker computes for it, and no more is queued there"
+    late = [rig.ask(50, tenant=f"late-{number}") for number in range(2)]
+    assert sorted(rig.turn()) == late, "there is room for those who do not give way, at once"
+
+
+def test_those_who_are_passed_for_it_wait_as_for_room() -> None:
+    rig = two_workers()
+    rig.ask(1, tenant="minnow")
+    rig.turn()
+    granted_of_whale(rig)
+    for number in range(4):
+        rig.ask(50, tenant=f"late-{number}")
+    rig.turn()
+    passed = [item for item in rig.queue.waiting_for(DIGEST) if item.bypassed]
+    assert passed, "they are given a worker after so many, as any that is passed"
+    assert {item.tenant for item in passed} == {"whale"}
+
+
+def test_a_higher_class_does_not_give_way_to_a_lower_one() -> None:
+    rig = two_workers()
+    rig.ask(1, tenant="minnow", priority=Priority.BATCH)
+    rig.turn()
+    alone = granted_of_whale(two_workers(), priority=Priority.INTERACTIVE)
+    assert granted_of_whale(rig, priority=Priority.INTERACTIVE) == alone
+    below = two_workers()
+    below.ask(1, tenant="minnow", priority=Priority.INTERACTIVE)
+    below.turn()
+    assert granted_of_whale(below, priority=Priority.BATCH) < alone

@@ -10,15 +10,20 @@ import pytest
 from services.core.errors import Conflict
 from services.scheduler.fleet_view import FleetView
 from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.term import Report
+from services.scheduler.term_streams import Report
 from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, place_spec
 from tests.unit.scheduler.planted import (
+    CountsNoGrantAnew,
     ForgetsOutstandingGrants,
     GivesBackTwice,
     HearsOldStreams,
     HonoursAnyEpoch,
+    KeepsWhatAStreamLeft,
+    KeepsWhatIsShared,
     LapsesWithoutMargin,
+    LeansOften,
     SettlesAllOnReport,
+    SharesNothing,
     fleet_with,
 )
 
@@ -247,6 +252,95 @@ def a_broken_stream_stops_placing(fleet: Fleet) -> None:
     assert len(fleet.term.queue) == 0
 
 
+def ask_shared(fleet: Fleet) -> int:
+    """Submit a placement of 5 blocks, 4 of which hold a prefix that all of these begin with."""
+    gateway = fleet.gateways[0]
+    spec = place_spec(
+        prompt_tokens=66,
+        max_output_tokens=1,
+        arrival_s=fleet.clock.now_s,
+        queue_ttl_s=3600.0,
+        prefix_hashes=(7,),
+    )
+    number = fleet.submit(gateway, spec)
+    fleet.term.step()
+    fleet.receive(gateway)
+    return number
+
+
+def two_that_share(fleet: Fleet) -> None:
+    """Leave a worker of 10 blocks with two sequences of 5, which have 4 of them in common."""
+    connected(fleet)
+    ask_shared(fleet)
+    ask_shared(fleet)
+    use_all(fleet)
+    worker = fleet.workers[0]
+    assert worker.reserved == 10, "each computes its own"
+    worker.prefill()
+    fleet.report(worker)
+    fleet.deliver(0)
+    assert (worker.reserved, room_blocks(fleet)) == (6, 4)
+
+
+def a_shared_prefix_counts_once(fleet: Fleet) -> None:
+    two_that_share(fleet)
+    worker = fleet.workers[0]
+    for left in (3, 2, 1, 0):
+        ask_shared(fleet)
+        assert room_blocks(fleet) == left, "one block more each"
+        use_all(fleet)
+        fleet.report(worker)
+        fleet.deliver(0)
+        assert (worker.reserved, room_blocks(fleet)) == (10 - left, left)
+    ask_shared(fleet)
+    assert len(fleet.term.queue) == 1
+
+
+def two_on_their_way_to_a_prefix_that_is_evicted(fleet: Fleet) -> None:
+    two_that_share(fleet)
+    ask_shared(fleet)
+    ask_shared(fleet)
+    worker = fleet.workers[0]
+    ask(fleet, 2)
+    use_all(fleet, arrive=False)
+    fleet.finish(worker, 0)
+    fleet.finish(worker, 0)
+    worker.evict()
+    use_all(fleet)
+    assert worker.reserved <= 10
+
+
+def a_prefix_that_nobody_shares_any_more(fleet: Fleet) -> None:
+    two_that_share(fleet)
+    ask_shared(fleet)
+    worker = fleet.workers[0]
+    assert room_blocks(fleet) == 3
+    fleet.finish(worker, 0)
+    fleet.finish(worker, 0)
+    worker.evict()
+    fleet.report(worker)
+    fleet.deliver(0)
+    assert room_blocks(fleet) == 5, "the grant on its way needs all of its blocks again"
+    ask(fleet, 6)
+    use_all(fleet)
+    assert worker.reserved == 5
+
+
+def sharing_that_a_lost_report_told_of(fleet: Fleet) -> None:
+    two_that_share(fleet)
+    worker = fleet.workers[0]
+    fleet.finish(worker, 0)
+    fleet.finish(worker, 0)
+    fleet.report(worker)  # shared no more
+    for streams in fleet.reports:
+        streams.clear()
+    fleet.open_stream(worker)
+    fleet.deliver(0)
+    assert room_blocks(fleet) == 10
+    ask_shared(fleet)
+    assert room_blocks(fleet) == 5, "the first report of a stream says all that is shared"
+
+
 HISTORIES: tuple[tuple[History, type[FleetView] | type[FlowQueue] | None], ...] = (
     (a_second_grant_before_any_report, ForgetsOutstandingGrants),
     (a_report_from_before_the_start, SettlesAllOnReport),
@@ -262,6 +356,11 @@ HISTORIES: tuple[tuple[History, type[FleetView] | type[FlowQueue] | None], ...] 
     (a_timeout_lets_the_others_go, None),
     (a_silent_worker_gets_nothing, None),
     (a_broken_stream_stops_placing, None),
+    (a_shared_prefix_counts_once, SharesNothing),
+    (two_on_their_way_to_a_prefix_that_is_evicted, LeansOften),
+    (a_prefix_that_nobody_shares_any_more, KeepsWhatIsShared),
+    (a_prefix_that_nobody_shares_any_more, CountsNoGrantAnew),
+    (sharing_that_a_lost_report_told_of, KeepsWhatAStreamLeft),
 )
 
 

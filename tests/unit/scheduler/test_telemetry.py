@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,11 +13,13 @@ from services.core.records import Priority
 from services.runtime.metrics import Metrics
 from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry import SchedulerTelemetry
-from services.scheduler.term import Submit
+from services.scheduler.term import Term
+from services.scheduler.term_streams import Cancel, Submit
 from tests.support.metrics import values
-from tests.unit.scheduler.model import SETTINGS, ManualClock, place_spec
+from tests.unit.scheduler.model import DIGEST, SETTINGS, ManualClock, place_spec
 from tests.unit.scheduler.test_flow_queue import Rig
 
+OTHER = "sha256:" + "e" * 64
 DEPTH = "fairway_scheduler_queue_placements"
 WAIT = "fairway_scheduler_queue_wait_seconds"
 
@@ -108,3 +111,29 @@ async def test_a_standby_serves_and_a_leader_that_decides_nothing_does_not() -> 
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+def test_how_far_tenants_that_wait_are_apart_is_told_by_model_and_class() -> None:
+    name = "fairway_scheduler_counter_gap_tokens"
+    clock, metrics = ManualClock(), Metrics()
+    telemetry = SchedulerTelemetry(metrics, clock)
+    term = Term(1, SETTINGS, clock, Random(1), telemetry=telemetry)
+    telemetry.term_started(term)
+
+    def told() -> dict[tuple[tuple[str, str], ...], float]:
+        return values(generate_latest(metrics.registry).decode(), name)
+
+    assert told() == {}
+    session = term.open_session("gateway", lambda: None)
+    for number, (tenant, digest) in enumerate([("a", DIGEST), ("b", DIGEST), ("a", OTHER), ("b", OTHER)]):
+        spec = replace(place_spec(digest=digest, tenant=tenant), request_id=f"req_{number}")
+        term.send(Submit(session, [(number, spec, round(clock.now_s * 1e6))]))
+    term.step()
+    for digest, tokens in ((DIGEST, 300.0), (OTHER, 500.0)):
+        term.queue.ledger.shares(digest)[Priority.STANDARD].charge("b", tokens, "w0")
+    standard = ("model", "tiny"), ("priority", "standard")
+    assert told()[standard] == 500.0, "the widest of its versions"
+    term.send(Cancel(session, (3,)))
+    term.step()
+    assert told()[standard] == 300.0, "one that does not wait is owed nothing"
+    assert max(gap for key, gap in told().items() if key != standard) == 0.0

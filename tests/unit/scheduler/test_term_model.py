@@ -23,8 +23,12 @@ from tests.unit.scheduler.planted import (
     ForgetsOutstandingGrants,
     GivesBackTwice,
     HearsOldStreams,
+    KeepsLapsedAdvances,
+    KeepsWhatIsShared,
+    LeansOften,
     LosesOnFullQueue,
     SettlesAllOnReport,
+    SharesWhatIsCached,
     fleet_with,
 )
 
@@ -53,7 +57,9 @@ class TermMachine(RuleBasedStateMachine):
         ttl=st.sampled_from([0.0, 0.5, 5.0, 30.0]),
         age=st.floats(0, 5),
         excluded=st.sampled_from([(), (), (), ("w0",)]),
-        tenant=st.sampled_from(["acme", "beta"]),
+        tenant=st.sampled_from([("acme", 1.0), ("beta", 4.0), ("gamma", 1.0)]),
+        left=st.sampled_from([None, None, 1.0, 20.0]),
+        family=st.integers(0, 3),
     )
     def submit(
         self,
@@ -64,7 +70,9 @@ class TermMachine(RuleBasedStateMachine):
         ttl: float,
         age: float,
         excluded: tuple[str, ...],
-        tenant: str,
+        tenant: tuple[str, float],
+        left: float | None,
+        family: int,
     ) -> None:
         spec = place_spec(
             prompt_tokens=prompt,
@@ -73,7 +81,10 @@ class TermMachine(RuleBasedStateMachine):
             arrival_s=self.fleet.clock.now_s - age,
             queue_ttl_s=ttl,
             excluded_workers=excluded,
-            tenant=tenant,
+            tenant=tenant[0],
+            weight=tenant[1],
+            deadline_left_s=left,
+            prefix_hashes=chain_of(family, prompt),
         )
         self.fleet.submit(self.gateway(pick), spec)
 
@@ -128,6 +139,14 @@ class TermMachine(RuleBasedStateMachine):
         if worker.running:
             self.fleet.finish(worker, which % len(worker.running))
 
+    @rule(pick=PICK)
+    def prefill(self, pick: int) -> None:
+        self.worker(pick).prefill()
+
+    @rule(pick=PICK)
+    def evict(self, pick: int) -> None:
+        self.worker(pick).evict()
+
     @rule(pick=PICK, break_first=st.booleans())
     def second_stream(self, pick: int, break_first: bool) -> None:
         self.fleet.open_stream(self.worker(pick), break_first=break_first)
@@ -167,6 +186,17 @@ class TermMachine(RuleBasedStateMachine):
             assert_settled(self.fleet)
 
 
+def chain_of(family: int, prompt_tokens: int, *, common: int = 2) -> tuple[int, ...]:
+    """Return a prompt's names: ``common`` blocks of its family, then its own. Family 0 has none."""
+    if not family:
+        return ()
+    own = prompt_tokens % 7 + 1
+    return tuple(
+        1000 * family + place + (100 * own if place > common else 0)
+        for place in range(1, prompt_tokens // 64 + 1)
+    )
+
+
 def assert_settled(fleet: Fleet) -> None:
     """Once everything ended, each placement ended once and all room is back."""
     fleet.settle()
@@ -175,6 +205,7 @@ def assert_settled(fleet: Fleet) -> None:
         assert set(gateway.ended) == set(range(1, gateway.numbers + 1))
     assert len(fleet.term.queue) == 0
     assert fleet.term.fleet.outstanding == 0
+    assert fleet.term.queue.ledger.open_advances == 0, "a tenant is charged for nothing"
     for worker in fleet.workers:
         room = fleet.term.fleet.candidates(DIGEST)[worker.worker_id].kv_tokens_room
         assert room == worker.kv_blocks * BLOCK, "room leaked"
@@ -187,8 +218,11 @@ TermMachine.TestCase.settings = settings(
 TestTerm = TermMachine.TestCase
 
 
-def history(fleet: Fleet, seed: int, steps: int = 250) -> None:
-    """A busy fleet: most grants start soon, reports are late, streams overlap. All is settled then."""
+def history(fleet: Fleet, seed: int, steps: int = 250, *, families: int = 0) -> None:
+    """A busy fleet: most grants start soon, reports are late, streams overlap. All is settled then.
+
+    ``families`` of prompts begin alike; caches fill and are evicted.
+    """
     rng = Random(seed)
     actions: dict[str, float] = {
         "ask": 30,
@@ -199,13 +233,19 @@ def history(fleet: Fleet, seed: int, steps: int = 250) -> None:
         "finish": 8,
         "cancel": 6,
     }
+    if families:
+        actions |= {"prefill": 25, "evict": 6, "arrive": 8, "finish": 25}
     actions |= {"stream": 3, "time": 6, "reconnect": 1, "restart": 1, "leader": 0.3}
     for action in rng.choices(list(actions), list(actions.values()), k=steps):
         gateway, worker = rng.choice(fleet.gateways), rng.choice(fleet.workers)
         index = fleet.workers.index(worker)
         if action == "ask":
-            blocks = rng.randint(1, 6)
-            spec = place_spec(prompt_tokens=blocks * BLOCK - 1, max_output_tokens=1, queue_ttl_s=20.0)
+            blocks = rng.randint(1, 18 if families else 6)
+            tokens = blocks * BLOCK - 1
+            chain = chain_of(rng.randint(1, families), tokens) if families else ()
+            spec = place_spec(
+                prompt_tokens=tokens, max_output_tokens=1, queue_ttl_s=20.0, prefix_hashes=chain
+            )
             fleet.submit(gateway, spec)
         elif action == "use":
             fleet.receive(gateway)
@@ -219,6 +259,10 @@ def history(fleet: Fleet, seed: int, steps: int = 250) -> None:
             fleet.deliver(index, rng.randrange(3), answered=rng.random() < 0.7)
         elif action == "finish" and worker.running:
             fleet.finish(worker, rng.randrange(len(worker.running)))
+        elif action == "prefill":
+            worker.prefill()
+        elif action == "evict":
+            worker.evict()
         elif action == "cancel" and gateway.numbers:
             fleet.cancel(gateway, rng.randint(max(1, gateway.numbers - 8), gateway.numbers))
         elif action == "stream":
@@ -241,9 +285,32 @@ def test_random_history(seed: int) -> None:
     history(Fleet(seed, (10, 8)), seed)
 
 
+@pytest.mark.parametrize("seed", range(25))
+def test_random_history_of_prompts_that_begin_alike(seed: int) -> None:
+    history(Fleet(seed, (24, 20)), seed, families=2)
+
+
 @pytest.mark.parametrize(
     "planted",
-    [ForgetsOutstandingGrants, SettlesAllOnReport, HearsOldStreams, GivesBackTwice, LosesOnFullQueue],
+    [KeepsWhatIsShared, LeansOften, SharesWhatIsCached, ForgetsOutstandingGrants],
+    ids=lambda kind: kind.__name__,
+)
+def test_random_histories_catch_a_bug_of_sharing(planted: type[FleetView]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        for seed in range(200):
+            history(fleet_with(planted)(seed, (24, 20)), seed, families=2)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        ForgetsOutstandingGrants,
+        SettlesAllOnReport,
+        HearsOldStreams,
+        GivesBackTwice,
+        KeepsLapsedAdvances,
+        LosesOnFullQueue,
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_random_histories_catch_a_planted_bug(planted: type[FleetView] | type[FlowQueue]) -> None:

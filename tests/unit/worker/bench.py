@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
 from services.worker.host import SequenceHost
-from services.worker.sequences import PoolLimits, SequenceTable
+from services.worker.pool import PoolLimits
+from services.worker.sequences import SequenceTable
+from tests.support.clocks import HandClock
 
 Kind = TypeVar("Kind", bound=wire.Message)
 DIGEST = "sha256:" + "b" * 64
@@ -46,7 +48,8 @@ class Bench:
 
     host: SequenceHost
     table: SequenceTable
-    clock: FakeClock
+    clock: HandClock
+    new_table: Callable[[PoolLimits], SequenceTable]
     sent: list[wire.Command] = field(default_factory=list)
     connected: bool = True
     changes: int = 0
@@ -135,30 +138,19 @@ class Bench:
         )
         self.host.check_integrity()
 
+    def restart(self, limits: PoolLimits | None = None) -> None:
+        """The engine is gone, and another takes its place."""
+        self.host.remove(self.table)
+        self.table = self.new_table(limits or self.table.limits)
+        self.host.add(self.table)
+
     def commands(self, kind: type[Kind]) -> list[Kind]:
         return [command for command in self.sent if isinstance(command, kind)]
 
 
-class FakeClock:
-    """Stands still until told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def unix_s(self) -> float:
-        return self.now_s
-
-    async def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-        await asyncio.sleep(0)
-
-
 def new_bench(byte_level: Tokenizer) -> Bench:
     """Total 10 blocks of 16 tokens, at most 8 sequences; slow readers after 30 s."""
-    clock = FakeClock()
+    clock = HandClock(100.0)
     host = SequenceHost(changed=lambda: None)
     host.grants.registered(5)
 
@@ -169,17 +161,21 @@ def new_bench(byte_level: Tokenizer) -> Bench:
 
     vocabulary = ByteLevelVocabulary(byte_level)
     vocabulary.cover(512)
-    table = SequenceTable(
-        DIGEST,
-        limits=PoolLimits(kv_blocks_total=10, block_size=16, max_model_len=160, max_sequences=8),
-        vocabulary=vocabulary,
-        send=send,
-        clock=clock,
-        tally=host.tally,
-        changed=host.note_change,
-        slow_reader_s=30.0,
-    )
-    made = Bench(host, table, clock)
+
+    def new_table(limits: PoolLimits) -> SequenceTable:
+        return SequenceTable(
+            DIGEST,
+            limits=limits,
+            vocabulary=vocabulary,
+            send=send,
+            clock=clock,
+            tally=host.tally,
+            changed=host.note_change,
+            slow_reader_s=30.0,
+        )
+
+    table = new_table(PoolLimits(kv_blocks_total=10, block_size=16, max_model_len=160, max_sequences=8))
+    made = Bench(host, table, clock, new_table)
     host.changed = lambda: setattr(made, "changes", made.changes + 1)
     host.add(table)
     return made

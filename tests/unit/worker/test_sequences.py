@@ -17,11 +17,12 @@ from services.ports.worker_stream import StepFrame
 from services.worker import engine_protocol as wire
 from services.worker.outbox import MAX_FRAME_TOKENS
 from services.worker.policy.engine_silence import HAND_BACK_S, HAND_BACK_STEPS, STALL_S
-from services.worker.report import take_snapshot
+from services.worker.report import ReportIdentity, take_snapshot
 from tests.unit.worker.bench import Bench
 
 A, B, C = 0x61, 0x62, 0x63
 EOS = 300
+WHO = ReportIdentity("w1", "a:1", "z")
 IDLE_BEAT = wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0)
 
 
@@ -108,7 +109,7 @@ def test_a_grant_for_one_version_does_not_start_another(bench: Bench, reader: Re
 def test_room_is_total_less_reserved_at_the_larger_of_grant_and_use(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(blocks=4, prompt=16))
     reader.stream.start(2, bench.spec(blocks=1, prompt=65))  # its prompt takes five
-    assert bench.table.reserved == 9
+    assert bench.table.kv.blocks == 9
     reader.stream.start(3, bench.spec(blocks=2))
     reader.stream.start(4, bench.spec(blocks=1))
     reader.stream.start(5, bench.spec(blocks=0, prompt=1))
@@ -144,7 +145,7 @@ def test_an_engine_that_cannot_be_told_is_not_ready_and_nothing_is_reserved(
     reader.stream.start(1, bench.spec())
     reader.read()
     assert reader.refused == {1: NotAdmittedReason.NOT_READY}
-    assert (bench.table.reserved, len(bench.table)) == (0, 0)
+    assert (bench.table.kv.blocks, len(bench.table)) == (0, 0)
     bench.host.check_integrity()
 
 
@@ -158,7 +159,7 @@ def test_use_beyond_the_grant_is_reserved(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(blocks=1, prompt=15))
     for step in range(1, 20):
         bench.stepped({1: A})
-        assert bench.table.reserved == max(1, -(-(15 + step) // 16))
+        assert bench.table.kv.blocks == max(1, -(-(15 + step) // 16))
 
 
 # --- tokens ----------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_a_writer_that_lags_gets_merged_entries(bench: Bench, reader: Reader) ->
 
 
 def test_a_frame_is_bounded_and_a_last_word_waits_for_its_tokens(bench: Bench, reader: Reader) -> None:
-    bench.table.limits = replace(bench.table.limits, kv_blocks_total=10_000)
+    bench.restart(replace(bench.table.limits, kv_blocks_total=10_000))
     for handle in (1, 2):
         reader.stream.start(handle, bench.spec(credit=1 << 20, max_tokens=1 << 20))
     for _ in range(MAX_FRAME_TOKENS):
@@ -231,7 +232,7 @@ def test_a_stop_string_cancels_the_engine_and_cuts_the_text(bench: Bench, reader
     assert (reader.text[1], reader.ids[1]) == ("a", [A, B, C])
     assert (reader.ends[1].reason, reader.ends[1].stop) == (FinishReason.STOP, "bc")
     assert bench.commands(wire.Cancel) == [wire.Cancel([1])]
-    assert bench.table.reserved == 0
+    assert bench.table.kv.blocks == 0
 
 
 def test_a_held_back_beginning_comes_out_at_the_end(bench: Bench, reader: Reader) -> None:
@@ -256,7 +257,7 @@ def test_logprobs_carry_the_tokens_texts(bench: Bench, reader: Reader) -> None:
 def test_a_resume_goes_on_where_it_was(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(produced=(A, B), delivered_chars=1, credit=5))
     (submit,) = bench.commands(wire.Submit)
-    assert (submit.produced_ids, submit.credit_limit) == ([A, B], 7)
+    assert (list(submit.produced_ids), submit.credit_limit) == ([A, B], 7)
     frame = reader.take()
     assert (frame.handles, frame.offsets, frame.counts, frame.texts) == ([1], [2], [0], ["b"])
     bench.stepped({1: C})
@@ -267,7 +268,7 @@ def test_a_resume_goes_on_where_it_was(bench: Bench, reader: Reader) -> None:
 def test_what_an_earlier_run_produced_is_prefill_here_and_not_output(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(prompt=20, produced=(A, B)))
     bench.stepped({1: C}, finished={1: "length"})
-    (use,) = take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").tenants
+    (use,) = take_snapshot(bench.host, WHO, whole=True).tenants
     assert (use.prefill, use.output) == (22, 1)
 
 
@@ -329,7 +330,7 @@ def test_a_cancel_is_silent_and_frees_at_once(bench: Bench, reader: Reader) -> N
     bench.stepped({1: A})
     reader.stream.cancel([1, 42])
     assert bench.commands(wire.Cancel) == [wire.Cancel([1])]
-    assert bench.table.reserved == 0
+    assert bench.table.kv.blocks == 0
     bench.stepped({1: B})
     assert reader.stream.take() is None
     reader.stream.start(1, bench.spec())  # the handle is free
@@ -366,7 +367,7 @@ def test_a_dead_engine_ends_everything_and_keeps_what_was_held_back(bench: Bench
     assert {end.reason for end in reader.ends.values()} == {FinishReason.ENGINE_LOST}
     assert (reader.ids, reader.text) == ({1: [B], 2: [0xF0]}, {1: "", 2: ""})
     bench.table.check_integrity()
-    assert bench.table.reserved == 0
+    assert bench.table.kv.blocks == 0
     reader.stream.start(3, bench.spec())
     reader.read()
     assert reader.refused == {3: NotAdmittedReason.NOT_READY}
@@ -396,6 +397,17 @@ def test_the_stage_clock_splits_waiting_from_prefill(bench: Bench, reader: Reade
     assert reader.ends[1].prefill_us == 510_000
 
 
+def test_a_step_prefills_in_order_of_submission(bench: Bench, reader: Reader) -> None:
+    for handle in (1, 2, 3):
+        reader.stream.start(handle, bench.spec())
+    bench.clock.now_s += 1.0
+    bench.stepped({}, prefill_tokens=20)  # all of the first, the beginning of the second
+    bench.clock.now_s += 1.0
+    bench.stepped({1: A, 2: A, 3: A}, prefill_tokens=28, finished=dict.fromkeys((1, 2, 3), "length"))
+    reader.read()
+    assert [reader.ends[handle].engine_wait_us for handle in (1, 2, 3)] == [990_000, 990_000, 1_990_000]
+
+
 def test_a_report_has_levels_and_takes_deltas(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(prompt=20, tenant="x"))
     reader.stream.start(2, bench.spec(prompt=30, tenant="y"))
@@ -404,7 +416,7 @@ def test_a_report_has_levels_and_takes_deltas(bench: Bench, reader: Reader) -> N
     bench.stepped({1: A})
 
     def take() -> ReportSnapshot:
-        return take_snapshot(bench.host, worker_id="w1", address="a:1", zone="z")
+        return take_snapshot(bench.host, WHO, whole=True)
 
     first, second = take(), take()
     (pool,) = first.pools
@@ -458,13 +470,13 @@ def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], d
             case "read":
                 reader.read()
             case "report":
-                snapshot = take_snapshot(bench.host, worker_id="w", address="a:1", zone="")
+                snapshot = take_snapshot(bench.host, WHO, whole=False)
                 charged += sum(use.output for use in snapshot.tenants)
         bench.host.check_integrity()
-        assert bench.table.reserved >= 0
+        assert bench.table.kv.blocks >= 0
     reader.stream.close()
-    assert (bench.table.reserved, len(bench.table), bench.table.queued_prefill_tokens) == (0, 0, 0)
-    snapshot = take_snapshot(bench.host, worker_id="w", address="a:1", zone="")
+    assert (bench.table.kv.blocks, len(bench.table), bench.table.prefills.queued_tokens) == (0, 0, 0)
+    snapshot = take_snapshot(bench.host, WHO, whole=False)
     assert charged + sum(use.output for use in snapshot.tenants) == bench.tokens, "each token is charged once"
 
 
@@ -473,7 +485,7 @@ def test_a_silent_engine_gets_no_new_work_until_it_speaks(bench: Bench) -> None:
     reader.stream.start(1, bench.spec())
     bench.clock.now_s += STALL_S + 0.1
     bench.host.sweep(bench.clock.now_s)
-    assert not take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
+    assert not take_snapshot(bench.host, WHO, whole=True).pools[0].ready
     changes = bench.changes
     reader.stream.start(2, bench.spec())
     reader.read()
@@ -481,7 +493,7 @@ def test_a_silent_engine_gets_no_new_work_until_it_speaks(bench: Bench) -> None:
     assert reader.refused == {2: NotAdmittedReason.NOT_READY}
     bench.table.on_heartbeat(IDLE_BEAT)
     assert bench.changes > changes, "nobody was told that it takes work again"
-    assert take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
+    assert take_snapshot(bench.host, WHO, whole=True).pools[0].ready
     reader.stream.start(3, bench.spec())
     reader.read()
     assert reader.accepted == [1, 3]
@@ -496,7 +508,7 @@ def test_an_engine_silent_for_long_gives_its_sequences_back(bench: Bench) -> Non
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends[1].reason is FinishReason.ENGINE_LOST
-    assert bench.table.reserved == 0
+    assert bench.table.kv.blocks == 0
     assert bench.commands(wire.Cancel)[-1].handles == [1]
     bench.stepped({1: B})  # the step that it was stopped in
     assert reader.read() == []
@@ -513,7 +525,7 @@ def test_a_process_that_stood_still_itself_blames_no_engine(bench: Bench) -> Non
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends == {}
-    assert take_snapshot(bench.host, worker_id="w1", address="a:1", zone="").pools[0].ready
+    assert take_snapshot(bench.host, WHO, whole=True).pools[0].ready
 
 
 def test_an_engine_with_long_steps_has_more_time(bench: Bench) -> None:

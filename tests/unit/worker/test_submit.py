@@ -7,6 +7,7 @@ from typing import Any
 
 from services.core.generation import GenerationSpec, Grant, SamplingParams, StartSpec
 from services.core.records import Priority
+from services.worker import engine_protocol as wire
 from services.worker.submit import submit_command
 
 
@@ -33,9 +34,18 @@ def test_the_higher_class_is_first_in_the_engine() -> None:
 
 def test_every_part_arrives() -> None:
     command = submit_command(started(logprobs=3, min_output_tokens=4, stop_token_ids=(1, 2), ignore_eos=True))
-    assert (command.handle, command.prompt_ids, command.produced_ids) == (41, [5, 6], [7])
+    assert (command.handle, [*command.prompt_ids], [*command.produced_ids]) == (41, [5, 6], [7])
     assert command.credit_limit == 9
     sampling = command.sampling
     assert (sampling.seed, sampling.choice, sampling.temperature) == (9, 2, 0.5)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (64, 4, 3)
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ((1, 2), True)
+
+
+def test_any_sequence_of_ids_reaches_the_engine() -> None:
+    for ids in ([5, 6, 7], (5, 6, 7), range(5, 8)):
+        sent = wire.Submit(1, ids, wire.Sampling(seed=1), 9, produced_ids=ids)
+        body = wire.encode(sent)[wire.LENGTH_PREFIX.size :]
+        received = wire.decode_command(body)
+        assert isinstance(received, wire.Submit)
+        assert (received.prompt_ids, received.produced_ids) == ([5, 6, 7], [5, 6, 7])

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.core.records import Priority
+from services.scheduler.policy.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.drain_rate import MAX_WAIT_S, MIN_WAIT_S, DrainRate
 from services.scheduler.policy.kv_admission import blocks_for, can_ever_fit, demand_of
-from services.scheduler.policy.placement import (
-    Candidate,
-    Chosen,
-    NoWorker,
-    PlacementProfile,
-    PlaceQuery,
-    choose,
-)
+from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile, Rejections, choose
 from services.scheduler.policy.queue_order import ArrivalOrder, OrderPolicy, order_key
-from services.scheduler.policy.room import room_of
+from tests.unit.scheduler.policy.room_oracle import room_of
 
 WORKER = Candidate("w1", 1024, 1024, block_size=16, slots=8, max_model_len=1024)
 QUERY = PlaceQuery(demand_of(100, 50, 256))
@@ -52,6 +47,7 @@ def test_what_can_ever_fit_follows_pool_and_model_length() -> None:
         (replace(WORKER, ready=False), "ready", False, False),
         (replace(WORKER, heard=False), "heard", False, False),
         (replace(WORKER, draining=True), "not_draining", False, False),
+        (replace(WORKER, ejected=True), "not_ejected", False, False),
         (replace(WORKER, worker_id="bad"), "not_excluded", False, False),
         (replace(WORKER, kv_tokens_room=149), "has_kv_room", True, False),
         (replace(WORKER, slots=0), "has_sequence_slot", True, False),
@@ -61,13 +57,13 @@ def test_what_can_ever_fit_follows_pool_and_model_length() -> None:
 def test_each_filter_gives_its_reason(worker: Candidate, reason: str, waits: bool, never: bool) -> None:
     query = replace(QUERY, excluded_workers=("bad",))
     assert choose(query, [worker], PlacementProfile(), Random(1)) == NoWorker(
-        ((worker.worker_id, reason),), never_fits=never, waits_for_room=waits
+        Rejections(((reason, 1),), ((worker.worker_id, reason),)), never_fits=never, waits_for_room=waits
     )
 
 
 def test_no_worker_at_all_neither_waits_for_room_nor_never_fits() -> None:
     assert choose(QUERY, [], PlacementProfile(), Random(1)) == NoWorker(
-        (), never_fits=False, waits_for_room=False
+        Rejections(), never_fits=False, waits_for_room=False
     )
 
 

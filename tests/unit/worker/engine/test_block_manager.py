@@ -42,13 +42,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        self.manager.retain(table)
-        self.tables.append(list(table))
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.tables) - 1))
         self.manager.release(self.tables.pop(index))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine.block_manager import BlockManager
+from services.worker.engine.core import Engine
+from services.worker.engine.executor import Samples
 from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import Cancel, Credit
+from services.worker.policy.prefill_budget import PrefillBudget
 
 COMMON = settings(
     max_examples=400,
@@ -239,6 +245,127 @@ def test_cancel_frees_kv_at_once(make_bench: Any, submit: Any) -> None:
     beat = bench.engine.heartbeat()
     assert (beat.kv_blocks_used, beat.running, beat.waiting) == (0, 0, 0)
     assert not bench.engine.has_work
+
+
+def test_a_preempted_head_is_admitted_over_readers_that_stay_away(make_bench: Any, submit: Any) -> None:
+    bench = make_bench(blocks=8, block_size=2, max_sequences=3, token_budget=16)
+    bench.engine.apply(submit(0, [1, 2], 12, credit=2))  # these two come to hold all but two blocks
+    bench.engine.apply(submit(1, range(6), 4, credit=1))
+    bench.engine.apply(submit(2, range(4), 10))
+    for handle in (0, 1):
+        bench.engine.apply(Credit([handle], [3]))
+    bench.run()
+    assert bench.finished[2] == "length"
+    assert bench.engine.heartbeat().waiting + bench.engine.heartbeat().running >= 1  # they wait for credit
+    bench.engine.apply(Credit([0, 1], [12, 12]))
+    bench.run()
+    assert {0, 1, 2} == set(bench.finished)
+
+
+def test_readers_that_stay_away_do_not_hold_up_a_new_sequence(make_bench: Any, submit: Any) -> None:
+    bench = make_bench(blocks=4, block_size=2, max_sequences=4, token_budget=16)
+    bench.engine.apply(submit(0, [1, 2, 3], 5, credit=1))
+    bench.run()
+    bench.engine.apply(submit(1, range(5), 3))  # it takes three blocks, of which two are held
+    assert bench.engine.has_work
+    bench.run()
+    assert bench.finished == {1: "length"}
+    bench.engine.apply(Credit([0], [5]))
+    bench.run()
+    assert bench.finished[0] == "length"
+    assert len(bench.tokens[0]) == 5
+
+
+def test_readers_that_stay_away_keep_their_kv_where_it_does_not_help(make_bench: Any, submit: Any) -> None:
+    bench = make_bench(blocks=8, block_size=2, max_sequences=4, token_budget=16)
+    bench.engine.apply(submit(0, [1, 2], 2, credit=1))  # a block or two, and it waits
+    bench.engine.apply(submit(1, range(8), 4))
+    bench.step()
+    bench.engine.apply(submit(2, range(14), 2))  # more than what 1 leaves
+    prefilled = bench.executor.prefilled
+    bench.step()
+    assert bench.executor.prefilled == prefilled
+    assert bench.engine.heartbeat().running == 2
+
+
+def test_a_short_prompt_passes_a_long_one(make_bench: Any, submit: Any) -> None:
+    bench = make_bench(blocks=64, token_budget=16, max_sequences=4)
+    bench.engine.apply(submit(0, range(90), 2))
+    bench.step()
+    bench.engine.apply(submit(1, [1, 2, 3], 2))
+    assert bench.step().handles == [1]
+    bench.run()
+    assert bench.finished == {0: "length", 1: "length"}
+
+
+def test_a_long_prompt_moves_whatever_passes_it(make_bench: Any, submit: Any) -> None:
+    bench = make_bench(blocks=64, token_budget=16, max_sequences=4)
+    bench.engine.apply(submit(0, range(90), 2))
+    steps = 0
+    while 0 not in bench.tokens:
+        bench.engine.apply(submit(1 + steps, range(10), 1))
+        bench.step()
+        steps += 1
+    assert steps <= 90 // 4 + 2  # a quarter of each step, while short ones could fill them all
+
+
+def test_long_prefills_are_capped_and_short_prompts_pass_those_that_wait(
+    make_bench: Any, submit: Any
+) -> None:
+    bench = make_bench(blocks=1 << 12, block_size=16, token_budget=512, max_sequences=8)
+    for handle in range(4):
+        bench.engine.apply(submit(handle, [1] * 5000, 1))
+    bench.engine.apply(submit(9, [1] * 50, 1))
+    event = bench.step()
+    assert (event.handles, event.running, event.waiting) == ([9], 2, 2)
+    most = event.running
+    while bench.engine.has_work:
+        event = bench.step()
+        most = max(most, event.running)
+    assert most == 2
+    assert sorted(bench.finished) == [0, 1, 2, 3, 9]
+
+
+def test_a_step_says_what_its_decodes_attended_to(make_bench: Any, submit: Any) -> None:
+    bench = make_bench()
+    bench.engine.apply(submit(0, [1, 2, 3], 4))
+    bench.engine.apply(submit(1, [1] * 5, 4))
+    assert bench.step().attended_tokens == 0
+    assert bench.step().attended_tokens == 4 + 6
+    assert bench.step().attended_tokens == 5 + 7
+
+
+def test_a_paced_engine_keeps_its_steps_to_the_target(submit: Any) -> None:
+    """A stream beside a long prompt: its gaps are the target's, and the prompt comes to its end."""
+    now_s, steps_s = 0.0, []
+
+    def run(batch: Any) -> Samples:
+        nonlocal now_s
+        step_s = 0.004 + 0.0002 * batch.prefill_tokens
+        now_s += step_s
+        steps_s.append((step_s, bool(batch.decodes)))
+        return Samples([1] * len(batch.sampled))
+
+    executor = SimpleNamespace(run=run)
+    engine = Engine(
+        executor,
+        blocks=BlockManager(2048, 16),
+        limits=PlannerLimits(1024, 8),
+        model=ModelLimits(97, 32768),
+        eos_ids=frozenset(),
+        clock=lambda: now_s,
+        budget=PrefillBudget(0.05, most_tokens=1024),
+    )
+    engine.apply(submit(0, [1], 400))
+    engine.step()
+    engine.apply(submit(1, [1] * 20_000, 1))
+    started_s = now_s
+    for _ in range(300):
+        engine.step()
+    beside = [step_s for step_s, decodes in steps_s if decodes]
+    assert max(beside[5:]) <= 0.05 * 1.05
+    assert now_s - started_s < 0.0002 * 20_000 * 1.5 + 300 * 0.004
+    assert engine.heartbeat().running == 1
 
 
 def test_a_budget_below_the_sequences_is_refused() -> None:

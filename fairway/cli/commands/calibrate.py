@@ -1,0 +1,63 @@
+"""`fairway calibrate`: a cost model of a running worker, measured by the simulator's own process."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.state import StateDir
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", help="File to write the cost model to.")] = Path(
+        "cost-model.json"
+    ),
+    worker: Annotated[str, typer.Option("--worker", help="Process to measure; the only one if empty.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Model to ask for; the installation's own if empty.")
+    ] = "",
+    name: Annotated[str, typer.Option("--name", help="Name of the cost model.")] = "calibrated",
+    like: Annotated[
+        str, typer.Option("--like", help="Preset whose sizes of weights and KV it has.")
+    ] = "tiny-cpu",
+    max_context: Annotated[
+        int, typer.Option("--max-context", min=0, help="Tokens of prompt and output together; 0: no limit.")
+    ] = 0,
+    short: Annotated[
+        bool, typer.Option("--short", help="Send a fourth of the requests: done sooner, with a worse fit.")
+    ] = False,
+    state_dir: Annotated[
+        Path, typer.Option("--state-dir", help="Of the installation that `fairway up` runs.")
+    ] = Path(".fairway"),
+) -> None:
+    """Fit a cost model to a running worker and write it to a file.
+
+    About 160 requests are sent, in phases of several lengths and concurrencies. A quiet worker gives the
+    best fit; its error is printed.
+
+    \b
+    Examples:
+      fairway calibrate --output tiny.json
+      fairway calibrate --worker worker-1 --like a10 --max-context 2048
+      fairway simulate steady --preset tiny.json
+    """
+    if importlib.util.find_spec("simulator") is None:
+        raise CliError(
+            "NO_SIMULATOR",
+            "the simulator is not installed beside this command",
+            next_step="run `make setup-dev` in the source tree",
+        )
+    given = ["--endpoints", str(StateDir.at(state_dir).endpoints), "--output", str(output)]
+    given += ["--name", name, "--like", like, "--max-context", str(max_context)]
+    given += ["--worker", worker] if worker else []
+    given += ["--model", model] if model else []
+    given += ["--short"] if short else []
+    code = subprocess.call([sys.executable, "-m", "simulator", "calibrate", *given])
+    if code:
+        raise typer.Exit(int(ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED))

@@ -1,0 +1,201 @@
+"""`fairway explain` and `fairway workers`: how requests are placed, as the leading scheduler knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+
+from fairway.cli.connection import Connection, Server, command
+from fairway.cli.durations import show_span
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.listing import Resource
+from fairway.cli.table import Column, show_rows
+from fairway.cli.watch import follow, polled
+from fairway.cli.words import moment, priority, short_digest
+from fairway.v1 import scheduler_pb2 as pb
+
+
+def _span(value: Duration) -> str:
+    return show_span(value.seconds + value.nanos / 1e9)
+
+
+def _ms(value: Duration) -> str:
+    return f"{value.ToMicroseconds() / 1e3:.1f} ms"
+
+
+def _candidate(found: pb.RankedWorker) -> str:
+    drawn = "" if found.in_draw else "-"
+    return f"{drawn}{found.worker_id}:{found.score:.3f}"
+
+
+def _parts(found: pb.PlacementDecision) -> str:
+    return "; ".join(
+        f"{one.worker_id} cached={one.cached_tokens} ttft={_ms(one.predicted_ttft)} "
+        + " ".join(f"{part.scorer}={part.value:.3f}" for part in one.parts)
+        for one in found.ranked
+    )
+
+
+def _rejected(found: pb.PlacementDecision) -> str:
+    return " ".join(
+        f"{one.filter}:{one.workers}" + (f"({','.join(one.named)})" if one.named else "")
+        for one in found.rejections
+    )
+
+
+def _looks(found: pb.PlacementDecision) -> str:
+    why = []
+    if found.looks_without_room:
+        why.append(f"{found.looks_without_room} no room")
+    if found.looks_giving_way:
+        why.append(f"{found.looks_giving_way} giving way")
+    return str(found.looks) + (f" ({', '.join(why)})" if why else "")
+
+
+DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
+    Column("choice", lambda found: str(found.choice)),
+    Column("queued", lambda found: moment(found.queued_time)),
+    Column("wait", lambda found: _span(found.wait)),
+    Column("outcome", lambda found: found.outcome),
+    Column("worker", lambda found: found.worker_id),
+    Column("looks", _looks),
+    Column("bypassed", lambda found: str(found.bypassed)),
+    Column("candidates", lambda found: " ".join(map(_candidate, found.ranked))),
+    Column("rejected", _rejected),
+    Column("tenant", lambda found: f"{found.tenant}/{priority(found.priority)}", wide=True),
+    Column("attempt", lambda found: str(found.attempt), wide=True),
+    Column("counter", lambda found: f"{found.counter_tokens:.0f}", wide=True),
+    Column("tokens", lambda found: f"{found.prompt_tokens}/{found.reserved_tokens}", wide=True),
+    Column("excluded", lambda found: ",".join(found.excluded_workers), wide=True),
+    Column("scores", _parts, wide=True),
+    Column("epoch", lambda found: str(found.epoch), wide=True),
+    Column("digest", lambda found: found.version_digest, wide=True),
+)
+
+
+def _pools(found: pb.Reporter) -> str:
+    return " ".join(
+        f"{short_digest(pool.version_digest)}:{pool.running}+{pool.waiting}" for pool in found.pools
+    )
+
+
+def _room(found: pb.Reporter) -> str:
+    room = sum(pool.kv_tokens_room for pool in found.pools)
+    return f"{room}/{sum(pool.kv_tokens_total for pool in found.pools)}"
+
+
+def _steps(found: pb.Reporter) -> str:
+    return " ".join(
+        f"{_ms(pool.measured_step)}/{_ms(pool.predicted_step)}"
+        for pool in found.pools
+        if pool.HasField("measured_step")
+    )
+
+
+def _health(found: pb.Reporter) -> str:
+    return " ".join(
+        pool.health + (f"({pool.health_reason})" if pool.health_reason else "") for pool in found.pools
+    )
+
+
+WORKERS: Final[tuple[Column[pb.Reporter], ...]] = (
+    Column("worker", lambda found: found.worker_id),
+    Column("state", lambda found: found.state),
+    Column("running", lambda found: str(sum(pool.running + pool.waiting for pool in found.pools))),
+    Column("kv room", _room),
+    Column("step", _steps),
+    Column("slowness", lambda found: " ".join(f"{pool.slowness_ratio:.2f}" for pool in found.pools)),
+    Column("health", _health),
+    Column("prefix blocks", lambda found: str(found.prefix_blocks)),
+    Column("zone", lambda found: found.zone),
+    Column("type", lambda found: found.device_type),
+    Column("cost", lambda found: f"{found.cost_per_hour:g}" if found.cost_per_hour else ""),
+    Column("last report", lambda found: _span(found.last_report), wide=True),
+    Column("pools", _pools, wide=True),
+    Column("slots", lambda found: " ".join(str(pool.slots) for pool in found.pools), wide=True),
+    Column(
+        "queued prefill",
+        lambda found: str(sum(pool.queued_prefill_tokens for pool in found.pools)),
+        wide=True,
+    ),
+    Column("address", lambda found: found.address, wide=True),
+    Column("incarnation", lambda found: str(found.incarnation), wide=True),
+)
+
+
+def workers_of() -> Resource[pb.Reporter]:
+    """Return the workers that reported to the leader."""
+
+    async def listed(connection: Connection) -> Sequence[pb.Reporter]:
+        return await connection.run(connection.admin.placements.workers(), what="cannot list the workers")
+
+    watch = polled("worker", "the workers", lambda found: found.worker_id, listed)
+    return Resource("worker", "workers", Server.CONTROLPLANE, WORKERS, listed, watch=watch)
+
+
+def add(app: typer.Typer) -> None:
+    """Give ``app`` the commands `explain` and `workers`."""
+    _add_explain(app)
+    _add_workers(app)
+
+
+def _add_explain(app: typer.Typer) -> None:
+    @command(
+        app,
+        "explain",
+        to=Server.CONTROLPLANE,
+        examples=(
+            "fairway explain req_0123456789",
+            "fairway explain req_0123456789 -o wide",
+            "fairway explain req_0123456789 -o json | jq '.decisions[].ranked'",
+        ),
+    )
+    async def explain(
+        connection: Connection,
+        request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="As the answer names it.")],
+        output: OutputOption = Format.TABLE,
+    ) -> None:
+        """Show how a request came to its workers: who could have it, what each scored, and why it waited."""
+        found = await connection.run(
+            connection.admin.placements.explain(request_id), what="cannot explain the request"
+        )
+        if not found.decisions:
+            raise CliError(
+                "NOT_FOUND",
+                f"the leading scheduler remembers nothing of {request_id}",
+                next_step=f"it remembers what began after {moment(found.since)}; what a gateway placed by "
+                "itself, on a worker that is gone, is in that gateway's log",
+                exit_code=ExitCode.FAILED,
+            )
+        if output in DOCUMENTS:
+            write_document(document_of(found), output)
+        else:
+            show_rows(DECISIONS, found.decisions, wide=output is Format.WIDE)
+
+
+def _add_workers(app: typer.Typer) -> None:
+    @command(
+        app,
+        "workers",
+        to=Server.CONTROLPLANE,
+        examples=(
+            "fairway workers",
+            "fairway workers -o wide --watch",
+            "fairway workers -o json | jq '.workers[].pools'",
+        ),
+    )
+    async def workers(
+        connection: Connection, output: OutputOption = Format.TABLE, watch: WatchOption = False
+    ) -> None:
+        """Show the workers as placements see them: room, step time measured and predicted, health."""
+        resource = workers_of()
+        if watch:
+            assert resource.watch is not None
+            await follow(connection, resource.watch, WORKERS, output)
+        else:
+            resource.write_list(await resource.all(connection), output)

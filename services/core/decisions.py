@@ -1,0 +1,116 @@
+"""How placements were decided and how workers look to them, as operators are told: values between roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.core.records import Priority
+
+QUEUED = "QUEUED"
+RUNNING_BEFORE = "RUNNING_BEFORE"
+PLACED_ALONE = "PLACED_ALONE"
+
+
+@dataclass(frozen=True, slots=True)
+class RankedWorker:
+    """A worker that passed every filter. ``parts``: what each scorer gave it; empty outside of the draw."""
+
+    worker_id: str
+    score: float
+    in_draw: bool
+    cached_tokens: int
+    predicted_ttft_s: float
+    kv_tokens_room: int
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FilterRejections:
+    """How many workers one filter dropped, and the names of some."""
+
+    filter: str
+    workers: int
+    named: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDecision:
+    """One placement of one choice. See PlacementDecision in scheduler.proto."""
+
+    choice: int
+    tenant: str
+    model: str
+    version_digest: str
+    priority: Priority
+    epoch: int
+    queued_unix_s: float
+    wait_s: float
+    outcome: str
+    attempt: int = 0
+    worker_id: str = ""
+    prompt_tokens: int = 0
+    reserved_tokens: int = 0
+    excluded_workers: tuple[str, ...] = ()
+    looks: int = 0
+    looks_without_room: int = 0
+    looks_giving_way: int = 0
+    bypassed: int = 0
+    counter_tokens: float = 0.0
+    ranked: tuple[RankedWorker, ...] = ()
+    rejections: tuple[FilterRejections, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is remembered of a request, the oldest first, and since when nothing was forgotten."""
+
+    decisions: tuple[PlacementDecision, ...]
+    since_unix_s: float
+    leader_id: str
+    leader_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPool:
+    """One pool of one worker. See ReporterPool in scheduler.proto."""
+
+    version_digest: str
+    kv_tokens_total: int
+    kv_tokens_room: int
+    slots: int
+    running: int
+    waiting: int
+    granted: int
+    queued_prefill_tokens: int
+    ready: bool
+    measured_step_s: float | None
+    predicted_step_s: float
+    slowness_ratio: float
+    health: str = ""
+    health_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWorker:
+    """A worker as the leader sees it. ``silent_s``: since its last report."""
+
+    worker_id: str
+    address: str
+    incarnation: int
+    zone: str
+    device_type: str
+    cost_per_hour: float
+    state: str
+    silent_s: float
+    prefix_blocks: int
+    pools: tuple[WorkerPool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersPage:
+    """Workers by name, and who told it."""
+
+    workers: tuple[FleetWorker, ...]
+    next_page_token: str
+    leader_id: str
+    leader_epoch: int

@@ -1,0 +1,212 @@
+"""A gateway's own placements while no leader is heard, on the last that a leader told of the fleet."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Final
+
+from services.core.fleet import PoolMember
+from services.core.generation import FallbackGrant, NotAdmittedReason, PlaceSpec
+from services.gateway.policy.fallback_placement import (
+    NOTHING,
+    Need,
+    Placed,
+    blocks_of,
+    choose_alone,
+    may_take,
+    room_tokens,
+)
+
+CLOSED_S: Final = 0.5  # a worker that refused is left alone for so long
+GUESS_S: Final = 0.1  # between two guesses that one worker has room by now
+# Refused so many times in a row, one after the other, for want of a right to it: the workers hear a leader
+# that this gateway does not, or heard one since its snapshot, or their credit is spent. The next try is made
+# after a pause that doubles.
+MAX_DENIED: Final = 4
+_DENIALS: Final = frozenset({NotAdmittedReason.NO_FALLBACK, NotAdmittedReason.STALE_EPOCH})
+_FIRST_PAUSE_S: Final = 1.0
+_FIRST_GUESS_PAUSE_S: Final = 0.5
+_MAX_PAUSE_S: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackSettings:
+    """``after_s``: for how long no leader was heard; the workers have the same setting. ``max_age_s``: an
+    older snapshot is not placed on. ``predicted_output_tokens``: as the scheduler reserves."""
+
+    after_s: float = 1.5
+    max_age_s: float = 120.0
+    predicted_output_tokens: int = 256
+
+
+@dataclass(slots=True)
+class _Guesses:
+    """Of one version: how many were refused in a row, and until when none is made."""
+
+    refused: int = 0
+    paused_until_s: float = -math.inf
+
+    def refuse(self, now_s: float) -> None:
+        """A worker had no room. Those at the same time are one."""
+        if now_s < self.paused_until_s:
+            return
+        self.paused_until_s = now_s + min(_MAX_PAUSE_S, _FIRST_GUESS_PAUSE_S * 2.0 ** min(self.refused, 16))
+        self.refused += 1
+
+
+class GatewayFallback:
+    """Implements ``ports.placement.FallbackPlacer``. Bounded by the snapshot and by what runs here.
+
+    The worker is the authority: what is placed here may be refused there, and waits for its turn again.
+    """
+
+    def __init__(self, rng: Random, settings: FallbackSettings | None = None) -> None:
+        self._rng = rng
+        self._settings = settings if settings is not None else FallbackSettings()
+        self._heard_s = -math.inf
+        self._learned_s = -math.inf
+        self._epoch = 0
+        self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker; room as known by now
+        self._guesses: dict[str, _Guesses] = {}  # by version
+        self._guessed_s: dict[tuple[str, str], float] = {}  # by version and worker
+        self._grants: Counter[FallbackGrant] = Counter()  # since the snapshot, and not over
+        self._placed: dict[str, dict[str, Placed]] = {}  # by version, by worker
+        self._closed_until_s: dict[str, float] = {}
+        self._denied = 0  # in a row; those at the same time are one
+        self._denied_s = -math.inf
+        self._paused_until_s = -math.inf
+
+    def heard(self, now_s: float) -> None:
+        """See ``ports.placement.FallbackPlacer.heard``."""
+        self._heard_s = now_s
+
+    def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
+        """See ``ports.placement.FallbackPlacer.learn``. The snapshot counts what was placed before it."""
+        self._epoch, self._learned_s = epoch, now_s
+        self._members = {}
+        for member in members:
+            self._members.setdefault(member.digest, {})[member.worker_id] = member
+        self._guesses.clear()
+        self._guessed_s.clear()
+        self._grants.clear()
+        self._placed.clear()
+        self._closed_until_s.clear()
+        self._allow()
+
+    def wait_s(self, now_s: float) -> float:
+        """See ``ports.placement.FallbackPlacer.wait_s``; infinite without a snapshot young enough."""
+        due_s = max(now_s, self._heard_s + self._settings.after_s, self._paused_until_s)
+        if not self._members or due_s - self._learned_s > self._settings.max_age_s:
+            return math.inf
+        return due_s - now_s
+
+    def place(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
+        """See ``ports.placement.FallbackPlacer.place``."""
+        if self.wait_s(now_s) > 0:
+            return None
+        digest = spec.version_digest
+        predicted = max(1, min(spec.max_output_tokens, self._settings.predicted_output_tokens))
+        need = Need(
+            reserved_tokens=spec.prompt_tokens + predicted,
+            worst_case_tokens=spec.prompt_tokens + max(1, spec.max_output_tokens),
+            excluded_workers=spec.excluded_workers,
+        )
+        if digest not in self._members:
+            return None
+        chosen = self._choose(need, digest, now_s) or self._guess(need, digest, now_s)
+        return None if chosen is None else self._grant(chosen, blocks_of(need, chosen))
+
+    def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+        """See ``ports.placement.FallbackPlacer.over``."""
+        if refusal is None:
+            self._allow()  # it ran, and has set free what it held
+        else:
+            self._closed_until_s[grant.worker_id] = now_s + CLOSED_S
+            if refusal in _DENIALS:
+                self._deny(now_s)
+        if self._grants[grant] > 0:
+            self._grants[grant] -= 1
+            self._count(grant, -1)
+            self._note_room(grant, refusal, now_s)
+        if not self._grants[grant]:
+            del self._grants[grant]
+
+    def _note_room(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+        """What ended sets free what it held; a worker that refuses has less than was asked."""
+        digest, worker_id = grant.version_digest, grant.worker_id
+        member = self._members[digest][worker_id]
+        placed = self._placed[digest].get(worker_id, NOTHING)
+        free_tokens = room_tokens(member, placed)
+        if refusal is None:
+            self._guesses.pop(digest, None)
+            free_tokens = max(free_tokens, grant.kv_blocks * member.block_size)
+        elif refusal is NotAdmittedReason.NO_ROOM:
+            self._guesses.setdefault(digest, _Guesses()).refuse(now_s)
+            free_tokens = min(free_tokens, (grant.kv_blocks - 1) * member.block_size)
+        self._members[digest][worker_id] = replace(
+            member,
+            kv_tokens_room=free_tokens + placed.kv_blocks * member.block_size,
+            slots=max(member.slots, placed.sequences + (refusal is None)),
+        )
+
+    def _choose(self, need: Need, digest: str, now_s: float) -> PoolMember | None:
+        return choose_alone(
+            need,
+            self._members[digest].values(),
+            self._placed.get(digest, {}),
+            self._rng,
+            closed=lambda worker_id: self._closed_until_s.get(worker_id, -math.inf) > now_s,
+        )
+
+    def _guess(self, need: Need, digest: str, now_s: float) -> PoolMember | None:
+        """Return a worker that may have room by now, as of the snapshot or what it said since it had none."""
+        if now_s < self._guesses.setdefault(digest, _Guesses()).paused_until_s:
+            return None
+        chosen = choose_alone(
+            need,
+            self._members[digest].values(),
+            self._placed.get(digest, {}),
+            self._rng,
+            closed=lambda worker_id: self._guess_from_s(digest, worker_id) > now_s,
+            check=may_take,
+        )
+        if chosen is not None:
+            self._guessed_s[digest, chosen.worker_id] = now_s
+        return chosen
+
+    def _guess_from_s(self, digest: str, worker_id: str) -> float:
+        guessed_s = self._guessed_s.get((digest, worker_id), -math.inf)
+        return max(self._closed_until_s.get(worker_id, -math.inf), guessed_s + GUESS_S)
+
+    def _allow(self) -> None:
+        self._denied, self._denied_s, self._paused_until_s = 0, -math.inf, -math.inf
+
+    def _deny(self, now_s: float) -> None:
+        if now_s < self._denied_s + CLOSED_S:
+            return
+        self._denied, self._denied_s = self._denied + 1, now_s
+        if self._denied >= MAX_DENIED:
+            pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._denied - MAX_DENIED, 16)
+            self._paused_until_s = now_s + min(_MAX_PAUSE_S, pause_s)
+
+    def _grant(self, chosen: PoolMember, kv_blocks: int) -> FallbackGrant:
+        grant = FallbackGrant(
+            worker_id=chosen.worker_id,
+            address=chosen.address,
+            incarnation=chosen.incarnation,
+            last_epoch=self._epoch,
+            kv_blocks=kv_blocks,
+            version_digest=chosen.digest,
+        )
+        self._grants[grant] += 1
+        self._count(grant, 1)
+        return grant
+
+    def _count(self, grant: FallbackGrant, sign: int) -> None:
+        workers = self._placed.setdefault(grant.version_digest, {})
+        had = workers.get(grant.worker_id, Placed())
+        workers[grant.worker_id] = Placed(had.kv_blocks + sign * grant.kv_blocks, had.sequences + sign)

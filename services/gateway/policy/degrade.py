@@ -1,0 +1,75 @@
+"""Less than what was asked for, where the tenant prefers that to nothing. Pure.
+
+From ``cap_from_ratio`` of pressure on, outputs end earlier; from ``smaller_from_ratio`` on, a smaller model
+answers. A request whose meaning is tied to one vocabulary keeps its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.core.generation import GenerationSpec
+from services.core.records import Degrade
+
+
+class DegradationKind(StrEnum):
+    OUTPUT_CAPPED = "output_capped"
+    SMALLER_MODEL = "smaller_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Degradation:
+    """What was asked for and what is given: a number of tokens or a model. ``pressure_ratio``: of the model
+    that was asked for."""
+
+    kind: DegradationKind
+    original: str
+    applied: str
+    pressure_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class DegradeLevels:
+    """Pressure, 0..1, from which on each measure is taken where a tenant allows it."""
+
+    cap_from_ratio: float = 0.6
+    smaller_from_ratio: float = 0.85
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.cap_from_ratio <= self.smaller_from_ratio:
+            raise ValueError("outputs are capped before smaller models answer")
+
+
+def smaller_model(
+    spec: GenerationSpec, policy: Degrade, pressure_ratio: float, levels: DegradeLevels, *, by_ids: bool
+) -> str | None:
+    """Return the model that is to answer instead, None for the one that was asked for.
+
+    ``by_ids``: the prompt came as token ids.
+    """
+    if pressure_ratio < levels.smaller_from_ratio:
+        return None
+    if by_ids or spec.stop_token_ids or spec.sampling.logit_bias:  # they name tokens of one vocabulary
+        return None
+    found = policy.smaller_models.get(spec.model)
+    return found if found != spec.model else None
+
+
+def output_cap(
+    spec: GenerationSpec, policy: Degrade, pressure_ratio: float, levels: DegradeLevels
+) -> int | None:
+    """Return after how many tokens the output ends, None where that changes nothing.
+
+    Never before the least that was asked for.
+    """
+    if pressure_ratio < levels.cap_from_ratio or not policy.max_output_tokens:
+        return None
+    cap = max(policy.max_output_tokens, spec.min_output_tokens, 1)
+    return cap if cap < spec.max_output_tokens else None
+
+
+def header_value(degradations: Sequence[Degradation]) -> str:
+    """Return the degradations as one header value: kind, original and applied of each."""
+    return ", ".join(f"{one.kind}; original={one.original}; applied={one.applied}" for one in degradations)

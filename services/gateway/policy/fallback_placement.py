@@ -1,0 +1,88 @@
+"""Where a gateway places a sequence by itself while nobody leads. Pure: no clock, no I/O.
+
+Of two workers drawn at random, the one with more room (Mitzenmacher, The Power of Two Choices in Randomized
+Load Balancing, 2001): every gateway has the same old snapshot, and the best worker in it would be everyone's.
+Room is what the snapshot says, less what was placed since. What others had there ends meanwhile and nobody
+tells: where no worker has room by that count, one is *guessed* among those that may have it by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from services.core.fleet import PoolMember
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """``reserved_tokens``: the prompt and its predicted output; ``worst_case_tokens``: with all of it."""
+
+    reserved_tokens: int
+    worst_case_tokens: int
+    excluded_workers: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What this gateway placed on a worker since the snapshot, and what of it has not ended."""
+
+    kv_blocks: int = 0
+    sequences: int = 0
+
+
+NOTHING: Final = Placed()
+
+
+def blocks_of(need: Need, member: PoolMember) -> int:
+    """Return how many of the member's blocks the sequence is to hold."""
+    return -(-need.reserved_tokens // max(1, member.block_size))
+
+
+def room_tokens(member: PoolMember, placed: Placed) -> int:
+    """Return the member's room as far as it is known here; below zero after a guess."""
+    return member.kv_tokens_room - placed.kv_blocks * member.block_size
+
+
+def may_take(need: Need, member: PoolMember, placed: Placed) -> bool:
+    """Whether the worker has the room if all has ended there but what was placed since the snapshot."""
+    if member.worker_id in need.excluded_workers:
+        return False
+    if member.max_model_len and need.worst_case_tokens > member.max_model_len:
+        return False
+    free_tokens = member.kv_tokens_total - placed.kv_blocks * member.block_size
+    return blocks_of(need, member) * member.block_size <= free_tokens
+
+
+def takes(need: Need, member: PoolMember, placed: Placed) -> bool:
+    """Whether the worker has the room, by the snapshot less what was placed since."""
+    if member.slots - placed.sequences <= 0 or not may_take(need, member, placed):
+        return False
+    return blocks_of(need, member) * member.block_size <= room_tokens(member, placed)
+
+
+def choose_alone(
+    need: Need,
+    members: Iterable[PoolMember],
+    placed: Mapping[str, Placed],
+    rng: Random,
+    *,
+    closed: Callable[[str], bool] = lambda _: False,
+    check: Callable[[Need, PoolMember, Placed], bool] = takes,
+) -> PoolMember | None:
+    """Return the worker, None when none takes it. ``closed`` says which workers are left alone for now;
+    ``check=may_take`` is a guess.
+
+    The same arguments and the same state of ``rng`` give the same answer.
+    """
+    found = [
+        member
+        for member in members
+        if not closed(member.worker_id) and check(need, member, placed.get(member.worker_id, NOTHING))
+    ]
+    if not found:
+        return None
+    drawn = rng.sample(found, min(2, len(found)))
+    return max(drawn, key=lambda member: room_tokens(member, placed.get(member.worker_id, NOTHING)))

@@ -1,0 +1,58 @@
+"""How far two tenants may come apart: in what is granted to them, and in what they are served.
+
+What the counters of ``fairness`` promise, for checking and for telling: nothing is decided by it. The
+derivation is in docs/architecture/fairness.md.
+
+Pure: values only.
+"""
+
+from __future__ import annotations
+
+
+def granted_bound(
+    *,
+    sequence_tokens: float,
+    estimate_tokens: float,
+    window_tokens: float,
+    weight: float,
+    in_flight_tokens: float = 0.0,
+) -> float:
+    """Return the most that is granted to one tenant beyond what is granted to another that waits as well,
+    over their weights, sequences counted with what they turn out to cost.
+
+    All in weighted tokens: ``sequence_tokens`` of the largest sequence, ``estimate_tokens`` by which the
+    advances of what is in flight, together, may differ from that, ``in_flight_tokens`` all that is granted
+    and not finished, which counts only where estimates may be wrong. ``window_tokens``: how far ahead a
+    tenant may be that goes past one without room, over weight as the counters are. ``weight``: the smaller.
+    """
+    below = in_flight_tokens if estimate_tokens > 0.0 else 0.0
+    return window_tokens + (sequence_tokens + 3.0 * estimate_tokens + below) / weight
+
+
+def service_bound(
+    *,
+    sequence_tokens: float,
+    in_flight_tokens: float,
+    window_tokens: float,
+    weight: float,
+    estimate_tokens: float | None = None,
+    unreported_tokens: float = 0.0,
+    failovers: int = 0,
+) -> float:
+    """Return the most by which the service of two tenants differs, over their weights, in any interval in
+    which both always had something waiting, in the same class, that may use the same workers.
+
+    As in ``granted_bound``; besides, ``in_flight_tokens`` is the cost of everything granted and not finished
+    at one time (slots times the largest sequence at most), ``unreported_tokens`` what workers produce for one
+    tenant between two reports. Estimates are off by all of what is in flight at most, which is the default.
+    Each of ``failovers`` of the leader in the interval loses one report's worth of a counter.
+    """
+    wrong = in_flight_tokens if estimate_tokens is None else estimate_tokens
+    apart = granted_bound(
+        sequence_tokens=sequence_tokens,
+        estimate_tokens=wrong + unreported_tokens,
+        window_tokens=window_tokens,
+        weight=weight,
+        in_flight_tokens=in_flight_tokens,
+    )
+    return 2.0 * (apart + in_flight_tokens / weight) + failovers * unreported_tokens / weight

@@ -1,0 +1,278 @@
+"""How long a step takes on one type of worker, fitted from what the workers report.
+
+    seconds = a * steps + b * prompt tokens + c * decoded tokens + d * tokens of KV that the decodes read
+
+Least squares of the relative residual with exponential forgetting, in information form: each worker keeps
+the decayed normal equations of its own samples (the same estimate as recursive least squares; Ljung, System
+Identification, 1999), and a type's model solves the sum over its typical workers under non-negative
+coefficients. A worker is typical while the time that its recent steps took over the time that the model
+predicts is within ``TYPICAL_RATIO`` of its peers' (lower) median; the others are left out and the fit is made
+again, as in least trimmed squares (Rousseeuw, 1984). So a minority of slow workers does not bend the model of
+the rest. Pure; single writer; bounded by the pools that its owner tells it of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import sqrt
+from operator import add
+from statistics import median_low
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from services.core.fleet import PoolSnapshot
+
+SAMPLE_S: Final = 1.0
+FIT_S: Final = 2.0
+TYPICAL_RATIO: Final = 1.5
+MIN_SAMPLES: Final = 8.0  # per type, before its model is trusted
+MAX_ERROR_RATIO: Final = 0.5
+_KEEP_LONG: Final = 0.98  # per sample: the fit looks back over about fifty
+_KEEP_SHORT: Final = 0.7  # the slowness of a worker, over about three
+_MIN_BUSY_S: Final = 1e-3
+_RIDGE: Final = 1e-9
+_ROUNDS: Final = 3
+_SIZE: Final = 4
+_SUBSETS: Final = tuple(subset for size in range(_SIZE, 0, -1) for subset in combinations(range(_SIZE), size))
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Seconds per step, per prompt token, per decoded token and per token of KV that a decode reads.
+
+    ``samples`` is the effective number that it was fitted from, ``error_ratio`` the typical residual over
+    the measured time.
+    """
+
+    per_step_s: float
+    per_prefill_s: float
+    per_decode_s: float
+    per_attended_s: float
+    samples: float = 0.0
+    error_ratio: float = 1.0
+
+    def seconds(self, steps: float, prefill: float, decode: float, attended: float) -> float:
+        """Return how long steps with this work in all take."""
+        return (
+            self.per_step_s * steps
+            + self.per_prefill_s * prefill
+            + self.per_decode_s * decode
+            + self.per_attended_s * attended
+        )
+
+
+# Until reports tell better: 20,000 prompt tokens per second in steps of 10 ms.
+PRIOR: Final = StepModel(10e-3, 50e-6, 50e-6, 0.0)
+
+
+class Kind(NamedTuple):
+    """Workers that are expected to be equally fast."""
+
+    device_type: str
+    digest: str
+
+
+class Measured(Struct, frozen=True, gc=False):
+    """Steps that a worker made since its report before: what they took, and what they should have taken."""
+
+    worker_id: str
+    kind: Kind
+    steps: int
+    measured_s: float
+    predicted_s: float
+    attended_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Decayed weighted normal equations: ``xx`` the upper triangle, row by row."""
+
+    xx: list[float]
+    xy: list[float]
+    yy: float = 0.0
+
+    @staticmethod
+    def zero() -> _Sums:
+        return _Sums([0.0] * (_SIZE * (_SIZE + 1) // 2), [0.0] * _SIZE)
+
+    def add(self, x: Sequence[float], y: float) -> None:
+        weight = 1.0 / (y * y)  # the residual that is made small is relative, so that a stall says little
+        index = 0
+        for i, first in enumerate(x):
+            scaled = weight * first
+            for second in x[i:]:
+                self.xx[index] = self.xx[index] * _KEEP_LONG + scaled * second
+                index += 1
+            self.xy[i] = self.xy[i] * _KEEP_LONG + scaled * y
+        self.yy = self.yy * _KEEP_LONG + 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Track:
+    """What one pool of one worker reported. ``seen``: steps, seconds and the work, since its engine began."""
+
+    kind: Kind
+    seen: tuple[float, ...]
+    sampled_s: float
+    pending: list[float]
+    recent: list[float]
+    sums: _Sums
+    typical: bool = True
+    slowness_ratio: float = 1.0
+
+
+class StepTimes:
+    """The models of all types, and how each worker stands to the model of its type."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[tuple[str, str], _Track] = {}
+        self._models: dict[Kind, StepModel] = {}
+        self._fit_s = 0.0
+
+    def observe(self, worker_id: str, device_type: str, pool: PoolSnapshot, now_s: float) -> Measured | None:
+        """Take a report over; return the steps since the one before, None when there were none."""
+        key = worker_id, pool.digest
+        seen = (
+            pool.step_seconds,
+            pool.steps,
+            pool.prefill_tokens,
+            pool.decode_tokens,
+            pool.attended_tokens,
+        )
+        track = self._tracks.get(key)
+        if track is None or track.kind.device_type != device_type or seen[1] < track.seen[1]:
+            kind = Kind(device_type, pool.digest) if track is None else track.kind
+            if kind.device_type != device_type:
+                kind = Kind(device_type, pool.digest)
+            self._tracks[key] = _Track(kind, seen, now_s, [0.0] * 5, [0.0] * 5, _Sums.zero())
+            return None
+        if seen[1] == track.seen[1]:
+            return None
+        delta = [new - old if new > old else 0.0 for new, old in zip(seen, track.seen, strict=True)]
+        track.seen = seen
+        predicted_s = self.model(track.kind).seconds(*delta[1:])
+        track.pending = list(map(add, track.pending, delta))
+        if now_s - track.sampled_s >= SAMPLE_S and track.pending[0] >= _MIN_BUSY_S:
+            self._sample(track, now_s)
+        return Measured(worker_id, track.kind, int(delta[1]), delta[0], predicted_s, int(delta[4]))
+
+    def model(self, kind: Kind) -> StepModel:
+        """Return the model of a type, ``PRIOR`` while too little or too contradictory is known."""
+        return self._models.get(kind, PRIOR)
+
+    def slowness(self, worker_id: str, digest: str) -> float:
+        """Return measured over predicted time of the worker's recent steps; 1 while nothing is known."""
+        track = self._tracks.get((worker_id, digest))
+        return 1.0 if track is None or not track.recent[1] else track.slowness_ratio
+
+    def forget(self, worker_id: str, digests: Iterable[str]) -> None:
+        """Drop what pools of a worker reported."""
+        for digest in digests:
+            self._tracks.pop((worker_id, digest), None)
+
+    def advance(self, now_s: float) -> bool:
+        """Fit the models again when it is time to; whether it was."""
+        if now_s - self._fit_s < FIT_S:
+            return False
+        self._fit_s = now_s
+        kinds: dict[Kind, list[_Track]] = {}
+        for track in self._tracks.values():
+            if track.recent[1]:
+                kinds.setdefault(track.kind, []).append(track)
+        models = {kind: _fit(tracks) for kind, tracks in kinds.items()}
+        self._models = {kind: model for kind, model in models.items() if model is not None}
+        return True
+
+    def _sample(self, track: _Track, now_s: float) -> None:
+        """Fold what gathered since the last sample into the worker's equations."""
+        measured_s, *work = track.pending
+        track.pending = [0.0] * 5
+        track.sampled_s = now_s
+        track.recent = [
+            old * _KEEP_SHORT + new for old, new in zip(track.recent, (measured_s, *work), strict=True)
+        ]
+        model = self._models.get(track.kind)
+        if model is not None:
+            track.slowness_ratio = _ratio(track, model)
+        if track.typical:  # what it does while it is not says nothing of its type
+            track.sums.add(work, measured_s)
+
+
+def _fit(tracks: list[_Track]) -> StepModel | None:
+    """Return the model of the typical ones among the workers of a type, and mark which are."""
+    model = _solve([track for track in tracks if track.typical] or tracks)
+    typical = [track.typical for track in tracks]
+    for _ in range(_ROUNDS):
+        ratios = [_ratio(track, model) for track in tracks]
+        middle = median_low(ratios) or 1.0
+        typical = [1 / TYPICAL_RATIO <= ratio / middle <= TYPICAL_RATIO for ratio in ratios]
+        fitting = [track for track, fits in zip(tracks, typical, strict=True) if fits]
+        model = _solve(fitting)
+    for track, fits in zip(tracks, typical, strict=True):
+        track.typical = fits
+        track.slowness_ratio = _ratio(track, model)
+    trusted = model.samples >= MIN_SAMPLES and model.error_ratio <= MAX_ERROR_RATIO
+    return model if trusted else None
+
+
+def _ratio(track: _Track, model: StepModel) -> float:
+    """Measured over predicted time of the worker's recent steps."""
+    predicted_s = model.seconds(*track.recent[1:])
+    return track.recent[0] / predicted_s if predicted_s > 0 else 1.0
+
+
+def _solve(tracks: Sequence[_Track]) -> StepModel:
+    """Return the non-negative least squares solution over the sum of the workers' equations.
+
+    Every subset of the four coefficients is tried, so that the minimum is exact. What was never seen keeps
+    its prior.
+    """
+    xx = [sum(column) for column in zip(*(track.sums.xx for track in tracks), strict=True)]
+    xy = [sum(column) for column in zip(*(track.sums.xy for track in tracks), strict=True)]
+    yy = sum(track.sums.yy for track in tracks)
+    diagonal = [xx[0], xx[4], xx[7], xx[9]]
+    scale = [1.0 / sqrt(value) if value > 0 else 0.0 for value in diagonal]
+    best_gain, best = 0.0, [0.0] * _SIZE
+    for subset in _SUBSETS:
+        if not all(scale[i] for i in subset):
+            continue
+        matrix = [[xx[_at(i, j)] * scale[i] * scale[j] for j in subset] for i in subset]
+        right = [xy[i] * scale[i] for i in subset]
+        found = _linear(matrix, right)
+        gain = sum(value * known for value, known in zip(found, right, strict=True))
+        if min(found) >= 0.0 and gain > best_gain:
+            best_gain, best = gain, [0.0] * _SIZE
+            for i, value in zip(subset, found, strict=True):
+                best[i] = value * scale[i]
+    prior = (PRIOR.per_step_s, PRIOR.per_prefill_s, PRIOR.per_decode_s, PRIOR.per_attended_s)
+    known = [value if scale[i] else prior[i] for i, value in enumerate(best)]
+    error_ratio = sqrt(max(0.0, 1.0 - best_gain / yy)) if yy > 0 else 1.0
+    return StepModel(known[0], known[1], known[2], known[3], samples=yy, error_ratio=error_ratio)
+
+
+def _at(i: int, j: int) -> int:
+    """Where the element is in the upper triangle, row by row."""
+    low, high = (i, j) if i <= j else (j, i)
+    return low * _SIZE - low * (low - 1) // 2 + high - low
+
+
+def _linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small positive definite system, ridged so that it is not singular, by elimination."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(size):
+        rows[i][i] += _RIDGE
+    for i in range(size):
+        pivot = rows[i][i] or _RIDGE
+        for j in range(i + 1, size):
+            factor = rows[j][i] / pivot
+            for k in range(i, size + 1):
+                rows[j][k] -= factor * rows[i][k]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(rows[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (rows[i][size] - rest) / (rows[i][i] or _RIDGE)
+    return found

@@ -1,0 +1,68 @@
+"""How many tokens each tenant uses per minute, for telling who is above what was promised to it.
+
+Pure: time is an argument, in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+WINDOW_S: Final = 60.0
+_SLICE_S: Final = 10.0
+_KEPT: Final = round(WINDOW_S / _SLICE_S) + 1
+
+
+@dataclass(slots=True)
+class _Use:
+    """Tokens by slice of time; ``number`` is that of the newest slice, and one more than a minute is kept."""
+
+    number: int
+    slices: list[int]
+
+    def turn_to(self, number: int) -> None:
+        for passed in range(self.number + 1, min(number, self.number + _KEPT) + 1):
+            self.slices[passed % _KEPT] = 0
+        self.number = max(self.number, number)
+
+
+class TenantRates:
+    """Tokens of the last minute, of at most ``max_tenants``, counted in slices of ten seconds.
+
+    The tenant that was not heard of for longest is forgotten first: it counts as one that used nothing.
+    """
+
+    def __init__(self, max_tenants: int = 16384) -> None:
+        self._max = max_tenants
+        self._uses: OrderedDict[str, _Use] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def note(self, tenant: str, tokens: int, now_s: float) -> None:
+        """Count tokens that were computed for the tenant."""
+        number = int(now_s // _SLICE_S)
+        use = self._uses.get(tenant)
+        if use is None:
+            while len(self._uses) >= self._max:
+                self._uses.popitem(last=False)
+            use = self._uses[tenant] = _Use(number, [0] * _KEPT)
+        self._uses.move_to_end(tenant)
+        if number != use.number:
+            use.turn_to(number)
+        use.slices[number % _KEPT] += tokens
+
+    def tokens_per_minute(self, tenant: str, now_s: float) -> int:
+        """Return the tokens of the last minute; of its oldest slice the share that is within it."""
+        use = self._uses.get(tenant)
+        if use is None:
+            return 0
+        number, into_s = divmod(now_s, _SLICE_S)
+        use.turn_to(int(number))
+        oldest = use.slices[(use.number + 1) % _KEPT]
+        return sum(use.slices) - round(oldest * into_s / _SLICE_S)
+
+    def is_over(self, tenant: str, committed_per_minute: int, now_s: float) -> bool:
+        """Whether the tenant uses more than was promised. Without a promise everything is within it."""
+        return committed_per_minute > 0 and self.tokens_per_minute(tenant, now_s) > committed_per_minute

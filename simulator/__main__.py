@@ -1,0 +1,31 @@
+"""``python -m simulator``: sim, simulate, compare, calibrate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Final
+
+# Each command is a module with ``main(arguments) -> exit status``; it is imported only when it is asked for.
+COMMANDS: Final = {
+    "sim": ("simulator.fleet.command", "run seeds of mixed faults and check every invariant"),
+    "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
+    "simulate": ("simulator.lab.command", "run a scenario and report latencies, goodput and fairness"),
+    "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
+    "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit status."""
+    if not arguments or arguments[0] not in COMMANDS:
+        for name, (_, text) in COMMANDS.items():
+            print(f"  python -m simulator {name:10} {text}")
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    command: Callable[[Sequence[str]], int] = import_module(COMMANDS[arguments[0]][0]).main
+    return command(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

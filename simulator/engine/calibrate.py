@@ -1,0 +1,302 @@
+"""``fairway calibrate``: a cost model fitted to a live worker, through its public API and its metrics.
+
+A fixed plan of phases is sent, from one short request at a time to many long ones; around each, the worker's
+own counters are read. They say what its steps computed and how long these took, so neither the network nor
+the queue is in the measurement, and other requests that the worker serves meanwhile are work like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from simulator.engine.cost_model import cost_model, encode
+from simulator.engine.fit import Fit, NotEnough, Observation, fit
+
+MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+REQUEST_S: Final = 300.0
+LOCAL: Final = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listening addresses to call
+
+
+class CalibrationFailed(Exception):
+    """What could not be measured, and what to do next."""
+
+
+class NotCounted(CalibrationFailed):
+    """The worker has no counters of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """``count`` requests, ``at_once`` of them at a time, of ``prompt`` tokens in and ``output`` out."""
+
+    count: int
+    at_once: int
+    prompt: int
+    output: int
+
+
+# Prefill alone; decodes of few and of many, with little and with much KV; both together.
+PLAN: Final = (
+    Phase(4, 1, 16, 2),
+    Phase(4, 1, 128, 2),
+    Phase(4, 1, 448, 2),
+    Phase(8, 4, 448, 2),
+    Phase(2, 1, 4, 96),
+    Phase(4, 2, 4, 96),
+    Phase(8, 4, 4, 96),
+    Phase(16, 8, 4, 96),
+    Phase(32, 16, 4, 64),
+    Phase(4, 2, 384, 96),
+    Phase(16, 8, 384, 96),
+    Phase(32, 16, 384, 64),
+    Phase(24, 8, 192, 32),
+)
+# The same in short, for a first idea: the same kinds of work, fewer and shorter requests.
+SHORT_PLAN: Final = (
+    Phase(4, 2, 16, 2),
+    Phase(4, 2, 128, 2),
+    Phase(4, 2, 448, 2),
+    Phase(4, 2, 4, 32),
+    Phase(8, 4, 4, 32),
+    Phase(8, 8, 4, 24),
+    Phase(4, 2, 384, 32),
+    Phase(8, 8, 384, 24),
+)
+FIRST_REQUESTS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a worker's engine did since it started, and how many sequences ended there."""
+
+    steps: int
+    prefill_tokens: int
+    output_tokens: int
+    attended_tokens: int
+    ended: int
+    seconds: float
+
+    def since(self, earlier: Counters) -> Observation:
+        """Return the work in between. Of each sequence's output the first token comes from its prefill.
+
+        Sequences are counted where they ran: of the requests that are sent, others' workers serve some.
+        """
+        return Observation(
+            self.steps - earlier.steps,
+            self.prefill_tokens - earlier.prefill_tokens,
+            max(0, self.output_tokens - earlier.output_tokens - (self.ended - earlier.ended)),
+            self.attended_tokens - earlier.attended_tokens,
+            self.seconds - earlier.seconds,
+        )
+
+
+def read_counters(text: str, model: str) -> Counters:
+    """Return a worker's counters for a model from its /metrics. Raises NotCounted."""
+    found: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.labels.get("model") == model:
+                key = (sample.name, sample.labels.get("kind", ""))  # reasons of an end are summed up
+                found[key] = found.get(key, 0.0) + sample.value
+    try:
+        return Counters(
+            steps=int(found["fairway_worker_step_seconds_count", ""]),
+            prefill_tokens=int(found["fairway_worker_tokens_total", "prefill"]),
+            output_tokens=int(found["fairway_worker_tokens_total", "output"]),
+            attended_tokens=int(found["fairway_worker_attended_tokens_total", ""]),
+            ended=int(found["fairway_worker_sequences_ended_total", ""]),
+            seconds=found["fairway_worker_step_seconds_sum", ""],
+        )
+    except KeyError as error:
+        raise NotCounted(
+            f"the metrics have no {error.args[0][0]} for {model}: name a worker that serves it"
+        ) from error
+
+
+def measure(
+    plan: Sequence[Phase],
+    *,
+    send: Callable[[int, int, int], None],
+    counters: Callable[[], Counters],
+    most_context: int = 0,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[Observation]:
+    """Return one observation per phase. ``send(number, prompt, output)`` returns when its answer is there.
+
+    Prompts and outputs are cut to ``most_context`` tokens together, 0 for no limit.
+    """
+    observations: list[Observation] = []
+    number = 0
+    for phase in plan:
+        output = min(phase.output, most_context // 2) if most_context else phase.output
+        prompt = min(phase.prompt, most_context - output) if most_context else phase.prompt
+        before = counters()
+        with ThreadPoolExecutor(phase.at_once) as pool:
+            sent = [pool.submit(send, number + index, prompt, output) for index in range(phase.count)]
+            for each in sent:
+                each.result()
+        number += phase.count
+        seen = counters().since(before)
+        observations.append(seen)
+        note(
+            f"{phase.count} requests, {phase.at_once} at once, {prompt} tokens in, {output} out: "
+            f"{seen.steps} steps of {seen.seconds / max(1, seen.steps) * 1e3:.3f} ms"
+        )
+    return observations
+
+
+class Installation:
+    """A running installation, by its HTTP face and one worker's metrics."""
+
+    def __init__(self, *, http: str, api_key: str, model: str, metrics: str) -> None:
+        self._http, self._api_key, self._model, self._metrics = http, api_key, model, metrics
+
+    def send(self, number: int, prompt: int, output: int) -> None:
+        """Return when a request of these sizes was answered. Raises CalibrationFailed."""
+        ids = [3 + (number * 31 + index * 7) % 90 for index in range(prompt)]
+        body = {
+            "model": self._model,
+            "prompt": ids,
+            "max_tokens": output,
+            "min_tokens": output,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        request = urllib.request.Request(
+            f"{self._http}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"authorization": f"Bearer {self._api_key}", "content-type": "application/json"},
+        )
+        _fetch(request)
+
+    def start(self) -> None:
+        """Return once the worker has counters: after its first sequence, and others may get some before it.
+
+        Raises CalibrationFailed when FIRST_REQUESTS of them did not reach it.
+        """
+        for left in reversed(range(FIRST_REQUESTS)):
+            self.send(left, 8, 8)
+            try:
+                self.counters()
+            except NotCounted:
+                if not left:
+                    raise
+            else:
+                return
+
+    def counters(self) -> Counters:
+        return read_counters(_fetch(urllib.request.Request(f"{self._metrics}/metrics")), self._model)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, fit, print and write; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        like = cost_model(options.like)
+        installation = _installation(options)
+        installation.start()
+        observations = measure(
+            SHORT_PLAN if options.short else PLAN,
+            send=installation.send,
+            counters=installation.counters,
+            most_context=options.max_context,
+            note=print,
+        )
+        found = fit(observations, like, name=options.name)
+        options.output.write_bytes(encode(found.model))
+    except (CalibrationFailed, NotEnough, ValueError) as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"calibrate: {options.output} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    print(describe(found))
+    print(f"written to {options.output}: `fairway simulate SCENARIO --preset {options.output}`")
+    return 0
+
+
+def describe(found: Fit) -> str:
+    """Return a fit in words."""
+    model = found.model
+    return "\n".join(
+        (
+            f"{model.name}, from {found.observations} measurements",
+            f"  a step          {model.base_s * 1e3:10.4f} ms",
+            f"  a prompt token  {model.prefill_token_s * 1e6:10.3f} us",
+            f"  a decode        {model.decode_sequence_s * 1e6:10.3f} us",
+            f"  a token of KV   {model.attended_token_s * 1e9:10.3f} ns",
+            f"  error: median {found.median_error:.1%}, 90th percentile {found.p90_error:.1%}, "
+            f"median of what was held out {found.held_out_error:.1%}",
+        )
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fairway calibrate", description=__doc__)
+    parser.add_argument(
+        "--endpoints", type=Path, default=Path(".fairway/endpoints.json"), help="of the installation"
+    )
+    parser.add_argument("--worker", default="", help="its process, such as worker-0; the only one if empty")
+    parser.add_argument("--model", default="", help="what to ask for; the installation's own if empty")
+    parser.add_argument("--name", default="calibrated", help="of the cost model")
+    parser.add_argument("--like", default="tiny-cpu", help="preset whose sizes of memory it has")
+    parser.add_argument("--max-context", type=int, default=0, help="tokens of prompt and output together")
+    parser.add_argument("--output", type=Path, default=Path("cost-model.json"))
+    parser.add_argument("--short", action="store_true", help="a fourth of the requests, for a worse fit")
+    return parser
+
+
+def _installation(options: argparse.Namespace) -> Installation:
+    try:
+        content: Any = json.loads(options.endpoints.read_bytes())
+        metrics: dict[str, str] = content["metrics"]
+        workers = [name for name in metrics if name.startswith("worker")]
+        worker = options.worker or (workers[0] if len(workers) == 1 else "")
+        if worker not in metrics:
+            raise CalibrationFailed(f"name the process to measure with --worker: {', '.join(workers)}")
+        return Installation(
+            http=_url(content["http"]),
+            api_key=content["api_key"],
+            model=options.model or content["model"],
+            metrics=_url(metrics[worker]),
+        )
+    except OSError as error:
+        raise CalibrationFailed(
+            f"{options.endpoints}: {error.strerror}; `fairway up` writes it, --endpoints names it"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CalibrationFailed(f"{options.endpoints} is no endpoints.json of `fairway up`") from error
+
+
+def _url(address: str) -> str:
+    if address.startswith(("http://", "https://")):
+        return address.rstrip("/")
+    host, _, port = address.rpartition(":")
+    return f"http://{LOCAL.get(host, host)}:{port}"
+
+
+def _fetch(request: urllib.request.Request) -> str:
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+            content: bytes = answer.read(MAX_ANSWER_BYTES)
+            return content.decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        detail = error.read(2048).decode("utf-8", "replace")
+        raise CalibrationFailed(f"{request.full_url} answered {error.code}: {detail}") from error
+    except OSError as error:
+        raise CalibrationFailed(f"{request.full_url} does not answer: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""A device's KV by counts: blocks that sequences hold, and prefix blocks that stay behind until evicted.
+
+Blocks have no contents here, so they need no identity: a sequence's own block is ``OWN``, a shared one the
+name of its prefix. A prefix block of ``PREFIX_BLOCK_TOKENS`` is several blocks. It belongs to the cache from
+the step that computed it, is held while a sequence uses it, and is free otherwise: evicted, least recently
+used first, when blocks are needed. Of one prefix the end is older than the beginning, since it is of no use
+without. Output is cached when it ends, not block by block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
+from services.worker.engine.block_manager import OutOfBlocks
+from services.worker.engine.sequence import SequenceState
+
+OWN: Final = 0  # prefixes are never named so
+
+
+class KvPool:
+    """Implements ``BlockPool`` and ``PrefixReuse``. ``cache`` false: no prefix is ever found."""
+
+    def __init__(self, blocks_total: int, block_size: int, *, cache: bool = True) -> None:
+        if blocks_total < 1 or block_size < 1 or (cache and PREFIX_BLOCK_TOKENS % block_size):
+            raise ValueError(f"{blocks_total} blocks of {block_size} tokens are no pool")
+        self.blocks_total = blocks_total
+        self.block_size = block_size
+        self._cache = cache
+        self._each = PREFIX_BLOCK_TOKENS // block_size if cache else 1  # blocks of a prefix block
+        self._own = 0
+        self._holders: dict[int, int] = {}  # by the name of each prefix block that is here
+        self._idle: dict[int, None] = {}  # those without holders, least recently used first
+        self._chains: dict[int, list[int]] = {}  # by handle: the root, then the names of its prefix blocks
+        self._added: dict[int, None] = {}
+        self._removed: dict[int, None] = {}
+
+    # --- BlockPool ----------------------------------------------------------------------------------
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that nobody holds; those of idle prefixes are among them."""
+        return self.blocks_total - self.blocks_used
+
+    @property
+    def blocks_used(self) -> int:
+        return self._own + (len(self._holders) - len(self._idle)) * self._each
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Prefix blocks that are here, held or idle."""
+        return len(self._holders)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def allocate(self, count: int, *, after: int | None = None, expected: int = 0) -> list[int]:
+        if count > self.blocks_free:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.blocks_free} free")
+        self._own += count
+        while self._own + len(self._holders) * self._each > self.blocks_total:
+            self._evict()
+        return [OWN] * count
+
+    def release(self, blocks: Iterable[int]) -> None:
+        held = blocks if isinstance(blocks, list) else list(blocks)
+        own = held.count(OWN)
+        self._own -= own
+        assert self._own >= 0, "blocks released twice"
+        # The end first: it is to be evicted before what comes before it.
+        for index in range(len(held) - own - self._each, -1, -self._each):
+            self._let_go(held[index])
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
+        counted = Counter(name for table in held for name in table)
+        assert self._own == counted.pop(OWN, 0), "own blocks leaked"
+        assert counted == {name: n * self._each for name, n in self._holders.items() if n}, "holders are off"
+        assert list(self._idle) == [name for name in self._idle if not self._holders[name]]
+        assert len(self._idle) == sum(not n for n in self._holders.values()), "an idle prefix is lost"
+        assert self._own + len(self._holders) * self._each <= self.blocks_total, "more blocks than there are"
+
+    # --- PrefixReuse --------------------------------------------------------------------------------
+
+    def reusable(self, sequence: SequenceState) -> tuple[int, int]:
+        names = self._found(sequence)
+        shared = sum(self._holders[name] > 0 for name in names)
+        return len(names) * PREFIX_BLOCK_TOKENS, shared * self._each
+
+    def attach(self, sequence: SequenceState) -> list[int]:
+        blocks: list[int] = []
+        for name in self._found(sequence):
+            self._hold(name)
+            blocks += [name] * self._each
+        return blocks
+
+    # --- the cache ----------------------------------------------------------------------------------
+
+    def know(self, handle: int, root: int, names: Sequence[int]) -> None:
+        """Note the names of a prompt's prefix blocks, and the root that they are chained to."""
+        if self._cache and (root or names):
+            self._chains[handle] = [root, *names]
+
+    def forget(self, handle: int) -> None:
+        """The sequence is gone; what it computed stays."""
+        self._chains.pop(handle, None)
+
+    def publish(self, sequence: SequenceState, *, computed: int, output: bool = False) -> None:
+        """Give the cache the whole prefix blocks among the first ``computed`` tokens of a sequence.
+
+        Those of the prompt have names; with ``output`` the chain is continued over what comes after. A block
+        that is here already is shared from now on, and the sequence's own is free.
+        """
+        chain = self._chains.get(sequence.handle)
+        if chain is None:
+            return
+        whole = computed // PREFIX_BLOCK_TOKENS
+        if output:
+            _continue(chain, sequence, whole)
+        table, each = sequence.blocks, self._each
+        first = (len(table) - table.count(OWN)) // each
+        for index in range(first, min(whole, len(chain) - 1)):
+            name = chain[index + 1]
+            if name not in self._holders:
+                self._add(name)
+            self._hold(name)
+            self._own -= each
+            table[index * each : (index + 1) * each] = [name] * each
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """Return the names that came and went since the call before; one that did both is in neither."""
+        if not (self._added or self._removed):
+            return [], []
+        added, removed = list(self._added), list(self._removed)
+        self._added, self._removed = {}, {}
+        return added, removed
+
+    def _found(self, sequence: SequenceState) -> list[int]:
+        chain = self._chains.get(sequence.handle)
+        if chain is None:
+            return []
+        most = (len(sequence.tokens) - 1) // PREFIX_BLOCK_TOKENS  # the last token is always computed
+        found: list[int] = []
+        for name in chain[1 : most + 1]:
+            if name not in self._holders:
+                break
+            found.append(name)
+        return found
+
+    def _add(self, name: int) -> None:
+        self._holders[name] = 0
+        self._idle[name] = None
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._added[name] = None
+
+    def _hold(self, name: int) -> None:
+        if not self._holders[name]:
+            del self._idle[name]
+        self._holders[name] += 1
+
+    def _let_go(self, name: int) -> None:
+        assert self._holders[name] > 0, "a prefix block released twice"
+        self._holders[name] -= 1
+        if not self._holders[name]:
+            self._idle[name] = None
+
+    def _evict(self) -> None:
+        name = next(iter(self._idle))
+        del self._idle[name]
+        del self._holders[name]
+        if name in self._added:
+            del self._added[name]
+        else:
+            self._removed[name] = None
+
+
+def _continue(chain: list[int], sequence: SequenceState, whole: int) -> None:
+    """Extend the chain over the whole blocks that the prompt's names do not reach."""
+    for index in range(len(chain) - 1, whole):
+        start = index * PREFIX_BLOCK_TOKENS
+        block = array("I", sequence.tokens[start : start + PREFIX_BLOCK_TOKENS])
+        chain.append(extend(chain[-1], block.tobytes()))

@@ -1,0 +1,401 @@
+"""An engine process without a device: the production engine and planner, on a cost model's time.
+
+Each step is planned when it starts and told when it ends, as the agent sees a real one. Steps in which
+nothing else can happen are one event: while the same sequences decode, nobody can start, and no output,
+credit or block limit is reached, the plan of each next step is known. What such a *window* holds is written
+down at its end. A command that arrives meanwhile ends it with the step that is under way, which is when a
+real engine would have read the command. The result is that of step-by-step execution, token by token and time
+by time; only the telling of a window's tokens waits: for its end, and for that of a single step that follows
+it, ``coalesce_s`` at most.
+"""
+
+from __future__ import annotations
+
+import math
+from asyncio import TimerHandle
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from services.ports.clock import Clock
+from services.worker import engine_protocol as wire
+from services.worker.engine.core import Engine
+from services.worker.engine.planner import MAX_LONG_PREFILLS, PlannerLimits
+from services.worker.engine.sequence import Status
+from services.worker.engine.validation import ModelLimits
+from services.worker.policy.prefill_budget import PrefillBudget
+from simulator.engine.cost_model import CostModel
+from simulator.engine.kv_pool import KvPool
+from simulator.engine.sim_executor import OutputLength, SimExecutor, SimIntake, sim_tokens
+from simulator.engine.tokens import Vocabulary
+
+HEARTBEAT_S: Final = 1.0
+COMMAND_S: Final = 0.0001  # a command's way to an idle engine; what is sent within it is read together
+LATE_S: Final = 1e-6  # a timer that fires later than that was held up: its process was paused
+MAX_WINDOW_STEPS: Final = 1024
+MAX_INBOX: Final = 1 << 16  # commands that an engine that hangs leaves unread
+
+CallAt = Callable[[float, Callable[[], None]], TimerHandle]
+Tell = Callable[[wire.Stepped | wire.Heartbeat], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SimEngineSpec:
+    """``kv_blocks`` 0: as many as the cost model's memory holds. ``coalesce_s`` 0: every step is an event."""
+
+    cost: CostModel
+    kv_blocks: int = 0
+    block_size: int = 16
+    token_budget: int = 2048
+    max_sequences: int = 256
+    max_model_len: int = 131_072
+    max_long_prefills: int = MAX_LONG_PREFILLS
+    itl_target_s: float = 0.05
+    vocab_size: int = 32_000
+    eos_id: int | None = None
+    prefix_cache: bool = True
+    coalesce_s: float = 0.1
+
+    @property
+    def blocks(self) -> int:
+        return self.kv_blocks or self.cost.kv_blocks(self.block_size)
+
+    @property
+    def context_tokens(self) -> int:
+        """What a sequence may have: a context that the pool cannot hold is not promised."""
+        return min(self.max_model_len, self.blocks * self.block_size)
+
+    @property
+    def full_step_s(self) -> float:
+        return self.cost.step_s(self.token_budget, 0, 0)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Steps that are decided and not yet written down: when each ends, and what it takes."""
+
+    ends_s: list[float]
+    steps_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Untold:
+    """A window that is written down: when its steps ended, and their event."""
+
+    ends_s: list[float]
+    event: wire.Stepped
+
+
+class SimEngine:
+    """Takes an agent's commands by ``send``; ``tell`` hears of each step, or window of steps, at its end.
+
+    ``call_at`` sets a timer on ``clock``. ``observe`` is called with the end of each step of a ``Stepped``,
+    before it is told. Single-threaded, in the process that it belongs to.
+    """
+
+    def __init__(
+        self,
+        spec: SimEngineSpec,
+        *,
+        clock: Clock,
+        call_at: CallAt,
+        tell: Tell,
+        output_length: OutputLength | None = None,
+        observe: Callable[[list[float], wire.Stepped], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.pool = KvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
+        self._clock = clock
+        self._call_at = call_at
+        self._tell = tell
+        self._observe = observe
+        vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
+        self._executor = executor = SimExecutor(spec.cost, self.pool, vocabulary)
+        self._intake = SimIntake(self.pool, vocabulary, output_length)
+        self._engine = Engine(
+            executor,
+            blocks=self.pool,
+            limits=PlannerLimits(spec.token_budget, spec.max_sequences, spec.max_long_prefills),
+            model=ModelLimits(spec.vocab_size, spec.context_tokens),
+            eos_ids=frozenset() if spec.eos_id is None else frozenset({spec.eos_id}),
+            clock=lambda: executor.elapsed_s,
+            budget=self._budget(),
+            reuse=self.pool,
+            intake=self._intake,
+        )
+        self._planner = self._engine.planner
+        self._inbox: list[wire.Submit | wire.Credit | wire.Cancel] = []
+        self._at_s = 0.0  # when the step under way began, or the next begins
+        self._busy = False
+        self._event: wire.Stepped | None = None  # of the step under way
+        self._window: _Window | None = None
+        self._untold: _Untold | None = None  # a window that is told with the step under way
+        self._timer: TimerHandle | None = None
+        self._skipped_steps = 0  # those of windows, which the engine has not counted
+        self._hung = False
+        self._dead = False
+
+    def start(self) -> None:
+        """Beat from now on; the engine is loaded."""
+        self._rest(self._clock.monotonic_s())
+
+    # --- the agent's side -----------------------------------------------------------------------------
+
+    def send(self, command: wire.Command) -> bool:
+        """Take a command; False once the process is gone."""
+        if self._dead or len(self._inbox) >= MAX_INBOX:
+            return False
+        if isinstance(command, wire.Shutdown):
+            self.crash()
+            return True
+        self._inbox.append(command)
+        if self._hung:
+            return True
+        if not self._busy:
+            self._busy = True
+            self._set(self._clock.monotonic_s() + COMMAND_S, self._wake)
+        elif self._window is not None and self._matters(command):
+            self._cut(self._window)
+        return True
+
+    # --- faults -----------------------------------------------------------------------------------------
+
+    def slow(self, factor: float) -> None:
+        """Steps that begin from now on take ``factor`` times as long."""
+        if self._window is not None and not self._hung:
+            self._cut(self._window)
+        self._executor.slow_factor = factor
+
+    def hang(self) -> None:
+        """Say and do nothing until ``unhang``."""
+        if not self._hung and not self._dead:
+            self._hung = True
+            self._stop_timer()
+            if self._window is not None:  # where it got to; the step under way ends when it goes on
+                self._shorten(self._window)
+
+    def unhang(self) -> None:
+        """Go on where it stopped."""
+        if not self._hung or self._dead:
+            return
+        self._hung = False
+        now_s = self._clock.monotonic_s()
+        if not self._busy:
+            self._busy = True
+            self._set(now_s, self._wake)
+        elif self._window is None and self._event is None:
+            self._set(now_s, self._wake)
+        else:
+            self._set(max(now_s, self._at_s), self._end_step)
+
+    def crash(self) -> None:
+        """The process is gone, with all that it held. Idempotent."""
+        self._dead = True
+        self._stop_timer()
+        self._window, self._event, self._untold = None, None, None
+        self._inbox.clear()
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when blocks leaked or a sequence was lost."""
+        self._engine.check_integrity()
+        ending = 0 if self._event is None else len(self._event.finished)  # of the step under way
+        live = self._planner.running + self._planner.waiting + ending
+        assert len(self._intake.live) == live, "a sequence is kept"
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._next(self._clock.monotonic_s())
+
+    def _next(self, now_s: float) -> None:
+        """Begin a step, or a window of them, at ``now_s``; rest when there is nothing to do."""
+        if self._inbox:
+            self._apply()
+        if not self._engine.has_work:
+            self._rest(now_s)
+            return
+        self._busy = True
+        steps = self._steady_steps()
+        if steps > 1:
+            self._window = self._window_of(now_s, steps)
+            self._at_s = self._window.ends_s[-1]
+        else:
+            self._executor.elapsed_s = 0.0
+            self._event = event = self._engine.step()
+            self._at_s = now_s + event.step_s
+        self._set(self._at_s, self._end_step)
+
+    def _end_step(self) -> None:
+        """Tell what ended, and go on."""
+        window, event, end_s = self._window, self._event, self._at_s
+        self._window, self._event = None, None
+        now_s = self._clock.monotonic_s()
+        next_s = end_s if now_s - end_s <= LATE_S else now_s
+        if window is not None:
+            began_s = window.ends_s[0] - window.steps_s[0]
+            self._untold = _Untold(window.ends_s, self._write_down(window))
+            self._next(next_s)
+            if self._event is None or self._at_s - began_s > self.spec.coalesce_s:
+                self._tell_window()
+            return
+        assert event is not None, "a step ended that had not begun"
+        event = self._complete(event)
+        self._tell_window()
+        self._tell_step([end_s], event)
+        if not self._dead and not self._hung:  # the agent may have answered
+            self._next(next_s)
+
+    def _tell_window(self) -> None:
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            self._tell_step(untold.ends_s, untold.event)
+
+    def _tell_step(self, ends_s: list[float], event: wire.Stepped) -> None:
+        if self._observe is not None:
+            self._observe(ends_s, event)
+        self._tell(event)
+
+    def _rest(self, now_s: float) -> None:
+        self._busy = False
+        self._set(now_s + HEARTBEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        beat = self._engine.heartbeat()
+        self._tell(msgspec.structs.replace(beat, step=beat.step + self._skipped_steps))
+        if not self._busy and not self._dead and not self._hung:
+            self._rest(self._clock.monotonic_s())
+
+    def _apply(self) -> None:
+        commands, self._inbox = self._inbox, []
+        for command in commands:
+            self._engine.apply(command)
+            if isinstance(command, wire.Cancel):
+                for handle in command.handles:
+                    self._intake.forget(handle)
+
+    def _complete(self, event: wire.Stepped) -> wire.Stepped:
+        """Return a single step's event with what the engine does not know of."""
+        for handle in event.finished:
+            self._intake.forget(handle)
+        added, removed = self.pool.take_changes()
+        if self._skipped_steps or added or removed:
+            event = msgspec.structs.replace(
+                event, step=event.step + self._skipped_steps, prefix_added=added, prefix_removed=removed
+            )
+        return event
+
+    # --- windows ----------------------------------------------------------------------------------------
+
+    def _steady_steps(self) -> int:
+        """Return how many of the next steps decode the same sequences and do nothing else, at least 1."""
+        planner, most_s = self._planner, self.spec.coalesce_s
+        if most_s <= 0.0 or not planner.only_decodes:
+            return 1
+        steps, attended = MAX_WINDOW_STEPS, 0
+        for sequence in planner.decoding:
+            tokens = sim_tokens(sequence)
+            length = tokens.length
+            attended += length
+            left = tokens.end - length - 1
+            if sequence.pause_at < tokens.prompt_tokens + sequence.sampling.max_tokens:
+                # Its reader gives credit as it reads: what is told late is to leave it time for that.
+                left = min(left, (sequence.pause_at - length) // 2)
+            else:
+                left = min(left, sequence.pause_at - length - 1)
+            if left < steps:
+                if left < 2:
+                    return 1
+                steps = left
+        steps = min(steps, int(most_s / self._executor.decode_s(len(planner.decoding), attended)))
+        while steps > 1 and planner.blocks_ahead(steps) > self.pool.blocks_free:
+            steps //= 2
+        return max(1, steps)
+
+    def _window_of(self, now_s: float, steps: int) -> _Window:
+        decodes = len(self._planner.decoding)
+        attended = sum(len(sequence.tokens) for sequence in self._planner.decoding)
+        steps_s = [self._executor.decode_s(decodes, attended + decodes * step) for step in range(steps)]
+        ends_s: list[float] = []
+        for step_s in steps_s:
+            now_s += step_s
+            ends_s.append(now_s)
+        return _Window(ends_s, steps_s)
+
+    def _write_down(self, window: _Window) -> wire.Stepped:
+        """Carry out a window's steps at once; return them as one event."""
+        planner, steps = self._planner, len(window.ends_s)
+        decoding = planner.decoding
+        planner.grow_ahead(steps)
+        handles = [sequence.handle for sequence in decoding]
+        attended = sum(len(sequence.tokens) for sequence in decoding)
+        rows = []
+        for sequence in decoding:
+            tokens = sim_tokens(sequence)
+            rows.append(tokens.take(steps))
+            sequence.computed += steps
+        for step_s in window.steps_s:
+            planner.measured(0, step_s)
+        self._skipped_steps += steps
+        added, removed = self.pool.take_changes()
+        return wire.Stepped(
+            step=self._engine.heartbeat().step + self._skipped_steps,
+            step_s=math.fsum(window.steps_s),
+            handles=handles * steps,
+            tokens=[token for step in zip(*rows, strict=True) for token in step],
+            finished={},
+            prefill_tokens=0,
+            kv_blocks_used=self.pool.blocks_used,
+            running=planner.running,
+            waiting=planner.waiting,
+            preemptions=planner.preemptions,
+            attended_tokens=steps * attended + len(decoding) * (steps * (steps - 1) // 2),
+            prefix_added=added,
+            prefix_removed=removed,
+        )
+
+    def _matters(self, command: wire.Submit | wire.Credit | wire.Cancel) -> bool:
+        """Whether a command changes what the steps of the window would do."""
+        if isinstance(command, wire.Submit):
+            return True
+        live = self._intake.live
+        if isinstance(command, wire.Cancel):
+            return any(handle in live for handle in command.handles)
+        waits = (Status.STALLED, Status.PARKED)
+        return any(handle in live and live[handle].status in waits for handle in command.handles)
+
+    def _cut(self, window: _Window) -> None:
+        """End the window with the step that is under way."""
+        if self._shorten(window):
+            self._set(self._at_s, self._end_step)
+
+    def _shorten(self, window: _Window) -> bool:
+        kept = bisect_left(window.ends_s, self._clock.monotonic_s()) + 1
+        if kept >= len(window.ends_s):
+            return False
+        del window.ends_s[kept:], window.steps_s[kept:]
+        self._at_s = window.ends_s[-1]
+        return True
+
+    # --- timers -----------------------------------------------------------------------------------------
+
+    def _set(self, when_s: float, call: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self._call_at(when_s, call)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _budget(self) -> PrefillBudget | None:
+        spec = self.spec
+        if not spec.itl_target_s:
+            return None
+        return PrefillBudget(spec.itl_target_s, most_tokens=spec.token_budget, full_step_s=spec.full_step_s)

@@ -1,0 +1,112 @@
+"""What the production engine runs its batches on: no tensors, a cost and tokens that are a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from services.worker.engine.core import Intake
+from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.keyed import sequence_key
+from services.worker.engine.sequence import SequenceState
+from services.worker.engine.validation import ModelLimits, size_refusal
+from services.worker.engine_protocol import Submit
+from simulator.engine.cost_model import CostModel, span_tokens
+from simulator.engine.kv_pool import KvPool
+from simulator.engine.tokens import NEVER, SimTokens, Vocabulary
+
+# How many tokens a request's output has, the end-of-sequence token included; None: up to its max_tokens.
+OutputLength = Callable[[Submit], int | None]
+
+
+def sim_tokens(sequence: SequenceState) -> SimTokens:
+    """Return a sequence's tokens as what ``SimIntake`` made them."""
+    return cast(SimTokens, sequence.tokens)
+
+
+class SimIntake(Intake):
+    """Sequences that keep a prompt as it came and their output as a count."""
+
+    def __init__(self, pool: KvPool, vocabulary: Vocabulary, output_length: OutputLength | None) -> None:
+        self._pool = pool
+        self._vocabulary = vocabulary
+        self._output_length = output_length
+        self.live: dict[int, SequenceState] = {}
+
+    def refusal(self, command: Submit, model: ModelLimits) -> str | None:
+        """Sizes only: what a simulation submits went through the gateway's validator."""
+        return size_refusal(command, model)
+
+    def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
+        sampling = command.sampling
+        key = sequence_key(sampling.seed, sampling.choice)
+        tokens = SimTokens(
+            command.prompt_ids, len(command.produced_ids), key, self._vocabulary, self._end(command)
+        )
+        sequence = SequenceState(
+            handle=command.handle,
+            tokens=tokens,
+            prompt_tokens=tokens.prompt_tokens,
+            sampling=sampling,
+            stop_ids=eos_ids if tokens.end < NEVER else frozenset(),
+            key=key,
+            order=(command.priority, arrival),
+            credit_limit=command.credit_limit,
+        )
+        sequence.set_credit(command.credit_limit)
+        self.live[command.handle] = sequence
+        self._pool.know(command.handle, command.prefix_root, command.prefix_hashes)
+        return sequence
+
+    def forget(self, handle: int) -> None:
+        """The sequence has ended."""
+        if self.live.pop(handle, None) is not None:
+            self._pool.forget(handle)
+
+    def _end(self, command: Submit) -> int:
+        sampling = command.sampling
+        if self._output_length is None or self._vocabulary.eos_id is None or sampling.ignore_eos:
+            return NEVER
+        length = self._output_length(command)
+        if length is None or length > sampling.max_tokens:
+            return NEVER
+        # A resume of a run whose last token was lost on the way ends with its next one.
+        shortest = max(length, sampling.min_tokens + 1, len(command.produced_ids) + 1)
+        return len(command.prompt_ids) + shortest
+
+
+class SimExecutor:
+    """Implements ``Executor``. ``elapsed_s`` is the clock that its engine measures steps by."""
+
+    def __init__(self, cost: CostModel, pool: KvPool, vocabulary: Vocabulary) -> None:
+        self.cost = cost
+        self.slow_factor = 1.0
+        self.elapsed_s = 0.0
+        self._pool = pool
+        self._vocabulary = vocabulary
+
+    def run(self, batch: Batch) -> Samples:
+        """Return one token per sampling row; ``elapsed_s`` moves by what the step takes."""
+        attended = sum(len(sequence.tokens) for sequence in batch.decodes)
+        prefill_attended = sum(span_tokens(chunk.start, chunk.end) for chunk in batch.prefills)
+        self.elapsed_s += self.slow_factor * self.cost.step_s(
+            batch.prefill_tokens, len(batch.decodes), attended, prefill_attended
+        )
+        for chunk in batch.prefills:
+            if chunk.samples:
+                self._pool.publish(chunk.sequence, computed=chunk.end)
+        return Samples([self._sample(sequence) for sequence in batch.sampled])
+
+    def decode_s(self, decodes: int, attended_tokens: int) -> float:
+        """Return what a step of decodes takes."""
+        return self.slow_factor * self.cost.step_s(0, decodes, attended_tokens)
+
+    def _sample(self, sequence: SequenceState) -> int:
+        tokens, vocabulary = sim_tokens(sequence), self._vocabulary
+        length = tokens.length + 1
+        if length >= tokens.end or length >= tokens.prompt_tokens + sequence.sampling.max_tokens:
+            self._pool.publish(sequence, computed=tokens.length, output=True)  # its last is not computed
+            if length == tokens.end:
+                assert vocabulary.eos_id is not None, "an output ends by itself with a token that says so"
+                return vocabulary.eos_id
+        return vocabulary.output(tokens.key, tokens.length - tokens.prompt_tokens, 1)[0]

@@ -1,0 +1,251 @@
+"""The processes of a simulated fleet, by name: made, ended and made again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from services.adapters.memory_idempotency import MemoryIdempotency
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.memory_store import MemoryStore
+from services.core.records import (
+    DEPLOYMENTS,
+    KEYS,
+    TENANTS,
+    ApiKey,
+    Degrade,
+    Deployment,
+    KeyRole,
+    Meta,
+    Tenant,
+    dump,
+)
+from services.ports.store import Put
+from services.scheduler.term import Term
+from simulator.fleet.client import Record, SimRequest
+from simulator.fleet.gateway_node import GatewayNode, key_name
+from simulator.fleet.grant_watch import GrantWatch
+from simulator.fleet.scheduler_node import SchedulerNode
+from simulator.fleet.session import Clients
+from simulator.fleet.shared import REDIS, Redis, serve_redis
+from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
+from simulator.fleet.trace import Trace
+from simulator.fleet.worker_node import WorkerNode
+from simulator.invariants.violations import Violations
+from simulator.kernel.links import StoreServer
+from simulator.kernel.loop import VirtualTimeLoop
+from simulator.kernel.network import Latency, Network
+from simulator.kernel.process import Process, Skew
+
+STORE: Final = "store"
+_LOOK_S: Final = 0.05
+_START_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the fleet is made of. A test that wants to be found out puts a broken variant in."""
+
+    gateway: type[GatewayNode] = GatewayNode
+    scheduler: type[SchedulerNode] = SchedulerNode
+    worker: type[WorkerNode] = WorkerNode
+
+
+class SimFleet:
+    """Everything of one run. Made, started, loaded and settled inside the simulation's loop."""
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        loop: VirtualTimeLoop,
+        *,
+        on_record: Callable[[Record], None],
+        trace: Trace,
+        parts: Parts | None = None,
+    ) -> None:
+        self.spec = spec
+        self.loop = loop
+        self.trace = trace
+        self.violations = Violations(lambda: loop.now_s)
+        self.load_began_s = 0.0
+        self.told_crashes: dict[tuple[str, int], None] = {}
+        self.gateways: dict[str, GatewayNode] = {}
+        self.schedulers: dict[str, SchedulerNode] = {}
+        self.workers: dict[str, WorkerNode] = {}
+        self.processes: dict[str, Process] = {}
+        self._parts = parts if parts is not None else Parts()
+        self._rng = Random(f"fleet {spec.seed}")
+        self._on_record = on_record
+        link = spec.link
+        self.network = Network(
+            loop, Random(f"network {spec.seed}"), Latency(base_s=link.base_s, jitter_s=link.jitter_s)
+        )
+        self.grants = GrantWatch()
+        self._serve_store()
+        self._serve_redis()
+        self.clients = Clients(
+            loop,
+            lambda: self.gateways.values(),
+            Random(f"clients {spec.seed}"),
+            self.violations,
+            self._ended,
+        )
+        self._names = (
+            *(f"scheduler-{number}" for number in range(spec.schedulers)),
+            *(f"worker-{number}" for number in range(spec.workers)),
+            *(f"gateway-{number}" for number in range(spec.gateways)),
+        )
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Return once a scheduler leads, every worker reported to it and every gateway asks it."""
+        await self._write_records()
+        for name in self._names:
+            self.processes[name] = self._process(name)
+            self._boot(name)
+        deadline_s = self.loop.now_s + _START_S
+        while not self.ready:
+            assert self.loop.now_s < deadline_s, f"the fleet did not start: {self._standing()}"
+            await self.wait(_LOOK_S)
+        self.load_began_s = self.loop.now_s
+
+    async def send(self, load: Iterable[SimRequest]) -> None:
+        """Send each request at its arrival, in order of arrival, and return after the last."""
+        for request in load:
+            ahead_s = self.load_began_s + request.arrival_s - self.loop.now_s
+            if ahead_s > 0:
+                await self.wait(ahead_s)
+            self.clients.send(request)
+
+    async def wait(self, seconds: float) -> None:
+        """Return after so many seconds of the simulation."""
+        await asyncio.sleep(seconds)
+
+    @property
+    def ready(self) -> bool:
+        """Everything runs and knows of each other."""
+        term = self.term
+        if term is None or term.workers_by_state["placed_on"] < len(self.workers):
+            return False
+        return all(node.process.running and node.ready for node in self.gateways.values())
+
+    @property
+    def term(self) -> Term | None:
+        """The term of the scheduler that leads, None while none does."""
+        leader = self.leader
+        return None if leader is None else leader.term
+
+    @property
+    def leader(self) -> SchedulerNode | None:
+        """The scheduler with the newest term; one that is paused may still think that it leads."""
+        leading = [node for node in self.schedulers.values() if node.term is not None]
+        return max(leading, key=_epoch, default=None)
+
+    # --- processes --------------------------------------------------------------------------------
+
+    def crash(self, name: str, *, silent: bool = False) -> None:
+        """Kill a process; whoever had connections to it hears so, unless its machine is gone with it."""
+        self.trace.note(name, "crashed")
+        self.processes[name].crash(silent=silent)
+        if name in self.gateways:
+            self.clients.gateway_lost(name)
+
+    def restart(self, name: str) -> None:
+        """Start the next life of a process that crashed."""
+        self.trace.note(name, "restarted")
+        self.processes[name] = self.processes[name].restart()
+        self._boot(name)
+
+    def _boot(self, name: str) -> None:
+        process = self.processes[name]
+        process.run(self._build, name, process)
+
+    def _build(self, name: str, process: Process) -> None:
+        if name == STORE:
+            StoreServer(process, self.network, self.store)
+        elif name == REDIS:
+            serve_redis(process, self.network, self.redis)
+        elif name.startswith("scheduler"):
+            scheduler = self._parts.scheduler(self.spec, process, self.network, self.grants)
+            self.schedulers[name] = scheduler
+            scheduler.start()
+        elif name.startswith("gateway"):
+            gateway = self._parts.gateway(self.spec, process, self.network)
+            self.gateways[name] = gateway
+            gateway.start()
+        else:
+            worker = self._parts.worker(self.spec, process, self.network, self.grants)
+            self.workers[name] = worker
+            worker.start()
+
+    def _process(self, name: str) -> Process:
+        return Process(name, self.loop, self._rng, skew=self._skew())
+
+    def _skew(self) -> Skew:
+        rng, skewed = self._rng, self.spec.skewed
+        drawn = Skew(
+            rate=1.0 + rng.uniform(-1e-4, 1e-4),
+            offset_s=rng.uniform(0.0, 1e5),
+            unix_offset_s=rng.uniform(-0.5, 0.5),
+        )
+        return drawn if skewed else Skew()
+
+    # --- stores -----------------------------------------------------------------------------------
+
+    def _serve_store(self) -> None:
+        process = self.processes[STORE] = self._process(STORE)
+        self.store = process.run(MemoryStore, process.clock)
+        self._boot(STORE)
+
+    def _serve_redis(self) -> None:
+        process = self.processes[REDIS] = self._process(REDIS)
+        limiter = MemoryLimiter(process.clock, settled_keep_s=self.spec.settled_keep_s)
+        self.redis = Redis(limiter, MemoryIdempotency(process.clock, limiter))
+        self._boot(REDIS)
+
+    async def _write_records(self) -> None:
+        for spec in self.spec.tenants:
+            tenant = Tenant(
+                Meta(spec.name),
+                requests_per_minute=spec.requests_per_minute,
+                max_concurrency=spec.max_concurrency,
+                weight=spec.weight,
+                max_priority=spec.max_priority,
+                committed_tokens_per_minute=spec.committed_tokens_per_minute,
+                degrade=Degrade(max_output_tokens=spec.degraded_tokens),
+            )
+            key = ApiKey(Meta(key_name(spec.name)), KeyRole.TENANT, "", spec.name)
+            await self.store.commit(
+                [Put(TENANTS + spec.name, dump(tenant)), Put(KEYS + key.meta.name, dump(key))]
+            )
+        deployment = Deployment(Meta(MODEL), MODEL, "1", VERSION_DIGEST, self.spec.workers)
+        await self.store.commit([Put(DEPLOYMENTS + MODEL, dump(deployment))])
+
+    def slots_held(self, tenant: str) -> int:
+        """Return how many requests of a tenant hold a slot in Redis now, or once it runs again."""
+        return self.redis.limiter.held(tenant)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _ended(self, record: Record) -> None:
+        self.trace.note(
+            f"request-{record.number}",
+            "ended",
+            f"{record.outcome} tokens={record.output_tokens} resumes={record.resumes} via={record.gateway}",
+        )
+        self._on_record(record)
+
+    def _standing(self) -> str:
+        term = self.term
+        workers = "no leader" if term is None else str(term.workers_by_state)
+        gateways = {name: node.ready for name, node in self.gateways.items()}
+        return f"{workers}; gateways {gateways}"
+
+
+def _epoch(node: SchedulerNode) -> int:
+    term = node.term
+    return 0 if term is None else term.epoch

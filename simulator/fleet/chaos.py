@@ -1,0 +1,100 @@
+"""The load and the fleet of one seed of ``make sim``: small, mixed and mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Final
+
+from services.core.records import Priority
+from services.gateway.policy.degrade import DegradeLevels
+from services.gateway.service_types import GatewayLimits
+from services.scheduler.policy.pressure import ServiceTargets
+from services.scheduler.policy.shedding import SheddingPolicy
+from services.scheduler.term import TermSettings
+from simulator.fleet.client import SimRequest
+from simulator.fleet.faults import Fault, draw_faults
+from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
+
+REQUESTS: Final = 200
+DURATION_S: Final = 12.0
+FAULTS: Final = 8
+FLOOD_RATIO: Final = 0.4
+_PREFIXES: Final = 6
+_PRIORITIES: Final = (Priority.BATCH, Priority.STANDARD, Priority.STANDARD, Priority.INTERACTIVE)
+_TENANTS: Final = (
+    TenantSpec("whale", weight=1.0),
+    TenantSpec("minnow-0", weight=1.0),
+    TenantSpec("minnow-1", weight=2.0),
+    TenantSpec("capped", max_concurrency=3),
+    TenantSpec("metered", requests_per_minute=4),
+    TenantSpec("frugal", degraded_tokens=16),
+    TenantSpec("committed", committed_tokens_per_minute=600),
+)
+# Less patience than by default, so that little is too much.
+_TERM: Final = TermSettings(shedding=SheddingPolicy(targets=ServiceTargets(0.7, 2.0)))
+
+
+def chaos_spec(seed: int, *, workers: int) -> FleetSpec:
+    """Return a fleet whose workers hold little, so that they fill up, preempt and refuse."""
+    rng = Random(f"fleet {seed}")
+    return FleetSpec(
+        seed=seed,
+        skewed=True,
+        workers=workers,
+        tenants=_TENANTS,
+        worker_kinds=(
+            WorkerSpec(preset="a10", kv_blocks=96, block_size=16, max_sequences=3, step_tokens=512),
+            WorkerSpec(preset="a100", kv_blocks=64, block_size=32, max_sequences=4, step_tokens=1024),
+        ),
+        max_context_tokens=2048,
+        term=_TERM,
+        gateway=GatewayLimits(
+            queue_ttl_s=rng.choice((2.5, 10.0)), window_tokens=32, degrade=DegradeLevels(0.3, 0.8)
+        ),
+        slow_reader_s=3.0,
+        engine_restart_s=1.0,
+    )
+
+
+def chaos_faults(seed: int) -> tuple[Fault, ...]:
+    return draw_faults(Random(f"faults {seed}"), duration_s=DURATION_S, count=FAULTS)
+
+
+def chaos_load(seed: int, requests: int = REQUESTS) -> Iterator[SimRequest]:
+    """Yield requests in bursts and lulls; some have keys, deadlines, slow readers, or leave.
+
+    In half of the seeds a part of them comes as one flood of long prompts, of more than the fleet can hold.
+    """
+    rng = Random(f"load {seed}")
+    first = rng.randrange(requests // 4, requests // 2 + 1) if rng.random() < 0.5 else requests
+    flood = range(first, first + round(requests * FLOOD_RATIO))
+    at_s = 0.0
+    for number in range(requests):
+        burst = rng.random() < 0.7
+        speed = 60.0 if number in flood else 3.0 if burst else 0.4
+        at_s += rng.expovariate(requests / DURATION_S * speed)
+        yield _request(rng, number, at_s, flood=number in flood)
+
+
+def _request(rng: Random, number: int, at_s: float, *, flood: bool) -> SimRequest:
+    tenant = rng.choices(_TENANTS, (6, 2, 2, 1, 1, 2, 2))[0].name
+    long_prompt = rng.random() < (0.8 if flood else 0.05)
+    prompt_tokens = rng.randint(900, 1300) if long_prompt else rng.randint(8, 400)
+    output_tokens = max(1, min(300, round(rng.expovariate(1 / 60))))
+    shared = rng.random() < 0.5
+    return SimRequest(
+        tenant=tenant,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_output_tokens=None if rng.random() < 0.5 else output_tokens + rng.randint(0, 200),
+        arrival_s=at_s,
+        priority=rng.choice(_PRIORITIES),
+        prefix_id=rng.randrange(_PREFIXES) if shared else 0,
+        prefix_tokens=min(prompt_tokens - 1, 192) if shared else 0,
+        deadline_s=rng.uniform(0.2, 8.0) if rng.random() < 0.1 else None,
+        cancel_after_s=rng.uniform(0.01, 4.0) if rng.random() < 0.1 else None,
+        read_tokens_per_s=rng.choice((0.5, 8.0, 40.0)) if rng.random() < 0.08 else None,
+        key=f"key-{number}" if rng.random() < 0.25 else "",
+        retries=rng.randint(1, 3) if rng.random() < 0.3 else 0,
+    )

@@ -1,0 +1,141 @@
+"""A whole fleet in one process on virtual time: production services over a simulated network and device."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from simulator.fleet.assembly import Parts, SimFleet
+from simulator.fleet.client import Record, SimRequest
+from simulator.fleet.rest import come_to_rest, heal_all
+from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
+from simulator.fleet.trace import Trace
+from simulator.invariants.instants import Instants, Looks
+from simulator.invariants.invariant import Invariant, Sampling
+from simulator.kernel.loop import VirtualTimeLoop
+
+__all__ = [
+    "FleetSpec", "LinkSpec", "Parts", "Plan", "RunReport", "SimFleet", "TenantSpec", "WorkerSpec", "simulate",
+]  # fmt: skip
+
+
+PLANS_S: Final = 15.0
+
+
+class Plan(Protocol):
+    """What happens to a fleet besides its load, or what looks at it meanwhile.
+
+    ``run`` starts with the load and is cancelled after it.
+    """
+
+    async def run(self, fleet: SimFleet) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """``violations`` is empty when every invariant held. Seconds are virtual."""
+
+    seed: int
+    requests: int
+    simulated_s: float
+    outcomes: dict[str, int]
+    violations: tuple[str, ...]
+    trace_digest: str
+    events: int
+
+
+def simulate(
+    spec: FleetSpec,
+    load: Iterable[SimRequest],
+    *,
+    plans: Sequence[Plan] = (),
+    invariants: Sequence[Invariant] = (),
+    looks: Looks = Looks.SAMPLES,
+    on_record: Callable[[Record], None] = lambda _: None,
+    parts: Parts | None = None,
+    show: Callable[[str], None] | None = None,
+) -> RunReport:
+    """Return what became of a load on a fleet. Same arguments, same report.
+
+    ``load`` is read as it is due, so that it may be longer than memory; its arrivals never go back.
+    ``on_record`` hears of each request when it ended; nothing of it is kept here. With ``invariants``, plans
+    end ``PLANS_S`` after the load, the fleet is healed, has to come to rest, and is judged; ``looks`` says
+    when they look at the fleet before. ``show`` is given the trace line by line.
+    """
+    outcomes: Counter[str] = Counter()
+
+    def ended(record: Record) -> None:
+        outcomes[record.outcome] += 1
+        on_record(record)
+
+    gc.collect()  # the last fleet is one large cycle
+    with _no_logs(), VirtualTimeLoop() as loop:
+        trace = Trace(lambda: loop.now_s, show)
+        run = _Run(plans, invariants, looks, parts, ended, trace)
+        fleet = loop.run_until_complete(_run(spec, loop, load, run))
+        return RunReport(
+            seed=spec.seed,
+            requests=fleet.clients.sent,
+            simulated_s=loop.now_s,
+            outcomes=dict(sorted(outcomes.items())),
+            violations=tuple(map(str, fleet.violations.found)),
+            trace_digest=trace.digest,
+            events=loop.callbacks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    plans: Sequence[Plan]
+    invariants: Sequence[Invariant]
+    looks: Looks
+    parts: Parts | None
+    ended: Callable[[Record], None]
+    trace: Trace
+
+
+async def _run(spec: FleetSpec, loop: VirtualTimeLoop, load: Iterable[SimRequest], run: _Run) -> SimFleet:
+    fleet = SimFleet(spec, loop, on_record=run.ended, trace=run.trace, parts=run.parts)
+    await fleet.start()
+    for invariant in run.invariants:
+        invariant.watch(fleet)
+    Instants(fleet, run.invariants, run.looks)
+    async with asyncio.TaskGroup() as group:
+        plans = [group.create_task(plan.run(fleet)) for plan in run.plans]
+        sampling = group.create_task(Sampling(run.invariants).run(fleet))
+        await fleet.send(load)
+        if run.invariants:
+            await asyncio.wait(plans or [sampling], timeout=PLANS_S)
+        else:
+            await fleet.clients.wait_idle()
+        for plan in plans:
+            plan.cancel()
+        if run.invariants:
+            await heal_all(fleet)
+            await come_to_rest(fleet)
+        sampling.cancel()
+    for invariant in run.invariants:
+        invariant.at_rest(fleet)
+    return fleet
+
+
+@contextmanager
+def _no_logs() -> Iterator[None]:
+    """Nobody reads a simulation's log lines, and writing them would take most of its time."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        if before is None:
+            structlog.reset_defaults()
+        else:
+            structlog.configure(**before)

@@ -1,0 +1,141 @@
+"""Every grant and every start of a run, as the scheduler and the worker saw it: what invariants are told.
+
+The scheduler's side is its queue's observer, called as the grant is given; the worker's side stands between
+the gateway's stream and the worker's host. Both only look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.core.fleet import SequenceUsage
+from services.core.generation import PlaceSpec, StartSpec
+from services.core.records import Priority
+from services.ports.clock import Clock
+from services.runtime.metrics import Metrics
+from services.scheduler.fleet_view import FleetView
+from services.scheduler.telemetry import GRANTED, WITHDRAWN, SchedulerTelemetry, Standing
+from services.scheduler.term import Term
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Tokens that a worker computed for a tenant: ``cached`` of those of prompts came from the cache."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class GrantListener:
+    """Called inside the process where it happens; must not block, raise or change anything."""
+
+    def term_began(self, term: Term) -> None:
+        """A scheduler leads from now on; nothing waits at it."""
+
+    def entered(self, spec: PlaceSpec) -> None:
+        """A placement waits at the leader from now on."""
+
+    def left(self, spec: PlaceSpec) -> None:
+        """It waits no more, however it ended."""
+
+    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
+        """The term has just given a grant on the worker."""
+
+    def refused(self, term: Term, spec: PlaceSpec, reason: str) -> None:
+        """The term has just refused the placement."""
+
+    def started(self, worker_id: str, spec: StartSpec) -> None:
+        """The worker has just admitted a sequence."""
+
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+        """The worker has just charged a tenant for what it computed."""
+
+    def ended(self, worker_id: str, usage: SequenceUsage) -> None:
+        """The worker has just said its last word on a sequence."""
+
+
+class GrantWatch(GrantListener):
+    """Hands what it sees to its listeners, in the order of their coming.
+
+    ``was_ejected``: whether the worker of the grant that is told of was barred when it was chosen. A worker
+    that is tried again is barred from the grant on until the trial has ended.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[GrantListener] = []
+        self.was_ejected = False
+
+    def telemetry(self, clock: Clock) -> SchedulerTelemetry:
+        """Return what a scheduler tells of its placements."""
+        return _WatchedTelemetry(self, clock)
+
+    def term_began(self, term: Term) -> None:
+        for listener in self.listeners:
+            listener.term_began(term)
+
+    def entered(self, spec: PlaceSpec) -> None:
+        for listener in self.listeners:
+            listener.entered(spec)
+
+    def left(self, spec: PlaceSpec) -> None:
+        for listener in self.listeners:
+            listener.left(spec)
+
+    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
+        for listener in self.listeners:
+            listener.granted(term, spec, worker_id)
+
+    def refused(self, term: Term, spec: PlaceSpec, reason: str) -> None:
+        for listener in self.listeners:
+            listener.refused(term, spec, reason)
+
+    def started(self, worker_id: str, spec: StartSpec) -> None:
+        for listener in self.listeners:
+            listener.started(worker_id, spec)
+
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+        for listener in self.listeners:
+            listener.produced(worker_id, tenant, priority, work)
+
+    def ended(self, worker_id: str, usage: SequenceUsage) -> None:
+        for listener in self.listeners:
+            listener.ended(worker_id, usage)
+
+
+class _WatchedTelemetry(SchedulerTelemetry):
+    """Production's telemetry of a process that nobody scrapes, and the watch's ear."""
+
+    def __init__(self, watch: GrantWatch, clock: Clock) -> None:
+        super().__init__(Metrics(), clock)
+        self._watch = watch
+        self._term: Term | None = None
+
+    def term_started(self, standing: Standing) -> None:
+        assert isinstance(standing, Term)
+        self._term = standing
+        self._listen(standing.fleet)
+        super().term_started(standing)
+        self._watch.term_began(standing)
+
+    def _listen(self, fleet: FleetView) -> None:
+        judge = fleet.on_granted
+
+        def on_granted(worker_id: str, digest: str, now_s: float) -> bool:
+            self._watch.was_ejected = fleet.candidates(digest)[worker_id].ejected
+            return judge is not None and judge(worker_id, digest, now_s)
+
+        fleet.on_granted = on_granted
+
+    def entered(self, spec: PlaceSpec) -> None:
+        self._watch.entered(spec)
+
+    def left(self, spec: PlaceSpec) -> None:
+        self._watch.left(spec)
+
+    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
+        if self._term is not None:
+            if outcome == GRANTED:
+                self._watch.granted(self._term, spec, worker_id)
+            elif outcome != WITHDRAWN:
+                self._watch.refused(self._term, spec, outcome)

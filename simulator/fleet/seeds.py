@@ -1,0 +1,159 @@
+"""One seed, judged by every invariant; and many of them, over several processes.
+
+Nine of ten are a fleet under mixed faults (``chaos``), the tenth a small one that is never without tenants
+that wait (``saturated``): there the order in which they are served is judged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from typing import Final
+
+from simulator.fleet.assembly import Parts
+from simulator.fleet.chaos import DURATION_S, REQUESTS, chaos_faults, chaos_load, chaos_spec
+from simulator.fleet.client import Record, SimRequest
+from simulator.fleet.faults import Fault
+from simulator.fleet.fleet import RunReport, simulate
+from simulator.fleet.saturated import (
+    is_saturated,
+    saturated_faults,
+    saturated_load,
+    saturated_spec,
+)
+from simulator.fleet.spec import FleetSpec
+from simulator.fleet.strikes import Strikes
+from simulator.invariants.balance import Balance
+from simulator.invariants.bounds import Bounds
+from simulator.invariants.fairness import Fairness
+from simulator.invariants.fencing import Fencing
+from simulator.invariants.instants import Looks
+from simulator.invariants.invariant import Invariant
+from simulator.invariants.shedding import Shedding
+
+# Went on elsewhere after the loss of a worker; came through another gateway; was given less than it asked
+# for; was sent again after a refusal; was placed by a gateway that heard no leader.
+REACHES: Final = ("resumed", "asked again", "degraded", "retried", "placed alone")
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """What became of one seed. ``faults`` counts what was carried out, by kind, and ``reached`` what requests
+    went through, by the names of ``REACHES``. ``compared``: how often the service of two tenants was, and
+    ``widest`` the largest difference over its bound; 0 but in fairness seeds."""
+
+    report: RunReport
+    faults: dict[str, int]
+    reached: dict[str, int]
+    compared: int = 0
+    widest: float = 0.0
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        return self.report.violations
+
+
+@dataclass(slots=True)
+class Total:
+    """Many seeds together."""
+
+    seeds: int = 0
+    requests: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    reached: Counter[str] = field(default_factory=Counter)
+    violations: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    compared: int = 0
+    widest: dict[int, float] = field(default_factory=dict)  # of each fairness seed
+
+    def add(self, result: SeedResult) -> None:
+        self.seeds += 1
+        self.requests += result.report.requests
+        self.outcomes.update(result.report.outcomes)
+        self.faults.update(result.faults)
+        self.reached.update(result.reached)
+        self.compared += result.compared
+        if is_saturated(result.report.seed):
+            self.widest[result.report.seed] = result.widest
+        if result.violations:
+            self.violations[result.report.seed] = result.violations
+
+
+def run_seed(
+    seed: int,
+    *,
+    workers: int = 20,
+    requests: int = REQUESTS,
+    looks: Looks = Looks.TOUCHED,
+    parts: Parts | None = None,
+    show: Callable[[str], None] | None = None,
+) -> SeedResult:
+    """Return what became of one seed. Same arguments, same result, trace and all."""
+    spec, load, faults = _seed(seed, workers, requests)
+    strikes = Strikes(faults)
+    fencing, fairness = Fencing(), Fairness(predictable=True)
+    invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding()]
+    if is_saturated(seed):
+        invariants.append(fairness)
+    reached: Counter[str] = Counter()
+
+    def ended(record: Record) -> None:
+        reached["resumed"] += record.finished and record.resumes > 0
+        reached["asked again"] += record.finished and record.attempts > record.refusals + 1
+        reached["degraded"] += record.finished and record.degraded
+        reached["retried"] += record.finished and record.refusals > 0
+
+    report = simulate(
+        spec,
+        load,
+        plans=(strikes,),
+        invariants=invariants,
+        looks=looks,
+        on_record=ended,
+        parts=parts,
+        show=show,
+    )
+    reached["placed alone"] = fencing.alone
+    struck = {kind.value: count for kind, count in sorted(strikes.struck.items())}
+    return SeedResult(report, struck, dict(reached), fairness.compared, fairness.widest)
+
+
+def _seed(
+    seed: int, workers: int, requests: int
+) -> tuple[FleetSpec, Iterator[SimRequest], tuple[Fault, ...]]:
+    """Return the fleet of a seed, its load and its faults."""
+    if is_saturated(seed):
+        faults = saturated_faults(seed, duration_s=DURATION_S)
+        return saturated_spec(seed, workers=workers), saturated_load(seed, requests), faults
+    return chaos_spec(seed, workers=workers), chaos_load(seed, requests), chaos_faults(seed)
+
+
+def run_seeds(
+    seeds: Iterable[int], *, workers: int, requests: int, processes: int, tell: Callable[[SeedResult], None]
+) -> Total:
+    """Return all seeds together; ``tell`` hears of each as it ends."""
+    total = Total()
+    work = partial(run_seed, workers=workers, requests=requests)
+    if processes <= 1:
+        for seed in seeds:
+            _take(work(seed), total, tell)
+        return total
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for result in pool.map(work, seeds):
+            _take(result, total, tell)
+    return total
+
+
+def wall_s() -> float:
+    """Return seconds of the machine's clock: of the run, nothing in it depends on them."""
+    return time.monotonic()
+
+
+def _take(result: SeedResult, total: Total, tell: Callable[[SeedResult], None]) -> None:
+    total.add(result)
+    tell(result)

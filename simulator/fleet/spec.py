@@ -1,0 +1,83 @@
+"""What a simulated fleet is made of: everything that a run depends on, besides its load and its faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.adapters.quota import SETTLED_KEEP_S
+from services.core.records import Priority
+from services.gateway.service_types import GatewayLimits
+from services.scheduler.term import TermSettings
+
+MODEL: Final = "sim"
+VERSION_DIGEST: Final = "sha256:" + "51" * 32
+VOCABULARY: Final = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSpec:
+    """A customer and its limits; 0 is none. ``degraded_tokens``: of which length it takes outputs under
+    pressure."""
+
+    name: str
+    weight: float = 1.0
+    max_priority: Priority = Priority.INTERACTIVE
+    requests_per_minute: int = 0
+    max_concurrency: int = 0
+    committed_tokens_per_minute: int = 0
+    degraded_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """The network: one way takes ``base_s`` plus an exponentially distributed time of mean ``jitter_s``."""
+
+    base_s: float = 0.0002
+    jitter_s: float = 0.0001
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One kind of worker. ``preset`` names a cost model of ``simulator.engine.cost_model.PRESETS``.
+
+    ``kv_blocks`` of ``block_size`` tokens each; ``step_tokens`` is the engine's budget of tokens per step.
+    """
+
+    preset: str = "a10"
+    kv_blocks: int = 2048
+    block_size: int = 16
+    max_sequences: int = 256
+    step_tokens: int = 2048
+    zones: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """A fleet. Times in seconds.
+
+    ``term`` is what every scheduler decides by: another queue order or placement profile makes a baseline.
+    ``worker_kinds`` are dealt out in turn. ``idempotency`` gives the gateways a record store. ``skewed``:
+    every process has clocks of its own. ``engine_restart_s``: how long an engine loads, None for what its
+    cost model says. ``coalesce_s``: for how long an engine may keep steps without events to itself.
+    ``settled_keep_s``: for how long Redis knows that a request was settled.
+    """
+
+    workers: int = 20
+    gateways: int = 2
+    schedulers: int = 2
+    seed: int = 0
+    worker_kinds: tuple[WorkerSpec, ...] = (WorkerSpec(),)
+    tenants: tuple[TenantSpec, ...] = (TenantSpec("tenant-0"),)
+    term: TermSettings = field(default_factory=TermSettings)
+    gateway: GatewayLimits = field(default_factory=GatewayLimits)
+    link: LinkSpec = field(default_factory=LinkSpec)
+    max_context_tokens: int = 16_384
+    lease_ttl_s: int = 5
+    leader_ttl_s: int = 3
+    slow_reader_s: float = 30.0
+    engine_restart_s: float | None = None
+    coalesce_s: float = 0.1
+    idempotency: bool = True
+    settled_keep_s: float = SETTLED_KEEP_S
+    skewed: bool = False

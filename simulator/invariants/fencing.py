@@ -1,0 +1,101 @@
+"""No grant on a worker that the scheduler knows it may not use; no start under a right that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from services.core.generation import FallbackGrant, PlaceSpec, StartSpec
+from services.scheduler.term import Term
+from services.worker.fallback import FallbackRules
+from simulator.fleet.assembly import SimFleet
+from simulator.fleet.grant_watch import GrantListener
+
+FENCED: Final = "fenced"
+REPLAYED: Final = "grant-replayed"
+ALONE: Final = "placed-alone"
+_REMEMBERED: Final = 4096
+
+
+class Fencing(GrantListener):
+    """``admitted`` remembers grants for as long as they could be used twice, by worker. ``alone`` counts the
+    sequences that gateways placed while they heard no leader."""
+
+    def __init__(self, rules: FallbackRules | None = None) -> None:
+        self._rules = rules if rules is not None else FallbackRules()
+        self.alone = 0
+        self._admitted: dict[str, dict[tuple[int, int, int], None]] = {}
+
+    def watch(self, fleet: SimFleet) -> None:
+        self._fleet = fleet
+        fleet.grants.listeners.append(self)
+
+    def sample(self, fleet: SimFleet) -> None: ...
+
+    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None: ...
+
+    def at_rest(self, fleet: SimFleet) -> None: ...
+
+    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
+        held = term.fleet.candidates(spec.version_digest)[worker_id]
+        wrong = [
+            what
+            for what, is_so in (
+                ("does not take requests", not held.ready),
+                ("drains", held.draining),
+                ("is silent or honours another leader", not held.heard),
+                ("is ejected", self._fleet.grants.was_ejected),
+                ("is excluded by the request", worker_id in spec.excluded_workers),
+                ("is granted more than it has", held.kv_tokens_room < 0),
+                ("has no sequence slot", held.slots < 0),
+            )
+            if is_so
+        ]
+        if wrong:
+            self._add(FENCED, f"term {term.epoch} granted on {worker_id}, which {' and '.join(wrong)}")
+
+    def started(self, worker_id: str, spec: StartSpec) -> None:
+        grant, host = spec.grant, self._fleet.workers[worker_id].host
+        if not host.takes(grant.version_digest):
+            why = "it drains" if host.draining else "it takes no more of that version"
+            self._add(FENCED, f"{worker_id} started a sequence although {why}")
+        if isinstance(grant, FallbackGrant):
+            self._started_alone(worker_id, grant)
+            return
+        books = host.grants
+        if grant.incarnation != books.incarnation:
+            self._add(FENCED, f"{worker_id} started under a grant of another life")
+        if grant.epoch < books.epoch:
+            self._add(FENCED, f"{worker_id} started under term {grant.epoch}, having heard {books.epoch}")
+        key = grant.incarnation, grant.epoch, grant.sequence
+        admitted = self._admitted.setdefault(worker_id, {})
+        if key in admitted:
+            self._add(REPLAYED, f"{worker_id} started twice under grant {grant.sequence} of {grant.epoch}")
+        admitted[key] = None
+        if len(admitted) > _REMEMBERED:
+            del admitted[next(iter(admitted))]
+
+    def _started_alone(self, worker_id: str, grant: FallbackGrant) -> None:
+        """Nobody granted it: that is right only on a worker that heard no leader for long, within its credit,
+        from a gateway that knew of the newest leader it had heard of."""
+        self.alone += 1
+        node = self._fleet.workers[worker_id]
+        books, rules = node.host.grants, self._rules
+        heard_s = max(node.born_s, node.worker.reporter.leader_heard_s)
+        silent_s = node.process.clock.monotonic_s() - heard_s
+        wrong: list[str] = []
+        if grant.incarnation != books.incarnation:
+            wrong.append("in another life")
+        if grant.last_epoch < books.epoch:
+            wrong.append(f"on a snapshot of term {grant.last_epoch}, having heard {books.epoch}")
+        if silent_s < rules.after_s:
+            wrong.append(f"{silent_s:.3f} s after it heard a leader")
+        table = node.host.table(grant.version_digest)
+        held = 0 if table is None else table.kv.fallback_blocks
+        if table is None or held > table.limits.kv_blocks_total * rules.credit_ratio:
+            wrong.append(f"with {held} blocks held so already")
+        if wrong:
+            self._add(ALONE, f"{worker_id} started what a gateway placed {' and '.join(wrong)}")
+
+    def _add(self, invariant: str, text: str) -> None:
+        self._fleet.violations.add(invariant, text)

@@ -1,0 +1,41 @@
+"""What every invariant is, and the plan that asks all of them while a fleet runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from simulator.fleet.assembly import SimFleet
+
+SAMPLE_S: Final = 0.25
+
+
+class Invariant(Protocol):
+    """Adds what does not hold to the fleet's violations, under its own name."""
+
+    def watch(self, fleet: SimFleet) -> None:
+        """The fleet started: listen to what is checked at each event."""
+
+    def sample(self, fleet: SimFleet) -> None:
+        """Look at the fleet between two events."""
+
+    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None:
+        """Look at these workers and schedulers: something happened there in the instant that ends."""
+
+    def at_rest(self, fleet: SimFleet) -> None:
+        """Look at a fleet in which nothing runs or waits any more."""
+
+
+class Sampling:
+    """A plan of a run: samples every invariant again and again."""
+
+    def __init__(self, invariants: Sequence[Invariant], *, every_s: float = SAMPLE_S) -> None:
+        self._invariants = invariants
+        self._every_s = every_s
+
+    async def run(self, fleet: SimFleet) -> None:
+        while True:
+            await fleet.wait(self._every_s)
+            for invariant in self._invariants:
+                invariant.sample(fleet)

@@ -1,0 +1,1 @@
+"""Loads, scenarios, reports and comparisons of simulated fleets."""

@@ -1,0 +1,94 @@
+"""Simpler schedulers to compare with: other routing or another queue order, all else as in production.
+
+A baseline gets everything that it does not replace: one queue for the fleet from which a request leaves only
+as a grant on a worker that has room for it, KV admission, prefix caches in the workers, ejection, shedding.
+So a difference is the replaced decision's alone. docs/decisions/0018-comparison-baselines.md says why each
+is as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from services.scheduler.policy.candidate import Offer, PlaceQuery
+from services.scheduler.policy.placement import PlacementProfile
+from services.scheduler.policy.scorers import kv_headroom, prefill_headroom, prefix_hit
+from services.scheduler.term import TermSettings
+
+TIE: Final = 0.01  # far below any difference in the score that it breaks
+
+
+class NextInTurn:
+    """Scores the worker highest whose turn it is: each placement goes to the next one that has room.
+
+    Holds the turn, so that every scheduler needs one of its own. A query that is scored is placed, and all
+    its candidates are scored in a row: a query that was not the last one takes the next turn.
+    """
+
+    def __init__(self) -> None:
+        self.__name__ = "next_in_turn"
+        self._places: dict[str, int] = {}
+        self._turn = 0
+        self._last: PlaceQuery | None = None
+        self._ahead: tuple[int, int] | None = None
+
+    def __call__(self, query: PlaceQuery, offer: Offer) -> float:
+        """Return 1 for the worker whose turn it is, less for each that comes before another."""
+        if query is not self._last:
+            if self._ahead is not None:  # the last query went to the nearest one
+                self._turn = (self._ahead[1] + 1) % len(self._places)
+            self._last, self._ahead = query, None
+        place = self._places.setdefault(offer.candidate.worker_id, len(self._places))
+        steps = (place - self._turn) % len(self._places)
+        if self._ahead is None or steps < self._ahead[0]:
+            self._ahead = (steps, place)
+        return 1.0 - steps / len(self._places)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A scheduler to compare. ``settings`` makes those of a run anew from the production ones."""
+
+    name: str
+    text: str
+    settings: Callable[[], TermSettings]
+
+
+def ours() -> TermSettings:
+    """Return what production decides by."""
+    return TermSettings()
+
+
+def round_robin() -> TermSettings:
+    return _routed(PlacementProfile(scorers=((NextInTurn(), 1.0),), spread=0.0, sample=None))
+
+
+def least_loaded() -> TermSettings:
+    """The worker with the most free KV and the fewest prompt tokens ahead."""
+    return _routed(PlacementProfile(scorers=((kv_headroom, 1.0), (prefill_headroom, 1.0)), sample=None))
+
+
+def prefix_only() -> TermSettings:
+    """The worker that has the most of the prompt cached; among equal ones the least loaded."""
+    scorers = ((prefix_hit, 1.0), (kv_headroom, TIE), (prefill_headroom, TIE))
+    return _routed(PlacementProfile(scorers=scorers, spread=TIE / 50, sample=None))
+
+
+def first_come() -> TermSettings:
+    """The queue in order of class and arrival; routing as in production."""
+    production = TermSettings()
+    return replace(production, order=replace(production.order, kind="arrival"))
+
+
+def _routed(profile: PlacementProfile) -> TermSettings:
+    return replace(TermSettings(), profile=profile)
+
+
+OURS: Final = Policy("ours", "fair queue, routing by predicted TTFT and prefix", ours)
+ROUND_ROBIN: Final = Policy("round-robin", "the next worker that has room", round_robin)
+LEAST_LOADED: Final = Policy("least-loaded", "the worker with the most room", least_loaded)
+PREFIX_ONLY: Final = Policy("prefix-only", "the worker that has the most of the prompt", prefix_only)
+FIRST_COME: Final = Policy("first-come", "a queue by arrival, our routing", first_come)
+POLICIES: Final = (OURS, ROUND_ROBIN, LEAST_LOADED, PREFIX_ONLY, FIRST_COME)

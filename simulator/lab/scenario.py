@@ -1,0 +1,194 @@
+"""What a scenario is: a fleet, a load, and what is done to the fleet meanwhile; how it is found and sized."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from simulator.engine.cost_model import cost_model
+from simulator.fleet.client import SimRequest
+from simulator.fleet.fleet import Plan, SimFleet
+from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
+from simulator.lab import capacity, scenarios
+from simulator.lab.measure import Slo
+from simulator.lab.report import Mark
+
+BLOCK_TOKENS: Final = 16
+STEP_TOKENS: Final = 2048
+
+
+class ScenarioError(Exception):
+    """A scenario that is not there or cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a caller may choose; None leaves it to the scenario.
+
+    ``rate_per_s`` is the fleet's. ``load_ratio`` is it as a share of what the fleet can serve at most.
+    ``traces`` is a folder in which recorded traces are looked for.
+    """
+
+    workers: int = 8
+    seed: int = 0
+    duration_s: float | None = None
+    rate_per_s: float | None = None
+    load_ratio: float | None = None
+    preset: str = "a10"
+    traces: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "duration_s", "rate_per_s", "load_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ScenarioError(f"{name} is {value}, and must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that is done to the fleet once, ``at_s`` after the start of the load."""
+
+    at_s: float
+    do: Callable[[SimFleet], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A plan: its steps in order of time."""
+
+    steps: tuple[Step, ...]
+
+    async def run(self, fleet: SimFleet) -> None:
+        now_s = 0.0
+        for step in sorted(self.steps, key=lambda step: step.at_s):
+            await fleet.wait(step.at_s - now_s)
+            now_s = step.at_s
+            step.do(fleet)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A simulation that can be started. ``load`` gives the requests anew at each call.
+
+    ``watched``: a worker whose share of traffic from an instant on is of interest, and that instant.
+    ``together``: tenants whose requests are of interest as one population.
+    """
+
+    name: str
+    summary: str
+    fleet: FleetSpec
+    load: Callable[[], Iterator[SimRequest]]
+    duration_s: float
+    plans: tuple[Plan, ...] = ()
+    slo: Slo = field(default_factory=Slo)
+    marks: tuple[Mark, ...] = ()
+    notes: tuple[str, ...] = ()
+    warm_up_s: float = 0.0
+    watched: tuple[str, float] | None = None
+    together: tuple[str, ...] = ()
+
+
+def fleet_of(
+    options: Options,
+    tenants: Sequence[TenantSpec],
+    *,
+    max_context_tokens: int = 16_384,
+    max_sequences: int = 256,
+) -> FleetSpec:
+    """Return a fleet of equal workers of the chosen preset, with the KV that its device holds."""
+    try:
+        model = cost_model(options.preset)
+    except ValueError as error:
+        raise ScenarioError(str(error)) from None
+    kind = WorkerSpec(
+        preset=options.preset,
+        kv_blocks=model.kv_blocks(BLOCK_TOKENS),
+        block_size=BLOCK_TOKENS,
+        max_sequences=max_sequences,
+        step_tokens=STEP_TOKENS,
+    )
+    return FleetSpec(
+        workers=options.workers,
+        seed=options.seed,
+        worker_kinds=(kind,),
+        tenants=tuple(tenants),
+        max_context_tokens=max_context_tokens,
+        idempotency=False,
+    )
+
+
+def rate_of(
+    options: Options, fleet: FleetSpec, *, prompt_tokens: float, output_tokens: float, load_ratio: float
+) -> float:
+    """Return the rate to send at: the chosen one, or ``load_ratio`` of the most that the fleet can serve."""
+    if options.rate_per_s is not None:
+        return options.rate_per_s
+    kind = fleet.worker_kinds[0]
+    try:
+        one = capacity.requests_per_s(
+            cost_model(kind.preset),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            kv_tokens=kind.kv_blocks * kind.block_size,
+            max_sequences=kind.max_sequences,
+        )
+    except ValueError as error:
+        raise ScenarioError(f"{options.preset} is too small for this scenario: {error}") from None
+    return one * fleet.workers * (options.load_ratio if options.load_ratio is not None else load_ratio)
+
+
+def names() -> list[str]:
+    """Return the names of the scenarios that come with the simulator, sorted."""
+    found = pkgutil.iter_modules(scenarios.__path__)
+    return sorted(each.name.replace("_", "-") for each in found if not each.name.startswith("_"))
+
+
+def summary(name: str) -> str:
+    """Return what a scenario shows, in one line."""
+    return (_module(name).__doc__ or "").strip().partition("\n")[0]
+
+
+def load(name: str, options: Options) -> Scenario:
+    """Return a scenario by name, or from the file of a caller's own. Raises ScenarioError.
+
+    Such a file has a function ``scenario(options: Options) -> Scenario``, as those of this project do.
+    """
+    build = getattr(_module(name), "scenario", None)
+    if not callable(build):
+        raise ScenarioError(f"{name} has no function scenario(options)")
+    made = build(options)
+    if not isinstance(made, Scenario):
+        raise ScenarioError(
+            f"scenario(options) of {name} returned {type(made).__name__}, and must return a Scenario"
+        )
+    return made
+
+
+def _module(name: str) -> ModuleType:
+    if name in names():
+        return importlib.import_module(f"{scenarios.__name__}.{name.replace('-', '_')}")
+    path = Path(name)
+    if path.suffix != ".py":
+        raise ScenarioError(
+            f"there is no scenario {name!r}; there are {', '.join(names())}, or give a .py file or a trace, "
+            "which is a .csv or .jsonl"
+        )
+    if not path.is_file():
+        raise ScenarioError(f"there is no file {name}")
+    spec = importlib.util.spec_from_file_location(f"own_scenario_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ScenarioError(f"{name} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses of the file look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file raises is its author's to read
+        raise ScenarioError(f"{name} failed while it was read: {type(error).__name__}: {error}") from error
+    return module

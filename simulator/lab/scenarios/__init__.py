@@ -1,0 +1,1 @@
+"""Scenarios by name: each module has ``scenario(options)``, and its first line says what it shows."""

@@ -1,0 +1,103 @@
+"""A gateway's placement client before a scheduler and a worker that reports to it, over each kind of link."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+
+from services.adapters.grpc_placement import GrpcPlacement
+from services.adapters.local_placement import LocalPlacement
+from services.adapters.muxed_placement import MuxedPlacement, PlacementSettings
+from services.adapters.reporter import Reporter
+from services.adapters.scheduler_directory import KnownLeader
+from services.gateway.fallback import GatewayFallback
+from services.ports.clock import Clock
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from services.scheduler.term import Term, TermSettings
+from simulator.kernel.links import SimPlacementLinks, SimReportLinks
+from tests.integration.scheduler_fleet import TOKEN, FakeWorker, SchedulerNode, StaticDirectory
+from tests.support.simulated import SimulatedScheduler, World
+
+LINKS = ("grpc", "local")
+
+
+@dataclass
+class PlacementRig:
+    """``clock`` is the gateway's."""
+
+    node: SchedulerNode | SimulatedScheduler
+    directory: StaticDirectory
+    worker: FakeWorker
+    placement: MuxedPlacement
+    clock: Clock
+
+    @property
+    def term(self) -> Term:
+        assert self.node.service.term is not None
+        return self.node.service.term
+
+    def lead(self, epoch: int | None) -> None:
+        self.node.election.turn(epoch)
+        self.directory.turn(None if epoch is None else KnownLeader("s1", self.node.address, epoch))
+
+    async def close(self, reporter: Reporter) -> None:
+        """Stop everything: the books are right and nothing is pending."""
+        await self.placement.close()
+        await reporter.close()
+        if self.node.service.term is not None:
+            self.node.service.term.check_integrity()
+        assert self.placement.pending == 0
+        await self.node.stop()
+
+
+@asynccontextmanager
+async def placing(
+    link: str, settings: TermSettings, fallback: GatewayFallback | None = None
+) -> AsyncIterator[PlacementRig]:
+    """Yield the parts, nobody leading yet. At the end the books are right and nothing is pending."""
+    clock = SystemClock()
+    supervisor = Supervisor(clock)
+    node = SchedulerNode(supervisor, settings)
+    await node.start()
+    directory = StaticDirectory()
+    worker = FakeWorker("w1", kv_blocks=16)
+    common = ("g1", clock, supervisor, Random(3), PlacementSettings(max_pending=32))
+    placement: MuxedPlacement
+    if link == "grpc":
+        placement = GrpcPlacement(directory, TOKEN, *common, fallback=fallback)
+    else:
+        placement = LocalPlacement(node.service, *common, fallback=fallback)
+    reporter = worker.reporter(directory, supervisor)
+    rig = PlacementRig(node, directory, worker, placement, clock)
+    yield rig
+    await rig.close(reporter)
+    assert supervisor.failures == ()
+    await supervisor.close()
+
+
+@asynccontextmanager
+async def placing_simulated(
+    world: World, settings: TermSettings, fallback: GatewayFallback | None = None
+) -> AsyncIterator[PlacementRig]:
+    """As ``placing``, over the simulated network."""
+    node = SimulatedScheduler(world, settings)
+    await node.start()
+    directory = StaticDirectory()
+    worker = FakeWorker("w1", kv_blocks=16)
+    gateway, agent = world.process("gateway"), world.process("worker")
+    placement = MuxedPlacement(
+        SimPlacementLinks(gateway, world.network, directory, "g1"),
+        gateway.clock,
+        gateway.supervisor,
+        Random(3),
+        PlacementSettings(max_pending=32),
+        fallback=fallback,
+    )
+    links = SimReportLinks(agent, world.network, directory)
+    reporter = worker.reporting(links, agent.clock, agent.supervisor)
+    rig = PlacementRig(node, directory, worker, placement, gateway.clock)
+    yield rig
+    await rig.close(reporter)

@@ -1,0 +1,140 @@
+"""Random operations with time passing, on a real Redis and on the model: the same outcomes.
+
+Redis takes the time while it runs a script, somewhere between call and answer. So the model is asked twice,
+for a little before the call and a little after the answer. Where both say the same, Redis says it too; where
+something lapses in between, Redis says one of the two. A step that took so long that this says little is done
+again on a tenant of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import uuid
+from dataclasses import dataclass
+
+import pytest
+
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import RedisLimiter
+from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
+from services.core.generation import Usage
+from services.ports.limiter import Limits, Reservation
+from services.runtime.clock import SystemClock
+from tests.support.clocks import HandClock
+
+LEASE_S = 0.25
+MARGIN_S = 0.005  # what the model's times of earlier operations may be off by
+LIMITS = (Limits(), Limits(0, 2), Limits(4, 0), Limits(8, 3), Limits(6, 1))
+PAUSES_S = (0.0, 0.0, 0.01, 0.04, 0.12)
+SEEDS = range(4)
+STEPS = 60
+ATTEMPTS = 3 * STEPS
+
+
+@dataclass(frozen=True)
+class Operation:
+    kind: str
+    request_id: str
+    limits: Limits
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``wait_s`` is compared with tolerance, the rest exactly."""
+
+    kind: str
+    value: int = 0
+    wait_s: float = 0.0
+
+
+async def outcome_of(
+    limiter: RedisLimiter | MemoryLimiter, tenant: str, operation: Operation
+) -> tuple[Outcome, Usage]:
+    reservation = Reservation(tenant, operation.request_id)
+    value = 0
+    try:
+        match operation.kind:
+            case "admit":
+                await limiter.admit(tenant, operation.request_id, operation.limits)
+            case "renew":
+                await limiter.renew([reservation])
+            case "settle":
+                await limiter.settle(reservation, operation.usage)
+            case "concurrency":
+                value = await limiter.concurrency(tenant)
+    except (RequestRateExceeded, ConcurrencyExceeded) as error:
+        return Outcome(error.reason, 0, error.retry_after_s or 0.0), await limiter.usage(tenant)
+    return Outcome("done", value), await limiter.usage(tenant)
+
+
+class Model:
+    """The executable model, asked for what it would do at a time."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.clock = HandClock(0.0)
+        self.limiter = MemoryLimiter(self.clock, lease_s=LEASE_S)
+
+    async def at(self, now_s: float, operation: Operation) -> tuple[Model, tuple[Outcome, Usage]]:
+        """Return the model as it is after the operation, and the outcome; this one stays as it is."""
+        after = copy.deepcopy(self)
+        after.clock.now_s = now_s
+        return after, await outcome_of(after.limiter, after.tenant, operation)
+
+
+def draw(rng: random.Random) -> Operation:
+    kind = rng.choices(("admit", "renew", "settle", "concurrency"), (6, 2, 3, 2))[0]
+    usage = Usage(rng.randint(0, 9), rng.randint(0, 9), rng.randint(0, 9))
+    return Operation(kind, f"r{rng.randint(0, 5)}", rng.choice(LIMITS), usage)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_redis_and_the_model_agree(seed: int, redis_url: str) -> None:
+    rng = random.Random(seed)
+    clock = SystemClock()
+    limiter = RedisLimiter(redis_url, clock, timeout_s=5.0, lease_s=LEASE_S)
+    model = Model(f"model-{uuid.uuid4().hex}")
+    try:
+        compared = 0
+        for step in range(ATTEMPTS):
+            if compared == STEPS:
+                break
+            await clock.sleep(rng.choice(PAUSES_S))
+            operation = draw(rng)
+            before_s = clock.monotonic_s() - MARGIN_S
+            found = await outcome_of(limiter, model.tenant, operation)
+            after_s = clock.monotonic_s() + MARGIN_S
+            candidates = [await model.at(now_s, operation) for now_s in (before_s, after_s)]
+            agreed = [held for held, said in candidates if agrees(found, said, after_s - before_s)]
+            said = [said for _, said in candidates]
+            if after_s - before_s > 3 * MARGIN_S:  # when it was done is not known well enough to go on from
+                model = Model(f"model-{uuid.uuid4().hex}")
+                continue
+            assert agreed, f"seed {seed}, step {step}, {operation}: Redis {found}, model {said}"
+            model = agreed[-1]
+            compared += 1
+        assert compared >= STEPS // 2, f"{ATTEMPTS} steps, and {compared} were short enough to compare"
+    finally:
+        await limiter.close()
+
+
+def agrees(found: tuple[Outcome, Usage], said: tuple[Outcome, Usage], slack_s: float) -> bool:
+    (outcome, usage), (modelled, modelled_usage) = found, said
+    if (outcome.kind, outcome.value, usage) != (modelled.kind, modelled.value, modelled_usage):
+        return False
+    # An error in time counts double where the bucket drained at another rate than the wait is stated for.
+    return abs(outcome.wait_s - modelled.wait_s) <= 3 * slack_s
+
+
+async def test_every_outcome_is_drawn() -> None:
+    """Else the comparison shows nothing: with these draws the model gives each of them."""
+    model, kinds, now_s = Model("t"), set(), 0.0
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        for _ in range(STEPS):
+            now_s += rng.choice(PAUSES_S)
+            model, (outcome, _) = await model.at(now_s, draw(rng))
+            kinds.add(outcome.kind)
+    assert kinds == {"done", "REQUEST_RATE_EXCEEDED", "CONCURRENCY_EXCEEDED"}

@@ -1,0 +1,85 @@
+"""Who may come in to the OpenAI face: each route has a rule, and no spelling of a URL gets around it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.routing import Route
+
+from services.gateway.openai_http import Access
+from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, Face
+
+
+def routes(face: Face) -> list[tuple[str, str]]:
+    found = []
+    for route in face.app.routes:
+        assert isinstance(route, Route)
+        found += [(method, route.path) for method in sorted(route.methods or ())]
+    return found
+
+
+async def test_every_route_has_a_rule_and_keeps_it(face: Face) -> None:
+    rules = {(e.method, e.path): e.access for e in face.app.state.endpoints}
+    assert {pair for pair in routes(face) if pair[0] != "HEAD"} == set(rules)
+    assert {path for (_, path), access in rules.items() if access is Access.PUBLIC} == {"/healthz", "/readyz"}
+    for (method, path), access in rules.items():
+        target = path.replace("{model:path}", "m")
+        for key, status in ((None, 401), (KEY[:-1] + "x", 401), (ADMIN_KEY, 403)):
+            answer = await face.ask(method, target, CHAT if method == "POST" else None, key=key)
+            assert answer.status == (200 if access is Access.PUBLIC else status), (method, path)
+            if answer.status == 401:
+                assert answer.headers["www-authenticate"] == "Bearer"
+    assert face.service.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/models", (("host", "localhost/healthz"),)),
+        ("/v1/models", (("host", "x?"),)),
+        ("/v1/models", (("host", "x/healthz?a="), ("x-forwarded-host", "localhost"))),
+        ("/v1/models", (("x-original-url", "/healthz"), ("x-rewrite-url", "/healthz"))),
+        ("/v1/models?path=/healthz", ()),
+        ("/healthz/../v1/models", ()),
+        ("/v1/models/../../healthz", ()),
+        ("//v1/models", ()),
+        ("/v1//models", ()),
+        ("/v1/models/", ()),
+        ("/healthz/", ()),
+        ("/v1/chat/completions/", ()),
+        ("/%761/models", ()),
+        ("/v1/models%00", ()),
+        ("/v1/models;x=/healthz", ()),
+        ("http://localhost/healthz/../v1/models", ()),
+        ("/docs", ()),
+        ("/openapi.json", ()),
+        ("/", ()),
+    ],
+)
+async def test_no_spelling_of_a_url_opens_anything(
+    face: Face, path: str, headers: tuple[tuple[str, str], ...]
+) -> None:
+    answer = await face.ask("GET", path, key=None, headers=headers)
+    assert answer.status in (400, 401, 404)
+    assert "location" not in answer.headers
+    assert b"org/m" not in answer.body
+
+
+async def test_two_authorization_headers_are_none(face: Face) -> None:
+    answer = await face.ask("GET", "/v1/models", headers=(("authorization", "Bearer x"),))
+    assert answer.status == 400
+
+
+async def test_the_wrong_method_or_path_has_the_error_shape(face: Face) -> None:
+    answer = await face.ask("GET", "/v1/chat/completions")
+    assert (answer.status, answer.error["code"]) == (405, None)
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert (await face.ask("GET", "/v2")).status == 404
+
+
+async def test_an_unauthenticated_body_is_not_read(face: Face) -> None:
+    reader, writer = await face.connect()
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10000\r\n\r\n{")
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()

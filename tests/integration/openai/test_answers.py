@@ -1,0 +1,142 @@
+"""Answers of the OpenAI face: whole, streamed, of a batch of prompts, and what else it serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from services.gateway.events import Event, Heartbeat, Tokens
+from tests.integration.openai.face import CHAT, STREAM, Call, Face, accepted, degraded, finished, plain
+
+
+async def test_a_chat(face: Face) -> None:
+    answer = await face.chat({**CHAT, "n": 2, "logprobs": True, "top_logprobs": 1})
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    found = answer.json
+    assert found["object"] == "chat.completion"
+    assert [choice["message"]["content"] for choice in found["choices"]] == ["Hello", "Hello"]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == [
+        {"token": "a", "logprob": -0.25, "bytes": [97]}
+    ]
+    assert found["usage"]["total_tokens"] == 7
+    assert found["id"] == "chatcmpl-" + answer.headers["x-request-id"]
+
+
+async def test_a_streamed_chat(face: Face) -> None:
+    answer = await face.chat({**STREAM, "n": 2, "stream_options": {"include_usage": True}})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *frames, usage, done = answer.events
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 4
+    assert all(frame["usage"] is None for frame in frames)
+    steps = [(c["index"], c["delta"], c["finish_reason"]) for frame in frames for c in frame["choices"]]
+    opening = {"role": "assistant", "content": ""}
+    assert steps == [
+        (0, opening, None),
+        (1, opening, None),
+        (0, {"content": "Hel"}, None),
+        (1, {"content": "Hel"}, None),
+        (0, {"content": "lo"}, None),
+        (1, {"content": "lo"}, None),
+        (0, {}, "stop"),
+        (1, {}, "stop"),
+    ]
+    assert len({frame["id"] for frame in frames}) == 1
+
+
+async def test_without_usage_asked_for_there_is_none(face: Face) -> None:
+    *frames, done = (await face.chat(STREAM)).events
+    assert done == "[DONE]"
+    assert all("usage" not in frame for frame in frames)
+
+
+async def test_streamed_logprobs(face: Face) -> None:
+    chat = await face.chat({**STREAM, "logprobs": True})
+    assert [len(f["choices"][0]["logprobs"]["content"]) for f in chat.events[1:3]] == [1, 1]
+    body = {"model": "m", "prompt": "x", "stream": True, "logprobs": 1}
+    *frames, _ = (await face.ask("POST", "/v1/completions", body)).events
+    assert [frame["choices"][0]["logprobs"]["text_offset"] for frame in frames[:2]] == [[0], [1]]
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]]])
+async def test_a_completion(face: Face, prompt: Any) -> None:
+    answer = await face.ask("POST", "/v1/completions", {"model": "m", "prompt": prompt, "logprobs": 1})
+    assert answer.json["object"] == "text_completion"
+    assert answer.json["choices"][0]["text"] == "Hello"
+    assert answer.json["choices"][0]["logprobs"]["tokens"] == ["b", "b"]
+    (call,) = face.service.calls
+    kind = call.generation.WhichOneof("input")
+    assert kind == ("token_ids" if isinstance(prompt, list) and prompt != ["a"] else "prompt")
+
+
+async def test_a_batch_of_prompts_is_as_many_requests(face: Face) -> None:
+    body = {"model": "m", "prompt": ["a", "b", "c"], "n": 2}
+    answer = await face.ask("POST", "/v1/completions", body)
+    assert [choice["index"] for choice in answer.json["choices"]] == list(range(6))
+    base = answer.headers["x-request-id"]
+    assert [call.received.request_id for call in face.service.calls] == [f"{base}-{n}" for n in range(3)]
+    assert answer.json["usage"]["prompt_tokens"] == 9
+    streamed = (await face.ask("POST", "/v1/completions", {**body, "stream": True})).events
+    assert streamed[-1] == "[DONE]"
+    texts = dict.fromkeys(range(6), "")
+    for frame in streamed[:-1]:
+        for choice in frame["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert set(texts.values()) == {"Hello"}
+
+
+async def test_what_is_less_than_was_asked_for_is_said(face: Face) -> None:
+    face.service.script = degraded
+    said = "output_capped; original=100; applied=10"
+    body = [{"kind": "output_capped", "original": "100", "applied": "10"}]
+    whole = await face.chat(CHAT)
+    assert whole.headers["x-fairway-degraded"] == said
+    assert json.loads(whole.body)["degraded"] == body
+    streamed = await face.chat(STREAM)
+    assert streamed.headers["x-fairway-degraded"] == said
+    first = json.loads(streamed.body.split(b"data: ")[1])
+    assert first["degraded"] == body
+    face.service.script = plain
+    usual = await face.chat(CHAT)
+    assert "x-fairway-degraded" not in usual.headers
+    assert "degraded" not in json.loads(usual.body)
+
+
+async def test_silence_is_kept_alive_by_comments(face: Face) -> None:
+    async def script(call: Call) -> AsyncGenerator[Event, None]:
+        yield Heartbeat()  # before it is accepted there is no answer to keep alive
+        yield accepted(call)
+        yield Heartbeat()
+        yield Tokens(0, 0, [1], "Hel")
+        yield Heartbeat()
+        yield finished(call)
+
+    face.service.script = script
+    answer = await face.chat(STREAM)
+    assert answer.events.count(": keep-alive") == 2
+    assert answer.events[-1] == "[DONE]"
+
+
+async def test_models(face: Face) -> None:
+    listed = (await face.ask("GET", "/v1/models")).json
+    assert [entry["id"] for entry in listed["data"]] == ["m", "org/m"]
+    one = await face.ask("GET", "/v1/models/org/m")
+    assert one.json["object"] == "model"
+    missing = await face.ask("GET", "/v1/models/other")
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+async def test_health_and_readiness(face: Face) -> None:
+    assert (await face.ask("GET", "/healthz", key=None)).status == 200
+    assert (await face.ask("GET", "/readyz", key=None)).status == 200
+    face.not_ready.append("no view of the fleet yet")
+    answer = await face.ask("GET", "/readyz", key=None)
+    assert (answer.status, answer.json["status"]) == (503, "no view of the fleet yet")
+    assert (await face.ask("GET", "/healthz", key=None)).status == 200

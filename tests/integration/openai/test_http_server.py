@@ -1,0 +1,104 @@
+"""The HTTP server under the OpenAI face: its connections, its port, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from services.core import errors
+from services.gateway.events import Event
+from services.gateway.http_server import HttpServer
+from tests.integration.openai.face import CHAT, KEY, STREAM, Call, Face, accepted, finished, serving, silent
+
+
+async def test_many_streams_at_once(face: Face) -> None:
+    answers = await asyncio.gather(*[face.chat({**STREAM, "user": f"u{n}"}) for n in range(64)])
+    assert all(answer.events[-1] == "[DONE]" for answer in answers)
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 64
+    assert face.service.running == 0
+
+
+async def test_one_connection_serves_request_after_request(face: Face) -> None:
+    reader, writer = await face.send("/v1/chat/completions", CHAT)
+    for _ in range(3):
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b" 200 " in head
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        data = json.dumps(CHAT).encode()
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
+    writer.close()
+
+
+async def test_connections_that_say_nothing_are_closed(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.http_server._Protocol.head_timeout_s", 0.15)
+    mute, _ = await face.connect()
+    slow, writer = await face.connect()
+    writer.write(b"GET /healthz HTTP/1.1\r\nho")
+    for reader in (mute, slow):
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(1), 3)
+
+
+async def test_connections_are_bounded() -> None:
+    async with serving(max_connections=3) as face:
+        face.service.script = silent
+        held = [await face.send("/v1/chat/completions", STREAM) for _ in range(2)]
+        for reader, _ in held:
+            await asyncio.wait_for(reader.readline(), 5)
+        assert (await face.ask("GET", "/healthz")).status == 503
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_taken_port_is_named() -> None:
+    async with serving() as face:
+        other = HttpServer(face.app, "127.0.0.1", face.server.port)
+        with pytest.raises(errors.FailedPrecondition, match=f"port {face.server.port} on 127.0.0.1 is taken"):
+            await other.start()
+        await other.stop(0.1)
+
+
+async def test_an_address_of_another_machine_is_named(face: Face) -> None:
+    with pytest.raises(errors.FailedPrecondition, match="no address of this machine"):
+        await HttpServer(face.app, "192.0.2.1", 0).start()
+
+
+async def test_stopping_lets_answers_end_and_cuts_the_rest() -> None:
+    async with serving() as face:
+        release = asyncio.Event()
+
+        async def script(call: Call) -> AsyncGenerator[Event, None]:
+            yield accepted(call)
+            await (release.wait() if call.generation.session_key == "short" else asyncio.sleep(60))
+            yield finished(call)
+
+        face.service.script = script
+        short, _ = await face.send("/v1/chat/completions", {**STREAM, "user": "short"})
+        long, _ = await face.send("/v1/chat/completions", {**STREAM, "user": "long"})
+        await face.service.until_running(2)
+        stopping = asyncio.ensure_future(face.server.stop(0.5))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OSError):
+            await face.connect()
+        release.set()
+        assert b"[DONE]" in await asyncio.wait_for(short.read(), 5)
+        rest = await asyncio.wait_for(long.read(), 5)
+        assert not rest.endswith(b"0\r\n\r\n")  # cut, so that no client takes it for complete
+        await asyncio.wait_for(stopping, 5)
+        assert face.service.running == 0
+
+
+async def test_a_stopped_port_is_free_again() -> None:
+    async with serving() as face:
+        port = face.server.port
+    again = HttpServer(face.app, "127.0.0.1", port)
+    await again.start()
+    await again.stop(0.1)

@@ -1,0 +1,264 @@
+"""Every invariant finds the bug that was planted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from services.core.records import Priority
+from simulator.fleet.assembly import Parts
+from simulator.fleet.client import SimRequest
+from simulator.fleet.faults import Fault, FaultKind, Moment
+from simulator.fleet.fleet import RunReport, simulate
+from simulator.fleet.rest import REST
+from simulator.fleet.saturated import is_saturated
+from simulator.fleet.scheduler_node import SchedulerNode
+from simulator.fleet.seeds import run_seed
+from simulator.fleet.session import ONCE, TOKENS
+from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
+from simulator.fleet.strikes import Strikes
+from simulator.fleet.worker_node import WorkerNode
+from simulator.invariants.balance import BALANCE, CRASHED, Balance
+from simulator.invariants.bounds import BOUNDS, Bounds
+from simulator.invariants.fairness import FAIRNESS, Fairness
+from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
+from simulator.invariants.instants import Looks
+from simulator.invariants.shedding import INVERSION, Shedding
+from simulator.lab.runner import run as run_scenario
+from simulator.lab.scenario import Scenario
+from tests.sim.planted.gateways import (
+    AsksNobody,
+    EndsTwice,
+    Fails,
+    RepeatsTokens,
+    ResumesElsewhere,
+    ShowsOldGrants,
+    TakesAll,
+)
+from tests.sim.planted.schedulers import (
+    FirstComeFirstServed,
+    GrantsAnywhere,
+    GrantsEjected,
+    IgnoresWeights,
+    ShedsWhoComes,
+)
+from tests.sim.planted.workers import (
+    BooksTooMuch,
+    BooksTooMuchForAMoment,
+    BooksTooMuchNowAndThen,
+    GivesUnboundedCredit,
+    LosesSequences,
+    StartsClosedVersions,
+    StartsWhileDraining,
+    TakesEveryGrant,
+    TakesWhatNobodyGranted,
+)
+
+PLANTED = {
+    "ends twice": (Parts(gateway=EndsTwice), ONCE),
+    "repeats tokens": (Parts(gateway=RepeatsTokens), TOKENS),
+    "resumes elsewhere": (Parts(gateway=ResumesElsewhere), TOKENS),
+    "a task fails": (Parts(gateway=Fails), CRASHED),
+    "books too much": (Parts(worker=BooksTooMuch), BALANCE),
+    "grants anywhere": (Parts(scheduler=GrantsAnywhere), FENCED),
+}
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("bug", sorted(PLANTED))
+def test_planted_bugs_are_found_by_the_seeds(bug: str) -> None:
+    parts, invariant = PLANTED[bug]
+    for seed in SEEDS:
+        found = run_seed(seed, workers=6, requests=60, parts=parts).violations
+        if any(text.startswith(invariant) for text in found):
+            return
+    pytest.fail(f"{len(SEEDS)} seeds do not find it")
+
+
+@pytest.mark.parametrize("scheduler", [FirstComeFirstServed, IgnoresWeights])
+def test_planted_unfair_orders_are_found_by_the_fairness_seeds(scheduler: type[SchedulerNode]) -> None:
+    for seed in filter(is_saturated, range(50)):
+        result = run_seed(seed, workers=8, requests=70, parts=Parts(scheduler=scheduler))
+        if any(text.startswith(FAIRNESS) for text in result.violations):
+            assert result.widest > 1.0
+            return
+    pytest.fail("no fairness seed finds it")
+
+
+HEALS: dict[str, tuple[type[WorkerNode], Looks]] = {
+    "after a start": (BooksTooMuchForAMoment, Looks.TOUCHED),
+    "at any time": (BooksTooMuchNowAndThen, Looks.ALL),
+}
+
+
+@pytest.mark.parametrize("when", sorted(HEALS))
+def test_planted_bug_that_heals_between_two_samples(when: str) -> None:
+    """A sample sees some of it by chance; a look at the end of each instant sees all."""
+    worker, looks = HEALS[when]
+    sampled, looked = (_balance_of(worker, found) for found in (Looks.SAMPLES, looks))
+    assert looked > 5 * sampled
+    assert looked > 20
+
+
+def _balance_of(worker: type[WorkerNode], looks: Looks) -> int:
+    """Return how many violations of the balance a small fleet comes to, of those that are kept."""
+    spec = replace(small_fleet(), workers=2, gateways=1)
+    load = crowd({"whale": 30}, every_s=0.2)
+    ran = simulate(spec, load, invariants=(Balance(),), looks=looks, parts=Parts(worker=worker))
+    return sum(text.startswith(BALANCE) for text in ran.violations)
+
+
+def test_planted_worker_that_starts_what_it_may_not_take() -> None:
+    """It is drained just after a grant on it: one in order refuses what comes under that."""
+    drains = [
+        Fault(FaultKind.WORKER_DRAIN, 1.0 + 2.5 * number, 1.0, 0.3, 0.0, 0.0, Moment.AFTER_GRANT)
+        for number in range(8)
+    ]
+    drained = struck(drains, Parts(worker=StartsWhileDraining), every_s=0.2)
+    assert any(text.startswith(FENCED) and "although it drains" in text for text in drained)
+    closed = struck((), Parts(worker=StartsClosedVersions), every_s=0.2)
+    assert any(text.startswith(FENCED) and "no more of that version" in text for text in closed)
+    assert struck(drains, Parts(), every_s=0.2) == ()
+
+
+def test_planted_scheduler_that_grants_on_who_is_ejected() -> None:
+    """One that is tried is barred by its grant; that grant was right, and the next is wrong."""
+    slow = [Fault(FaultKind.WORKER_SLOW, 0.0, 80.0, 0.0, 0.0, 6.0)]
+    found = struck(slow, Parts(scheduler=GrantsEjected), every_s=0.4, workers=5)
+    assert any(text.startswith(FENCED) and "is ejected" in text for text in found)
+    assert struck(slow, Parts(), every_s=0.4, workers=5) == ()
+
+
+def struck(
+    faults: Sequence[Fault], parts: Parts, *, every_s: float = 0.1, workers: int = 2
+) -> tuple[str, ...]:
+    """Return the violations of a small fleet under faults."""
+    spec = replace(small_fleet(), workers=workers, gateways=1)
+    load = crowd({"whale": 120}, every_s=every_s)
+    invariants = (Balance(), Fencing())
+    return simulate(spec, load, plans=(Strikes(faults),), invariants=invariants, parts=parts).violations
+
+
+def test_planted_worker_that_does_not_tell_of_a_lost_engine() -> None:
+    faults = [Fault(FaultKind.ENGINE_CRASH, 1.0, 0.1, 0.0, 0.0, 0.0, Moment.IN_PREFILL)]
+    assert any(text.startswith(REST) for text in struck(faults, Parts(worker=LosesSequences)))
+    assert struck(faults, Parts()) == ()
+
+
+@pytest.mark.parametrize("invariant", [FENCED, REPLAYED])
+def test_planted_worker_that_takes_every_grant(invariant: str) -> None:
+    """One in order refuses what is shown to it, and nothing is lost by that."""
+    shown = struck((), Parts(gateway=ShowsOldGrants, worker=TakesEveryGrant))
+    assert any(text.startswith(invariant) for text in shown)
+    assert struck((), Parts(gateway=ShowsOldGrants)) == ()
+
+
+def test_planted_worker_that_takes_what_nobody_granted() -> None:
+    taken = struck((), Parts(gateway=AsksNobody, worker=TakesWhatNobodyGranted), every_s=0.5)
+    assert any(text.startswith(ALONE) for text in taken)
+    assert struck((), Parts(gateway=AsksNobody), every_s=0.5) == ()
+
+
+def test_planted_worker_that_gives_unbounded_credit() -> None:
+    kinds = (FaultKind.LEADER_PAUSE, FaultKind.STORE_OUTAGE)
+    away = [Fault(kind, 5.0, 20.0, 0.0, 0.0, 0.0) for kind in kinds]
+    given = struck(away, Parts(worker=GivesUnboundedCredit), every_s=0.8)
+    assert any(text.startswith(ALONE) for text in given)
+    assert struck(away, Parts(), every_s=0.8) == ()
+
+
+def crowd(
+    tenants: dict[str, int],
+    *,
+    priorities: tuple[Priority, ...] = (Priority.STANDARD,),
+    every_s: float = 0.0,
+) -> list[SimRequest]:
+    """Return so many requests of each tenant, the first tenant's before the second's."""
+    return [
+        SimRequest(
+            tenant, 100, 100, arrival_s=number * every_s, priority=priorities[number % len(priorities)]
+        )
+        for tenant, count in tenants.items()
+        for number in range(count)
+    ]
+
+
+def small_fleet() -> FleetSpec:
+    kind = WorkerSpec(kv_blocks=64, max_sequences=4)
+    tenants = (TenantSpec("whale"), TenantSpec("minnow"))
+    return FleetSpec(workers=1, worker_kinds=(kind,), tenants=tenants)
+
+
+def fair_fleet(kind: Literal["fair", "arrival"]) -> FleetSpec:
+    spec = small_fleet()
+    term = spec.term
+    order = replace(term.order, kind=kind, bypass_window_tokens=512.0)
+    term = replace(term, order=order, shedding=replace(term.shedding, enabled=False))
+    return replace(spec, term=term, gateway=replace(spec.gateway, queue_ttl_s=600.0))
+
+
+def fair_run(kind: Literal["fair", "arrival"]) -> tuple[RunReport, Fairness]:
+    spec, fairness = fair_fleet(kind), Fairness()
+    return simulate(spec, crowd({"whale": 120, "minnow": 40}), invariants=(fairness,)), fairness
+
+
+def test_planted_first_come_first_served_is_unfair() -> None:
+    report, _ = fair_run("arrival")
+    assert any(text.startswith(FAIRNESS) for text in report.violations)
+
+
+def test_the_fair_order_keeps_its_bound_on_the_same_load() -> None:
+    report, fairness = fair_run("fair")
+    assert report.violations == ()
+    assert fairness.compared > 0
+
+
+@pytest.mark.parametrize(("kind", "is_fair"), [("fair", True), ("arrival", False)])
+def test_a_scenario_with_an_unfair_queue_is_violated(kind: Literal["fair", "arrival"], is_fair: bool) -> None:
+    fleet = fair_fleet(kind)
+    load = crowd({"whale": 120, "minnow": 40})
+    crowded = Scenario("crowd", "two tenants at once", fleet, lambda: iter(load), duration_s=60.0)
+    report = run_scenario(crowded)
+    assert any(text.startswith(FAIRNESS) for text in report.violations) is not is_fair
+    if is_fair:
+        assert report.violations == ()
+        assert report.fairness_bound_tokens is not None
+        assert 0.0 < report.fairness.difference_tokens <= report.fairness_bound_tokens
+
+
+def shedding_run(parts: Parts | None) -> tuple[RunReport, Shedding]:
+    shedding = Shedding()
+    load = crowd({"whale": 300}, priorities=(Priority.BATCH, Priority.INTERACTIVE), every_s=0.1)
+    report = simulate(small_fleet(), load, invariants=(shedding,), parts=parts)
+    return report, shedding
+
+
+def test_planted_shedding_of_whoever_comes_inverts_classes() -> None:
+    report, _ = shedding_run(Parts(scheduler=ShedsWhoComes))
+    assert any(text.startswith(INVERSION) for text in report.violations)
+
+
+def test_shedding_refuses_and_inverts_no_classes() -> None:
+    report, shedding = shedding_run(None)
+    assert report.violations == ()
+    assert shedding.refusals > 0
+
+
+def bounded_run(parts: Parts | None) -> RunReport:
+    spec = small_fleet()
+    spec = replace(spec, gateways=1, gateway=replace(spec.gateway, max_requests=20))
+    return simulate(spec, crowd({"whale": 60}), invariants=(Bounds(),), parts=parts)
+
+
+def test_planted_gateway_without_a_limit_is_found() -> None:
+    report = bounded_run(Parts(gateway=TakesAll))
+    assert any(text.startswith(BOUNDS) for text in report.violations)
+
+
+def test_a_gateway_keeps_its_limit() -> None:
+    report = bounded_run(None)
+    assert report.violations == ()
+    assert report.outcomes["QUEUE_FULL"] == 40

@@ -1,0 +1,72 @@
+"""Fifty seeds hold every invariant, and between them reach everything that can happen.
+
+Four have the size that ``make sim`` gives to all (20 workers, 200 requests); the others are small (6 workers,
+60 requests), so that the fifty take half a minute of a core. The five fairness seeds among these have at most
+three workers at either size. Three more, smaller still, are looked at as a whole at the end of each instant.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.fleet.chaos import REQUESTS
+from simulator.fleet.faults import FaultKind
+from simulator.fleet.saturated import is_saturated
+from simulator.fleet.seeds import REACHES, SeedResult, Total, run_seed
+from simulator.invariants.instants import Looks
+
+SEEDS = range(50)
+FULL = (0, 13, 26, 39)
+LOOKED_AT = (3, 7, 21)
+
+# What a client may come to in these runs. Anything else is a bug, INTERNAL above all.
+OUTCOMES = {
+    "finished", "CANCELLED", "DEADLINE_EXCEEDED", "GATEWAY_LOST", "SLOW_READER", "STREAM_BROKEN",
+    "REQUEST_RATE_EXCEEDED", "CONCURRENCY_EXCEEDED", "OVER_COMMITMENT",
+    "OVERLOADED", "QUEUE_TIMEOUT", "DEADLINE_UNMEETABLE", "NO_LEADER", "STORE_UNAVAILABLE",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def total() -> Total:
+    """What the seeds of this module came to; filled as they run."""
+    return Total()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_invariants_hold(seed: int, total: Total) -> None:
+    workers, requests = (20, REQUESTS) if seed in FULL else (6, 60)
+    result = run_seed(seed, workers=workers, requests=requests)
+    total.add(result)
+    assert result.violations == (), f"python -m simulator sim --seed {seed} --workers {workers} " + (
+        f"--requests {requests} --trace"
+    )
+
+
+def test_the_seeds_reach_every_fault_and_outcome(total: Total) -> None:
+    """Else the seeds test nothing."""
+    assert total.seeds == len(SEEDS), "this test needs those before it"
+    assert set(total.faults) == {kind.value for kind in FaultKind}
+    assert set(total.outcomes) >= OUTCOMES
+    assert total.outcomes["finished"] > total.requests // 2
+    assert {name for name, count in total.reached.items() if count} == set(REACHES)
+
+
+def test_the_fairness_seeds_come_near_the_bound(total: Total) -> None:
+    """Else the bound is so far away that no order exceeds it."""
+    assert set(total.widest) == set(filter(is_saturated, SEEDS)), "this test needs those before it"
+    assert len(total.widest) == 5
+    assert total.compared > 500
+    assert min(total.widest.values()) > 0.1
+    assert max(total.widest.values()) > 0.3
+
+
+@pytest.mark.parametrize("seed", LOOKED_AT)
+def test_invariants_hold_at_the_end_of_each_instant(seed: int) -> None:
+    assert run_seed(seed, workers=4, requests=30, looks=Looks.ALL).violations == ()
+
+
+def test_a_result_tells_its_seed() -> None:
+    result: SeedResult = run_seed(3, workers=3, requests=5)
+    assert result.report.seed == 3
+    assert sum(result.report.outcomes.values()) == result.report.requests == 5

@@ -1,0 +1,22 @@
+"""Clocks that a test turns by hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class HandClock:
+    """Implements ``ports.clock.Clock``: stands still until it is moved, also by whoever sleeps."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        await asyncio.sleep(0)
