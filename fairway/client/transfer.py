@@ -100,7 +100,14 @@ class Transfer:
     async def _upload(self, digest: str, chunk: Chunk) -> None:
         data = await asyncio.to_thread(read_chunk, digest, chunk)
 
+        is_again = False
+
         async def once() -> None:
+            nonlocal is_again
+            if is_again and not await self._lacks(digest):  # it arrived before the connection broke
+                self._sent(len(data))
+                return
+            is_again = True
             counted = 0
 
             async def messages() -> AsyncIterator[pb.UploadChunkRequest]:
@@ -113,10 +120,32 @@ class Transfer:
                     self._sent(len(part))
 
             try:
-                await self._stub.UploadChunk(messages(), metadata=self._metadata, timeout=UPLOAD_TIMEOUT_S)
+                await _uncancelled(
+                    self._stub.UploadChunk(messages(), metadata=self._metadata, timeout=UPLOAD_TIMEOUT_S)
+                )
             except BaseException:
                 self._sent(-counted)
                 raise
             self._sent(len(data) - counted)  # another publisher was faster: nobody reads the rest
 
         await self.again(once)
+
+    async def _lacks(self, digest: str) -> bool:
+        request = pb.FindMissingChunksRequest(digests=[digest])
+        answer = await self._stub.FindMissingChunks(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+        return bool(answer.digests)
+
+
+async def _uncancelled(call: Awaitable[T]) -> T:
+    """Return its answer. A write that fails cancels a call of grpc.aio, which nobody here asked for.
+
+    A task group takes a cancelled task for one that ended well, so the status that was lost is raised then.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        metadata = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, STATUS_LOST) from None
