@@ -92,7 +92,7 @@ s3-env: .venv-s3/moto-$(MOTO)
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 20 minutes)
+chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
