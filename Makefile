@@ -109,7 +109,7 @@ engine-oracle: setup-dev ## Compare the engine with transformers over drawn shap
 triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and compile them, without a GPU (minutes)
 	.venv-triton/bin/python -m pytest tests/triton $(ARGS)
 
-chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 20 minutes)
+chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)

@@ -73,6 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         session = MuxedSession(self._service, principal(), self._received)
         try:
             with BoundedWrites(context, self._write_timeout_s) as writes:
+                await writes.open()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._read(session, request_iterator, context))
                     await self._write(session, writes)

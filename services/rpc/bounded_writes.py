@@ -14,6 +14,15 @@ from services.core.errors import SlowReader
 log = structlog.get_logger()
 
 
+async def send_headers(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Return once the headers are out; called before anything may cut a write.
+
+    With headers under way in a write that was cut, no status can be sent, and the client hears nothing of the
+    error until it gives up.
+    """
+    await context.send_initial_metadata(())
+
+
 class BoundedWrites:
     """Writes for the task that entered it; one that lasts longer than ``timeout_s`` ends there as SlowReader.
 
@@ -25,6 +34,7 @@ class BoundedWrites:
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], timeout_s: float) -> None:
         self._context = context
         self._timeout_s = timeout_s
+        self._opened = False
         self._begun = 0
         self._writing = False
         self._cut = False
@@ -50,14 +60,17 @@ class BoundedWrites:
         ):
             raise SlowReader(f"the stream was not read for {self._timeout_s:g} s") from None
 
+    async def open(self) -> None:
+        """Send the headers, once and on their own: they wait for no reader."""
+        if not self._opened:
+            self._opened = True
+            await send_headers(self._context)
+
     async def write(self, message: Any) -> None:
         """Return once the transport took the message."""
         self._begun += 1
         self._writing = True
-        if self._begun == 1:
-            # On their own: headers wait for no reader. With headers under way in a write that was cut, no
-            # status can be sent, and the client would hear of a broken connection only.
-            await self._context.send_initial_metadata(())
+        await self.open()
         await self._context.write(message)
         self._writing = False
 

@@ -15,6 +15,7 @@ from services.core.errors import FairwayError, InvalidInput, first_of
 from services.ports.clock import Clock
 from services.ports.report_stream import ReportAnswer
 from services.rpc import bounds
+from services.rpc.bounded_writes import send_headers
 from services.rpc.convert_decisions import decision_to_proto, timestamp, worker_to_proto
 from services.rpc.convert_queues import pool_to_proto
 from services.rpc.convert_scheduler import (
@@ -49,6 +50,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         woken = asyncio.Event()
         stream = self._service.open(hello.gateway_id, woken.set, zone=hello.zone)
         try:
+            await send_headers(context)
             async with asyncio.TaskGroup() as group:
                 reading = group.create_task(_read_places(request_iterator, stream))
                 reading.add_done_callback(lambda _: woken.set())
@@ -64,6 +66,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         woken = asyncio.Event()
         stream = self._service.open_report(woken.set)
         try:
+            await send_headers(context)
             async with asyncio.TaskGroup() as group:
                 # Leadership goes out before the first report is read: the order of a worker's streams
                 # is the order in which they were opened here.

@@ -13,6 +13,7 @@ from services.core.errors import InvalidInput
 from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
 from services.rpc import bounds
+from services.rpc.bounded_writes import send_headers
 from services.rpc.convert_worker import frame_to_proto, start_from_proto, version_to_proto
 from services.worker.agent import WorkerStatus
 from services.worker.host import GatewayStream, SequenceHost
@@ -43,6 +44,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         wake = asyncio.Event()
         stream = self._host.open(wake.set)
         try:
+            await send_headers(context)
             async with asyncio.TaskGroup() as group:
                 writer = _Writer(stream, wake, context)
                 tasks = (

@@ -122,6 +122,7 @@ class Bench:
         row.finished = sum(outcome.end is End.FINISHED for outcome in outcomes)
         row.resumed = sum(outcome.resumes > 0 for outcome in outcomes)
         row.moved = sum(outcome.moves > 0 for outcome in outcomes)
+        row.deferred = sum(outcome.deferrals > 0 for outcome in outcomes)
         row.parted, row.silence_s = len(verdict.parted), verdict.longest_silence_s
         row.lost, row.wrong = verdict.lost, row.wrong + verdict.wrong
         if not row.finished:

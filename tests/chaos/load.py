@@ -13,6 +13,7 @@ import grpc
 
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
+from services.core.errors import Overloaded
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from tests.chaos.checker import Reference
@@ -65,7 +66,10 @@ def make_specs() -> tuple[Spec, ...]:
 
 
 class Client:
-    """Sends requests to gateways; one that is refused before it was accepted goes to another gateway."""
+    """Sends requests to gateways; one that is refused before it was accepted goes to another gateway.
+
+    One that is shed before anything of its output comes back when it was told to, as OpenAI's libraries do.
+    """
 
     def __init__(self, gateways: Mapping[str, str], model: str, *, timeout_s: float) -> None:
         """``gateways``: address by name. A request is given up after ``timeout_s``."""
@@ -124,6 +128,10 @@ class Client:
                 if self._moved(outcome, error, deadline_s):
                     await asyncio.sleep(MOVE_PAUSE_S)
                     continue
+                if (pause_s := _deferred(outcome, error, deadline_s)) is not None:
+                    await asyncio.sleep(pause_s)
+                    heard.told()
+                    continue
                 _note_error(outcome, error)
             finally:
                 call.cancel()
@@ -171,6 +179,10 @@ class _Heard:
                     f"{event.finished.usage.output_tokens} tokens counted, {len(outcome.ids)} received"
                 )
 
+    def told(self) -> None:
+        """The client waited for as long as it was told to: that was no silence."""
+        self._last_s = now_s()
+
     def ended(self) -> None:
         self._mark()
         self._outcome.ended_s = self._last_s
@@ -179,6 +191,23 @@ class _Heard:
         at_s = now_s()
         self._outcome.silence_s = max(self._outcome.silence_s, at_s - self._last_s)
         self._last_s = at_s
+
+
+def _deferred(outcome: Outcome, error: grpc.aio.AioRpcError, deadline_s: float) -> float | None:
+    """Return after how long the request is to be sent again, seconds; None if it is not."""
+    told = from_rpc_error(error)
+    if (
+        told.reason != Overloaded.reason
+        or told.retry_after_s is None
+        or outcome.ids
+        or outcome.end is not None
+    ):
+        return None
+    if now_s() + told.retry_after_s > deadline_s:
+        return None
+    outcome.deferrals += 1
+    outcome.accepted_s = None
+    return told.retry_after_s
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

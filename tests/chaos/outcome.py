@@ -39,6 +39,8 @@ class Outcome:
     # Longest time without an event, the start and the end being events, too.
     silence_s: float = 0.0
     moves: int = 0
+    # How often it was told to come back later, before anything of its output.
+    deferrals: int = 0
     resumes: int = 0
     request_id: str = ""
 

@@ -17,6 +17,7 @@ class Row:
     finished: int = 0
     resumed: int = 0
     moved: int = 0
+    deferred: int = 0
     parted: int = 0
     silence_s: float = 0.0
     heal_s: float = 0.0
@@ -39,7 +40,7 @@ def line(row: Row) -> str:
     state = "ok    " if row.passed else "FAILED"
     return (
         f"{row.name:<28} {state} {row.requests:>4} requests {row.finished:>4} finished"
-        f" {row.resumed:>3} resumed {row.moved:>3} moved {row.parted:>2} parted"
+        f" {row.resumed:>3} resumed {row.moved:>3} moved {row.deferred:>2} deferred {row.parted:>2} parted"
         f"  silence {row.silence_s:>5.1f} of {row.limits[0]:>4.1f} s"
         f"  healed {row.heal_s:>5.1f} of {row.limits[1]:>4.1f} s  slots {row.slots_s:>4.1f} s"
     )

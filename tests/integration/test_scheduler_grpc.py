@@ -309,6 +309,13 @@ async def test_a_gateway_out_of_protocol_is_refused(node: SchedulerNode, wrong: 
     assert isinstance(error, InvalidInput)
 
 
+async def test_a_refusal_is_heard_whatever_is_being_written(node: SchedulerNode) -> None:
+    """The second hello may be read while the headers, the leadership or nothing is on its way."""
+    hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
+    for _ in range(100):  # of a hundred, one or two met the headers
+        assert isinstance(await failure_of(node, [hello, hello]), InvalidInput)
+
+
 async def test_a_placement_out_of_bounds_is_refused_alone(node: SchedulerNode) -> None:
     hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
     both = connect_request([(1, place_spec(queue_ttl_s=1e6), 1e6), (2, place_spec(queue_ttl_s=0.1), 0.1)], [])
