@@ -34,7 +34,7 @@ from bench.gpus.own import OwnEngine, decode_ratio, own_engine, prefill_ratio, t
 from bench.gpus.random_model import transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
 from bench.gpus.shapes import SHAPES
-from services.worker.engine.cuda_backend import cutting_of, has_kernels
+from services.worker.engine.cuda.backend import cutting_of, has_kernels
 from services.worker.engine_protocol import EngineConfig
 
 NO_DEVICE: Final = 3  # exit status

@@ -7,11 +7,11 @@ import torch
 
 from bench.gpus.roofline import median_s
 from services.worker.engine.config import ModelConfig
+from services.worker.engine.cuda.attention import TritonAttention
+from services.worker.engine.cuda.plan import Cutting
+from services.worker.engine.cuda.varlen_prefill import takes_block_tables
 from services.worker.engine.kv_cache import KvCache, KvShape
 from services.worker.engine.spans import Spans
-from services.worker.engine.triton_attention import TritonAttention
-from services.worker.engine.triton_plan import Cutting
-from services.worker.engine.varlen_prefill import takes_block_tables
 
 
 def torch_over_triton(

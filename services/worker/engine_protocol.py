@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``. Prefill is cut so that a step
     takes ``itl_target_s``; 0: no step is cut but by ``token_budget``. At most ``max_long_prefills`` long
-    prompts prefill at a time. ``prefix_cache`` keeps KV for prompts that begin alike, where blocks divide the
+    prompts prefill at a time. ``prefix/cache`` keeps KV for prompts that begin alike, where blocks divide the
     prefix blocks of ``core.prefix``; ``cache_domain_ratio`` of the pool is the share of an isolation domain.
     ``executor`` "null" needs no weights: it emits tokens at ``null_step_s`` seconds a step (0: flat out).
     ``speculation`` proposes up to ``max_proposals`` tokens a step for a sequence, from its own text or by the

@@ -16,7 +16,7 @@ from typing import Final
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
 from services.worker.engine.block_manager import OutOfBlocks
-from services.worker.engine.prefix_reuse import Attached
+from services.worker.engine.prefix.reuse import Attached
 from services.worker.engine.sequence import SequenceState
 
 OWN: Final = 0  # prefixes are never named so

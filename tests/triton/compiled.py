@@ -18,10 +18,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.worker.engine import triton_elementwise as elementwise
-from services.worker.engine import triton_kernels as kernels
-from services.worker.engine.triton_attention import WARPS_OF_WIDE_TILES
-from services.worker.engine.triton_plan import cutting_for
+from services.worker.engine.cuda import elementwise as elementwise
+from services.worker.engine.cuda import kernels as kernels
+from services.worker.engine.cuda.attention import WARPS_OF_WIDE_TILES
+from services.worker.engine.cuda.plan import cutting_for
 
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 NUMBERS: Final = {"bfloat16": "*bf16", "float32": "*fp32"}

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from services.worker.engine.cuda.attention import TritonAttention
+from services.worker.engine.cuda.plan import Cutting, Padding
 from services.worker.engine.kv_cache import KvCache, KvShape
 from services.worker.engine.spans import Spans
-from services.worker.engine.triton_attention import TritonAttention
-from services.worker.engine.triton_plan import Cutting, Padding
 
 CPU = torch.device("cpu")
 

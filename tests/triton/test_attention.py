@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.triton_plan import Cutting, Padding
+from services.worker.engine.cuda.plan import Cutting, Padding
 from tests.triton.steps import Shape, Step, expected, filled, new_rows, run, steps, tensors_of
 
 pytestmark = pytest.mark.timeout(900)  # the interpreter takes a second for an example, or many

@@ -13,14 +13,14 @@ from bench.gpus.attention import prefill_s, whole_prompts
 from bench.gpus.own import OwnEngine, own_engine
 from bench.gpus.random_model import random_weights
 from bench.gpus.shapes import SHAPES
-from services.worker.engine.cuda_graphs import Graph, GraphedDecoder, batch_sizes
+from services.worker.engine.cuda.attention import TritonAttention
+from services.worker.engine.cuda.graphs import Graph, GraphedDecoder, batch_sizes
+from services.worker.engine.cuda.operators import TritonOperators
+from services.worker.engine.cuda.plan import Cutting, Padding
 from services.worker.engine.kv_cache import KvCache, kv_shape
 from services.worker.engine.model import Decoder
 from services.worker.engine.rope import Rope
 from services.worker.engine.torch_executor import TorchExecutor
-from services.worker.engine.triton_attention import TritonAttention
-from services.worker.engine.triton_operators import TritonOperators
-from services.worker.engine.triton_plan import Cutting, Padding
 from services.worker.engine_protocol import EngineConfig
 
 pytestmark = pytest.mark.timeout(900)

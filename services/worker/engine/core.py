@@ -11,7 +11,7 @@ from services.worker.engine.acceptance import accepted_proposals, standing_rows
 from services.worker.engine.block_manager import BlockPool
 from services.worker.engine.executor import Batch, Executor, Samples
 from services.worker.engine.planner import Planner, PlannerLimits
-from services.worker.engine.prefix_reuse import PrefixReuse
+from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState, Status, sequence_of
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import MAX_WAITING, ModelLimits, refusal

@@ -13,12 +13,12 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.config import ModelConfig, eos_ids, parse_config, read_json, vocab_size_of
 from services.worker.engine.core import Engine
-from services.worker.engine.eviction import EvictionLimits
 from services.worker.engine.executor import Executor
 from services.worker.engine.launch import Inline
 from services.worker.engine.null_executor import NullExecutor
 from services.worker.engine.planner import PlannerLimits
-from services.worker.engine.prefix_cache import PrefixCache
+from services.worker.engine.prefix.cache import PrefixCache
+from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.proposer import Proposer

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from services.core.fleet import LONG_PROMPT_TOKENS
 from services.worker.engine.block_manager import BlockPool
 from services.worker.engine.executor import Batch, Chunk
-from services.worker.engine.prefix_reuse import PrefixReuse
+from services.worker.engine.prefix.reuse import PrefixReuse
+from services.worker.engine.prefix.shared_prefill import claims
 from services.worker.engine.sequence import SequenceState, Status
-from services.worker.engine.shared_prefill import claims
 from services.worker.engine.wait_queue import WaitQueue
 from services.worker.policy.prefill_budget import PrefillBudget
 from services.worker.policy.prefill_share import shares

@@ -10,9 +10,9 @@ import structlog
 import torch
 
 from services.runtime.folders import cache_folder
-from services.worker.engine import cuda_backend
 from services.worker.engine.attention import Attention, TorchAttention
 from services.worker.engine.config import ModelConfig
+from services.worker.engine.cuda import backend as cuda_backend
 from services.worker.engine.kv_cache import KvCache, KvPool, kv_shape
 from services.worker.engine.model import Decoder, Weights, load_weights
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.worker.engine_protocol import Cancel, Credit
-from tests.unit.worker.engine.cache_rig import VOCABULARY, CacheRig, ask, sample
+from tests.unit.worker.engine.prefix.cache_rig import VOCABULARY, CacheRig, ask, sample
 
 LONGEST = 256  # tokens of a sequence
 UNLIMITED = 1 << 30

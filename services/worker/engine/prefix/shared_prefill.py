@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.worker.engine.prefix_reuse import PrefixReuse
+from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState
 from services.worker.policy.prefill_share import Claim
 

@@ -13,15 +13,15 @@ import torch
 
 from services.worker.engine.attention import Attention
 from services.worker.engine.config import ModelConfig
-from services.worker.engine.cuda_graphs import CudaCapture, GraphedDecoder, batch_sizes
+from services.worker.engine.cuda.graphs import CudaCapture, GraphedDecoder, batch_sizes
+from services.worker.engine.cuda.plan import Cutting, Padding, cutting_for
 from services.worker.engine.kv_cache import KvCache, KvShape
 from services.worker.engine.operators import Operators
 from services.worker.engine.torch_executor import Forward
-from services.worker.engine.triton_plan import Cutting, Padding, cutting_for
 from services.worker.engine_protocol import EngineConfig, Ready
 
 if TYPE_CHECKING:  # importing it imports Triton
-    from services.worker.engine.triton_attention import TritonAttention
+    from services.worker.engine.cuda.attention import TritonAttention
 
 CAPABILITY: Final = (8, 0)  # Ampere
 
@@ -35,7 +35,7 @@ def has_kernels(device: torch.device) -> bool:
 
 def fused_operators(model: ModelConfig) -> Operators:
     """Return the operators whose elementwise steps are Triton's."""
-    from services.worker.engine.triton_operators import TritonOperators
+    from services.worker.engine.cuda.operators import TritonOperators
 
     return TritonOperators(kv_heads=model.kv_heads, eps=model.norm_eps)
 
@@ -50,7 +50,7 @@ def paged_attention(
     model: ModelConfig, shape: KvShape, config: EngineConfig, ready: Ready, device: torch.device
 ) -> tuple[TritonAttention, KvCache]:
     """Return the backend and its pool, which has a block more than the planner gives away: for padding."""
-    from services.worker.engine.triton_attention import TritonAttention
+    from services.worker.engine.cuda.attention import TritonAttention
 
     blocks = ready.kv_blocks_total
     cache = KvCache(shape, blocks + 1, device)
@@ -72,7 +72,7 @@ def graphed(
     device: torch.device,
 ) -> Forward:
     """Return the decoder with graphs of all batch sizes captured, or as it is where it has none."""
-    from services.worker.engine.triton_attention import TritonAttention
+    from services.worker.engine.cuda.attention import TritonAttention
 
     if model.rope.depends_on_length or not isinstance(attention, TritonAttention):
         return decoder

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from services.worker.engine.cached_blocks import CachedBlocks
-from services.worker.engine.frequency_sketch import MOST
+from services.worker.engine.prefix.cached_blocks import CachedBlocks
+from services.worker.engine.prefix.frequency_sketch import MOST
 
 STALE_TURNOVERS: Final = 4
 _UNITS: Final = 16  # of an eviction, and of the cost of a first block

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.engine.cuda.plan import ALONE_ROWS, Cutting, cut, padded, plan_step
 from services.worker.engine.spans import Spans
-from services.worker.engine.triton_plan import ALONE_ROWS, Cutting, cut, padded, plan_step
 
 BLOCK_SIZE = 4
 cuttings = st.builds(

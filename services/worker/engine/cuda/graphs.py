@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: a step whose rows were padded to a known shape is replayed, not launched.
 
 A decode step of a small batch is hundreds of short kernels, and launching them takes longer than they run.
-One graph per shape (``triton_plan.StepShape``) is captured at its first use, or ahead by ``warm_up``;
+One graph per shape (``cuda/plan.StepShape``) is captured at its first use, or ahead by ``warm_up``;
 all read the same input buffers, write the same logits, and share one memory pool, so that their memory is
 that of the largest. Where a capture fails, steps of that shape run without one.
 """
@@ -14,8 +14,8 @@ from typing import Final, Protocol
 import structlog
 import torch
 
+from services.worker.engine.cuda.plan import StepShape
 from services.worker.engine.torch_executor import Forward
-from services.worker.engine.triton_plan import StepShape
 
 MAX_GRAPHS: Final = 128  # the one captured longest ago goes first
 EVERY_SIZE: Final = (1, 2, 4, 8)

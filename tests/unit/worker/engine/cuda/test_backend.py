@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.cuda_backend import has_kernels
-from services.worker.engine.triton_plan import cutting_for
+from services.worker.engine.cuda.backend import has_kernels
+from services.worker.engine.cuda.plan import cutting_for
 
 
 def test_a_cpu_has_no_kernels() -> None:

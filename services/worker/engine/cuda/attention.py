@@ -1,7 +1,7 @@
 """Attention on CUDA: Triton kernels over the block table, for decodes and prefills of any mix.
 
 A step's integers travel to the device in one copy. Steps in which every row attends by itself are padded
-to the next of ``batch_sizes``, so that a captured graph fits them (``cuda_graphs``): rows of padding have no
+to the next of ``batch_sizes``, so that a captured graph fits them (``cuda/graphs``): rows of padding have no
 keys, their own key and value go to a slot that nobody owns.
 """
 
@@ -15,12 +15,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine import triton_elementwise as elementwise
-from services.worker.engine import triton_kernels as kernels
-from services.worker.engine import varlen_prefill
-from services.worker.engine.kv_cache import KvCache
-from services.worker.engine.spans import Span, Spans
-from services.worker.engine.triton_plan import (
+from services.worker.engine.cuda import elementwise as elementwise
+from services.worker.engine.cuda import kernels as kernels
+from services.worker.engine.cuda import varlen_prefill
+from services.worker.engine.cuda.plan import (
     Cutting,
     Integers,
     Padding,
@@ -32,7 +30,9 @@ from services.worker.engine.triton_plan import (
     padded_columns_of,
     plan_step,
 )
-from services.worker.engine.varlen_prefill import Segments, segments_of
+from services.worker.engine.cuda.varlen_prefill import Segments, segments_of
+from services.worker.engine.kv_cache import KvCache
+from services.worker.engine.spans import Span, Spans
 
 JOINED: Final = 16  # pieces that the second kernel reads at once
 ALIGNED: Final = 4  # integers of 16 bytes
@@ -43,7 +43,7 @@ MAX_FIXED_PIECES: Final = 1 << 14  # of a step that is padded, where cuts are at
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """A step's integers on the device, each [entries] int32; see ``triton_plan`` for their meaning."""
+    """A step's integers on the device, each [entries] int32; see ``cuda/plan`` for their meaning."""
 
     slots: torch.Tensor
     query_row: torch.Tensor

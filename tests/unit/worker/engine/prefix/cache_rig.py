@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from services.core.prefix import prefix_chain
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.eviction import EvictionLimits
 from services.worker.engine.executor import Batch, Samples
 from services.worker.engine.launch import Inline
 from services.worker.engine.planner import PlannerLimits
-from services.worker.engine.prefix_cache import PrefixCache
+from services.worker.engine.prefix.cache import PrefixCache
+from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import Sampling, Stepped, Submit

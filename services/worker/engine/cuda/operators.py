@@ -12,7 +12,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from services.worker.engine import triton_elementwise as kernels
+from services.worker.engine.cuda import elementwise as kernels
 from services.worker.engine.operators import Gated, HeadNorms, Heads, Projection
 
 GATE_COLUMNS: Final = 1024  # of a program

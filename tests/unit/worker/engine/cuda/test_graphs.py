@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from services.worker.engine.cuda_graphs import MAX_GRAPHS, Graph, GraphedDecoder, batch_sizes
-from services.worker.engine.triton_plan import Padding, StepShape
+from services.worker.engine.cuda.graphs import MAX_GRAPHS, Graph, GraphedDecoder, batch_sizes
+from services.worker.engine.cuda.plan import Padding, StepShape
 
 CPU = torch.device("cpu")
 VOCABULARY = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from services.worker.engine.cuda.varlen_prefill import segments_of, takes_block_tables
 from services.worker.engine.spans import Spans
-from services.worker.engine.varlen_prefill import segments_of, takes_block_tables
 
 CPU = torch.device("cpu")
 

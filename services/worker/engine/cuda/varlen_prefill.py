@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from services.worker.engine.cuda.plan import ALONE_ROWS
 from services.worker.engine.spans import Spans
-from services.worker.engine.triton_plan import ALONE_ROWS
 
 PROBE_TOLERANCE: Final = 3e-2  # of bfloat16
 PROBE: Final = ((11, 30), (20, 20))  # rows and length of its sequences
@@ -33,7 +33,7 @@ class Segments:
 
 
 def segments_of(spans: Spans, device: torch.device) -> Segments | None:
-    """Return the spans that ``triton_plan`` makes tiles of, or None where there are none."""
+    """Return the spans that ``cuda/plan`` makes tiles of, or None where there are none."""
     chosen = np.flatnonzero(spans.rows > ALONE_ROWS)
     if not len(chosen):
         return None

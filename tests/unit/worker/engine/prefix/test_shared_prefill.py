@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.worker.engine.block_manager import BlockManager
-from services.worker.engine.prefix_cache import PrefixCache
+from services.worker.engine.prefix.cache import PrefixCache
+from services.worker.engine.prefix.shared_prefill import claims
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine.shared_prefill import claims
-from tests.unit.worker.engine.cache_rig import ask
+from tests.unit.worker.engine.prefix.cache_rig import ask
 
 SAME = list(range(64))
 

@@ -8,10 +8,10 @@ import pytest
 
 from services.core.prefix import prefix_chain
 from services.worker.engine.block_manager import BlockManager
-from services.worker.engine.eviction import EvictionLimits
-from services.worker.engine.prefix_cache import PrefixCache
+from services.worker.engine.prefix.cache import PrefixCache
+from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine_protocol import Cancel, Submit
-from tests.unit.worker.engine.cache_rig import VOCABULARY, CacheRig, ask, sample
+from tests.unit.worker.engine.prefix.cache_rig import VOCABULARY, CacheRig, ask, sample
 
 PROMPT = [place % 90 for place in range(150)]
 
