@@ -109,7 +109,7 @@ async def test_credit_is_the_limit_and_a_slow_reader_disturbs_nobody(start_worke
 
 
 async def test_a_cancel_frees_its_blocks_within_one_step(start_worker: Starter) -> None:
-    worker = await start_worker(replace(SLOW, null_step_s=0.05))
+    worker = await start_worker(replace(SLOW, null_step_s=0.25))
     table = worker.table
     gone, stays = Sink(), Sink()
     running = worker.client.start(worker.spec(max_tokens=LONG, prompt=range(320)), gone)
