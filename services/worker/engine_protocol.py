@@ -59,7 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix blocks of ``core.prefix``; ``cache_domain_ratio`` of the pool is the share of an isolation domain.
     ``executor`` "null" needs no weights: it emits tokens at ``null_step_s`` seconds a step (0: flat out).
     ``speculation`` proposes up to ``max_proposals`` tokens a step for a sequence, from its own text or by the
-    model in ``draft_model_dir``; the tokens are the same with and without.
+    model in ``draft_model_dir``; the tokens are the same with and
+    without, where operators are exact.
     ``operators`` "auto" takes the C++ ones on a CPU where they can be compiled, "native" insists on them;
     ``operators_cache`` is the folder of what was compiled, empty: the user's cache folder. ``mode`` "exact":
     what a request gets does not depend on what shares its steps, wherever the operators can promise it;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
@@ -74,6 +74,16 @@ class KvPool:
         for index in range(len(held) - own - self._each, -1, -self._each):
             self._let_go(held[index])
 
+    def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
+        """See ``BlockManager``. A prefix counts once, where nobody but these tables holds it."""
+        own, counted = 0, Counter[int]()
+        for table in tables:
+            of_table = table.count(OWN)
+            own += of_table
+            counted.update(table[: len(table) - of_table : self._each])
+        gone = (name for name, count in counted.items() if count == self._holders[name] and name not in kept)
+        return own + self._each * sum(1 for _ in gone)
+
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
         counted = Counter(name for table in held for name in table)
@@ -89,6 +99,9 @@ class KvPool:
         names = self._found(sequence)
         shared = sum(self._holders[name] > 0 for name in names)
         return len(names) * PREFIX_BLOCK_TOKENS, shared * self._each
+
+    def found(self, sequence: SequenceState) -> list[int]:
+        return [name for name in self._found(sequence) for _ in range(self._each)]
 
     def attach(self, sequence: SequenceState) -> Attached:
         blocks: list[int] = []

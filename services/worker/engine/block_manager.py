@@ -11,7 +11,7 @@ nobody gets one, and what is free at the end is given back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Protocol
 
 _FREE: Final = 0  # in the byte map, which is searched at memchr speed
@@ -40,6 +40,8 @@ class BlockPool(Protocol):
     def allocate(self, count: int, *, after: int | None = None, expected: int = 0) -> list[int]: ...
 
     def release(self, blocks: Iterable[int]) -> None: ...
+
+    def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int: ...
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None: ...
 
@@ -95,6 +97,12 @@ class BlockManager:
             else:
                 state[block] = _CLOSED
                 self._closed_free += 1
+
+    def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
+        """Return how many more blocks would be free without these tables, those in ``kept`` left out."""
+        if self.blocks_open == self.blocks_total and not kept:
+            return sum(map(len, tables))
+        return sum(block < self.blocks_open and block not in kept for table in tables for block in table)
 
     # --- slabs ---------------------------------------------------------------------------------------
 

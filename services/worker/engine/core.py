@@ -102,6 +102,7 @@ class Engine:
         self._sequences: dict[int, SequenceState] = {}  # by handle, the live ones
         self._arrivals = 0
         self._steps = 0
+        self._gone: list[int] = []  # of the present step
         self._finished: dict[int, FinishReason] = {}  # of the present step
         self._errors: dict[int, str] = {}
 
@@ -131,7 +132,9 @@ class Engine:
                 for handle in command.handles:
                     if (sequence := self._sequences.get(handle)) is not None:
                         self._planner.remove(sequence)
-                        self._forget(sequence)
+                        del self._sequences[handle]
+                        if self._speculation is not None:
+                            self._speculation.forget(handle)
                     self._finished.pop(handle, None)
                     self._errors.pop(handle, None)
 
@@ -235,6 +238,9 @@ class Engine:
             self._speculation.stepped(
                 work.decodes, outcome.verified, step_s, prefilled=work.prefill_tokens > 0
             )
+            for handle in self._gone:  # after the last that is learnt of them
+                self._speculation.forget(handle)
+        self._gone.clear()
 
     def _pause(self, sequence: SequenceState, token: int) -> None:
         """Finish or stall a sequence whose last token may be its last."""
@@ -251,13 +257,9 @@ class Engine:
         self._report(sequence, reason)
 
     def _report(self, sequence: SequenceState, reason: FinishReason) -> None:
-        self._forget(sequence)
-        self._finished[sequence.handle] = reason
-
-    def _forget(self, sequence: SequenceState) -> None:
         del self._sequences[sequence.handle]
-        if self._speculation is not None:
-            self._speculation.forget(sequence.handle)
+        self._gone.append(sequence.handle)
+        self._finished[sequence.handle] = reason
 
     def _stepped(self, work: _Work, outcome: _Outcome, step_s: float) -> Stepped:
         self._steps += 1

@@ -216,7 +216,7 @@ def _load_torch(config: EngineConfig, report: Report) -> tuple[TorchExecutor, Re
     if config.draft_model_dir:  # a block of the pool is one of the draft's as well
         draft = parse_config(read_json(Path(config.draft_model_dir) / "config.json"))
         block_bytes += torch_loading.block_bytes(draft, config)
-    weights = torch_loading.load_weights_of(model, model_dir, config, lambda ratio: report("weights", ratio))
+    weights = torch_loading.load_weights_of(model, model_dir, config, report)
     ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
     executor = torch_loading.executor_of(model, weights, config, ready)
     return executor, ready, stop_ids

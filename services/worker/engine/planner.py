@@ -8,7 +8,7 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.core.fleet import LONG_PROMPT_TOKENS
@@ -239,7 +239,7 @@ class Planner:
         """Give a block to every decode that needs one, oldest first; return those handed back."""
         handed_back: list[SequenceState] = []
         needy = [sequence for sequence in self._decoding if sequence.computed == sequence.capacity]
-        needy.sort(key=lambda sequence: sequence.order)
+        needy.sort(key=_order)
         for sequence in needy:
             # An older one of this loop may have taken this one's blocks.
             while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
@@ -251,9 +251,19 @@ class Planner:
         return handed_back
 
     def _victim(self) -> SequenceState:
-        """Return who gives way: one that waits for its reader if there is any, else the youngest of all."""
-        group = self._stalled or (*self._decoding, *self._prefilling)
-        return max(group, key=lambda other: other.order)
+        """Return who gives way to a decode: one that waits for its reader, else the youngest of all.
+
+        Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
+        """
+        if self._blocks.freed_by([sequence.blocks for sequence in self._stalled]):
+            return self._stalled_victim()
+        return max((*self._decoding, *self._prefilling), key=_order)
+
+    def _stalled_victim(self, kept: Collection[int] = ()) -> SequenceState:
+        """Return the youngest of the stalled that frees a block not in ``kept``, else the youngest."""
+        youngest_first = sorted(self._stalled, key=_order, reverse=True)
+        freeing = (each for each in youngest_first if self._blocks.freed_by([each.blocks], kept=kept))
+        return next(freeing, youngest_first[0])
 
     def _reserve(self, sequence: SequenceState, count: int) -> None:
         held = sequence.blocks
@@ -309,8 +319,21 @@ class Planner:
         missing = self._missing(head)
         if places > 0 and missing <= 0:
             return head
-        held = sum(len(sequence.blocks) for sequence in self._stalled)
-        return head if places + len(self._stalled) > 0 and missing <= held else None
+        return head if places + len(self._stalled) > 0 and missing <= self._freed_for(head, missing) else None
+
+    def _freed_for(self, head: SequenceState, wanted: int) -> int:
+        """Return how many blocks all without credit would free for ``head``; 0 where ``wanted`` is beyond it.
+
+        What they share with those that run stays held, and what ``head`` would share is no room for it.
+        """
+        tables = [sequence.blocks for sequence in self._stalled]
+        if not 0 < wanted <= sum(map(len, tables)):
+            return 0
+        return self._blocks.freed_by(tables, kept=self._found(head))
+
+    def _found(self, head: SequenceState) -> frozenset[int]:
+        """Return the cached blocks that it would start with."""
+        return frozenset() if self._reuse is None else frozenset(self._reuse.found(head))
 
     def _missing(self, head: SequenceState) -> int:
         """Return how many free blocks its start lacks.
@@ -327,7 +350,7 @@ class Planner:
         while self.running >= self._limits.max_sequences or self._missing(head) > 0:
             if not self._stalled:
                 return False
-            victim = self._victim()
+            victim = self._stalled_victim(self._found(head))
             if self._preempt(victim):
                 handed_back.append(victim)
         return True
@@ -399,3 +422,7 @@ class Planner:
                 self._stalled.remove(sequence)
             case Status.FINISHED:
                 raise AssertionError(f"sequence {sequence.handle} has finished")
+
+
+def _order(sequence: SequenceState) -> tuple[int, int]:
+    return sequence.order

@@ -37,20 +37,26 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def load_weights_of(
-    model: ModelConfig, model_dir: Path, config: EngineConfig, progress: Callable[[float], None]
+    model: ModelConfig, model_dir: Path, config: EngineConfig, report: Callable[[str, float], None]
 ) -> Weights:
-    """Return the weights on the configured device. Raises BadCheckpoint, BadEngineConfig."""
+    """Return the weights on the configured device. Raises BadCheckpoint, BadEngineConfig.
+
+    ``report`` is told the phases "operators", which may compile for some time, and "weights".
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     device = _device(config)
     with torch.inference_mode(), Checkpoint(model_dir, model) as checkpoint:
+        report("operators", 0.0)
+        operators = operators_of(model, config, device)
+        report("operators", 1.0)
         return load_weights(
             model,
             checkpoint,
             dtype=DTYPES[config.dtype],
             device=device,
-            operators=operators_of(model, config, device),
-            progress=progress,
+            operators=operators,
+            progress=lambda ratio: report("weights", ratio),
         )
 
 
@@ -74,11 +80,10 @@ def operators_of(model: ModelConfig, config: EngineConfig, device: torch.device)
     if config.operators == "torch" or (config.operators == "auto" and device.type != "cpu"):
         return fallback
     dtype = DTYPES[config.dtype]
-    cache = Path(config.operators_cache) if config.operators_cache else cache_folder() / "fairway"
     try:
         if device.type != "cpu":
             raise BuildFailed(f"they are for the CPU, not for {device}")
-        library = load_library(cache, dtype)
+        library = load_library(_operators_folder(config), dtype)
     except BuildFailed as error:
         if config.operators == "native":
             raise BadEngineConfig(f"no native operators: {error}") from error
@@ -91,6 +96,16 @@ def operators_of(model: ModelConfig, config: EngineConfig, device: torch.device)
     return NativeOperators(
         library, kv_heads=model.kv_heads, eps=model.norm_eps, threads=threads, linears=linears
     )
+
+
+def _operators_folder(config: EngineConfig) -> Path:
+    """Return where compiled operators are. Raises BuildFailed where nothing names a folder of the user."""
+    if config.operators_cache:
+        return Path(config.operators_cache)
+    try:
+        return cache_folder() / "fairway"
+    except RuntimeError as error:  # no HOME, and the user is in no passwd file
+        raise BuildFailed(f"operators_cache is empty, and there is no cache folder: {error}") from error
 
 
 def _attention(

@@ -134,6 +134,9 @@ def test_a_prefix_in_use_is_shared_and_not_evicted() -> None:
     assert pool.reusable(second) == (64, 4)  # four blocks that another holds
     second.blocks = [*pool.attach(second).blocks, *pool.allocate(3)]
     assert pool.blocks_used == 10
+    assert pool.freed_by([first.blocks]) == pool.freed_by([second.blocks]) == 3
+    assert pool.freed_by([first.blocks, second.blocks]) == 10
+    assert pool.freed_by([first.blocks, second.blocks], kept=pool.found(first)) == 6
     pool.release(first.blocks)
     assert pool.blocks_used == 7
     pool.allocate(9)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
+import structlog
 import torch
 
 from services.worker.engine.attention import Attention
@@ -23,6 +24,8 @@ from services.worker.engine_protocol import EngineConfig, Ready
 if TYPE_CHECKING:  # importing it imports Triton
     from services.worker.engine.cuda.attention import TritonAttention
 
+log = structlog.get_logger()
+
 CAPABILITY: Final = (8, 0)  # Ampere
 
 
@@ -30,7 +33,22 @@ def has_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels run on this device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= CAPABILITY
+    return torch.cuda.get_device_capability(device) >= CAPABILITY and _launches(device)
+
+
+def _launches(device: torch.device) -> bool:
+    """Whether a kernel of ours compiles here, which takes a C compiler on the host, and computes."""
+    from services.worker.engine.cuda.operators import TritonOperators
+
+    try:
+        width = 16
+        gated = TritonOperators(kv_heads=1, eps=1e-6).gated(torch.ones(2 * width, width, device=device), None)
+        found = gated(torch.ones(1, width, device=device)).cpu()
+    except Exception as error:  # whatever Triton, its compiler or the driver raise: torch computes then
+        log.warning("kernels.not_used", reason=f"{type(error).__name__}: {error}"[:500])
+        return False
+    expected = torch.nn.functional.silu(torch.full((1, width), float(width))) * width
+    return bool(torch.allclose(found, expected, rtol=1e-3))
 
 
 def fused_operators(model: ModelConfig) -> Operators:

@@ -1,9 +1,10 @@
 """Compiles the operators at first use into a private folder, and finds them there afterwards.
 
-A library's name is a digest of everything that its code depends on: source, compiler, flags, processor and
-OpenMP runtime. It is complete before it has that name, so processes may build at the same time. Nothing is
-loaded from a folder, or below a folder, that anybody else can write to, and nothing that was cut short: a
-library ends with a digest of what comes before.
+A library's name is a digest of source, the compiler's path and version, flags, processor and the path of the
+OpenMP runtime; headers, assembler and linker of the system are not in it. Of the environment a compiler sees
+the user's folders alone. A library is complete before it has its name, so processes may build at the same
+time. Nothing is loaded from a folder, or below a folder, that anybody else can write to, and nothing that was
+cut short: a library ends with a digest of what comes before.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from services.runtime.folders import folder_variables
 
 SOURCE: Final = Path(__file__).parent / "source"
 MAIN: Final = "operators.cc"
@@ -28,8 +32,9 @@ COMPILERS: Final = ("g++", "c++", "clang++")
 # No contraction: the source says where products and sums fuse, and every path has to do the same.
 FLAGS: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 X86: Final = frozenset({"x86_64", "AMD64", "i686"})
-COMPILE_TIMEOUT_S: Final = 120.0
+BUILD_TIMEOUT_S: Final = 100.0  # an agent bears 300 s of silence from an engine that loads
 VERSION_TIMEOUT_S: Final = 10.0
+ABANDONED_S: Final = 3600.0  # no build takes so long
 DIGEST_BYTES: Final = hashlib.sha256().digest_size
 KEPT: Final = 8  # libraries of other compilers, versions and processors
 MAX_MESSAGE: Final = 300
@@ -42,25 +47,36 @@ class BuildFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """``openmp`` is the runtime that the process has loaded: a second one would keep threads of its own."""
+    """``openmp`` is the runtime that the process has loaded: a second one would keep threads of its own.
+
+    ``timeout_s`` is for all compilers together.
+    """
 
     compilers: Sequence[str] = COMPILERS
     openmp: Path | None = None
-    timeout_s: float = COMPILE_TIMEOUT_S
+    timeout_s: float = BUILD_TIMEOUT_S
 
 
 def build(cache: Path, toolchain: Toolchain, source: Path = SOURCE) -> Path:
-    """Return the library's file, compiled unless it was there. Raises BuildFailed."""
-    reasons = []
+    """Return the library's file, compiled unless it was there. Raises BuildFailed.
+
+    The compilers are tried in turn until one is left with no time; two names of one program are tried once.
+    """
+    ends_s = time.monotonic() + toolchain.timeout_s
+    reasons: list[str] = []
+    failed: set[str] = set()
     try:
         make_private(cache)
         for name in toolchain.compilers:
             if (compiler := shutil.which(name)) is None:
                 reasons.append(f"{name} is not installed")
                 continue
+            if (program := os.path.realpath(compiler)) in failed:
+                continue
             try:
-                return _built(cache, compiler, toolchain, source)
+                return _built(cache, compiler, toolchain, source, ends_s)
             except BuildFailed as error:
+                failed.add(program)
                 reasons.append(f"{name}: {error}")
     except OSError as error:
         raise BuildFailed(f"{error.filename or cache}: {error.strerror}") from error
@@ -85,16 +101,16 @@ def _owner(path: Path) -> tuple[int, int]:
     return status.st_uid, status.st_mode
 
 
-def _built(cache: Path, compiler: str, toolchain: Toolchain, source: Path) -> Path:
-    library = cache / f"operators-{_digest(compiler, toolchain, source)}.so"
+def _built(cache: Path, compiler: str, toolchain: Toolchain, source: Path, ends_s: float) -> Path:
+    library = cache / f"operators-{_digest(compiler, toolchain, source, ends_s)}.so"
     if not (library.is_symlink() or library.exists()):
-        _compile(compiler, library, toolchain, source)
+        _compile(compiler, library, toolchain, source, ends_s)
         _forget_old(cache, library)
     owner, mode = _owner(library)
     if owner != os.geteuid() or not stat.S_ISREG(mode) or mode & OTHERS_WRITE:
         raise BuildFailed(f"{library} is not a file that only this user can write to")
     if not _is_whole(library):
-        _compile(compiler, library, toolchain, source)
+        _compile(compiler, library, toolchain, source, ends_s)
     return library
 
 
@@ -112,15 +128,16 @@ def _is_whole(library: Path) -> bool:
     return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
 
-def _compile(compiler: str, library: Path, toolchain: Toolchain, source: Path) -> None:
+def _compile(compiler: str, library: Path, toolchain: Toolchain, source: Path, ends_s: float) -> None:
     folder = Path(tempfile.mkdtemp(prefix="build-", dir=library.parent))
     try:
+        _forget_abandoned(folder)
         unit, result = folder / "operators.o", folder / library.name
         threads = ["-fopenmp"] if toolchain.openmp else ["-Wno-unknown-pragmas"]
         link = [str(toolchain.openmp)] if toolchain.openmp else []
-        _run([compiler, *_flags(), *threads, "-c", str(source / MAIN), "-o", str(unit)], toolchain.timeout_s)
+        _run([compiler, *_flags(), *threads, "-c", str(source / MAIN), "-o", str(unit)], ends_s)
         # -z defs: a missing symbol is an error here and not at the first call.
-        _run([compiler, "-shared", "-Wl,-z,defs", str(unit), *link, "-o", str(result)], toolchain.timeout_s)
+        _run([compiler, "-shared", "-Wl,-z,defs", str(unit), *link, "-o", str(result)], ends_s)
         _seal(result)
         result.chmod(0o500)
         result.replace(library)
@@ -128,8 +145,11 @@ def _compile(compiler: str, library: Path, toolchain: Toolchain, source: Path) -
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: Sequence[str], timeout_s: float) -> str:
-    """Return what the command said. Raises BuildFailed; its children end with it."""
+def _run(command: Sequence[str], ends_s: float) -> str:
+    """Return what the command said. Raises BuildFailed; what is cut short ends with its children."""
+    left_s = ends_s - time.monotonic()
+    if left_s <= 0.0:
+        raise BuildFailed("no time is left for it")
     try:
         process = subprocess.Popen(
             command,
@@ -137,28 +157,30 @@ def _run(command: Sequence[str], timeout_s: float) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=folder_variables() | {"LANG": "C"},  # others, as CPATH, change what is compiled
         )
     except OSError as error:
         raise BuildFailed(f"cannot be started: {error.strerror}") from error
     with process:
         try:
-            said, _ = process.communicate(timeout=timeout_s)
+            said, _ = process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:
-            raise BuildFailed(f"took longer than {timeout_s:g} s") from None
+            raise BuildFailed(f"took longer than {left_s:.1f} s") from None
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:  # not reaped: until then the number is no other group's
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
     text = said.decode("utf-8", "replace").strip()
     if process.returncode:
         raise BuildFailed(f"exit status {process.returncode}: {text[:MAX_MESSAGE]}")
     return text
 
 
-def _digest(compiler: str, toolchain: Toolchain, source: Path) -> str:
+def _digest(compiler: str, toolchain: Toolchain, source: Path, ends_s: float) -> str:
     digest = hashlib.sha256()
     for path in sorted(source.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = _run([compiler, "--version"], min(toolchain.timeout_s, VERSION_TIMEOUT_S))
+    version = _run([compiler, "--version"], min(ends_s, time.monotonic() + VERSION_TIMEOUT_S))
     openmp = str(toolchain.openmp.resolve()) if toolchain.openmp else ""
     for part in (os.path.realpath(compiler), version, *_flags(), openmp, _processor()):
         digest.update(part.encode() + b"\0")
@@ -185,3 +207,12 @@ def _forget_old(cache: Path, library: Path) -> None:
         found = sorted(cache.glob("operators-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in [each for each in found if each != library][KEPT - 1 :]:
             path.unlink(missing_ok=True)
+
+
+def _forget_abandoned(folder: Path) -> None:
+    """Remove the folders, beside this new one, of builds whose process was ended amid them."""
+    now_s = folder.stat().st_mtime
+    for other in folder.parent.glob("build-*"):
+        with contextlib.suppress(OSError):
+            if now_s - other.lstat().st_mtime > ABANDONED_S:
+                shutil.rmtree(other)

@@ -96,6 +96,27 @@ class PrefixCache:
                 self._let_go(block)
         self._blocks.release(reversed(own))
 
+    def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
+        """See ``BlockManager``. What is shared counts once, where nobody but these tables holds it.
+
+        The holders of a block hold what is before it: each chain is walked from its end, with as many holders
+        as came that way, up to a block that has others. O(tables + freed blocks).
+        """
+        cached, blocks = self._cached, self._blocks
+        freed = 0
+        others: dict[int, int] = {}  # holders beside those seen
+        for table in tables:
+            place = self._shared(table)
+            freed += blocks.freed_by([table[place:]])
+            holders = 1
+            for block in reversed(table[:place]):
+                others[block] = others.get(block, cached.refs[block]) - holders
+                if others[block] or block in kept:
+                    break
+                freed += not cached.is_withdrawn(block) or block < blocks.blocks_open
+                holders = cached.refs[block]
+        return freed
+
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
         cached = self._cached
@@ -144,6 +165,9 @@ class PrefixCache:
         match = self._match(sequence)
         return match.blocks * self.block_size + match.copied_tokens, self._held(sequence, match)
 
+    def found(self, sequence: SequenceState) -> list[int]:
+        return self._cached.path(self._match(sequence).last)
+
     def attach(self, sequence: SequenceState) -> Attached:
         match = self._match(sequence)
         blocks = self._cached.path(match.last)
@@ -177,6 +201,8 @@ class PrefixCache:
         place = sequence.computed // PREFIX_BLOCK_TOKENS + 1
         if not sequence.prefix_names or place * PREFIX_BLOCK_TOKENS > len(sequence.tokens):
             return None
+        if not self._continues(sequence.blocks, sequence.computed // self.block_size):
+            return None  # what it computes is not entered: who waited for it would wait for nothing
         return name_of(sequence, place)
 
     def publish(self, sequence: SequenceState) -> None:

@@ -140,9 +140,12 @@ class EvictionOrder:
         leaves = {block for block in self._cached.cached() if self._cached.is_idle_leaf(block)}
         heaps = {entry[1] for entry in self._heap if self._is_current(*entry)}
         assert leaves <= heaps, "an idle leaf would never go"
+        own: dict[int, set[int]] = {}
+        for block in leaves:
+            own.setdefault(self._cached.root[block], set()).add(block)
         for root, domain in self._domains.items():
-            own = {block for block in leaves if self._cached.root[block] == root}
-            assert own <= {block for _, block in domain.heap}, "an idle leaf is not in its domain"
+            candidates = {block for _, block in domain.heap}
+            assert own.get(root, set()) <= candidates, "an idle leaf is not in its domain"
 
     def _value(self, block: int) -> int:
         """Return the evictions that a block outlives, in units: cost times earlier asks, in turnovers."""

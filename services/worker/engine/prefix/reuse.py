@@ -28,6 +28,9 @@ class PrefixReuse(Protocol):
         Those blocks cost no free one.
         """
 
+    def found(self, sequence: SequenceState) -> list[int]:
+        """Return the blocks that ``attach`` would give it."""
+
     def attach(self, sequence: SequenceState) -> Attached:
         """Give a sequence that starts what is there. Whoever asked for it is remembered."""
 
@@ -36,7 +39,7 @@ class PrefixReuse(Protocol):
         and ``blocks`` has theirs in place of its own, which are free."""
 
     def next_name(self, sequence: SequenceState) -> int | None:
-        """Return the name of the prefix block that it computes next, None where that has none.
+        """Return the name of the prefix block that it computes next, None where that is never entered.
 
         Sequences of which it is the same would compute the same.
         """

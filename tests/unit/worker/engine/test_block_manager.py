@@ -45,7 +45,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.tables) - 1))
+        expected = self.manager.blocks_free + self.manager.freed_by([self.tables[index]])
         self.manager.release(self.tables.pop(index))
+        assert self.manager.blocks_free == expected
 
     @rule(blocks=st.integers(0, 6))
     def grow_pool(self, blocks: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
+from services.worker.engine.loading import load
 from services.worker.engine.unsupported import BadEngineConfig
+from services.worker.engine_protocol import EngineConfig
 
 NEAR = 1e-4
 
@@ -34,6 +37,47 @@ def test_without_a_cache_torch_takes_over_and_says_why(
     assert line["event"] == "operators.not_built"
     assert "Not a directory" in line["reason"]
     assert drive(engine, [submit(0, [5, 6, 7], 4)]).finished == {0: "length"}
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user that no passwd file has, as in many containers, without HOME."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_torch_takes_over_and_says_why(
+    folder: Path, load_engine: Any, submit: Any, drive: Any
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        engine = load_engine(folder, operators="auto", operators_cache="")
+    (line,) = [entry for entry in logs if entry["event"].startswith("operators.")]
+    assert line["event"] == "operators.not_built"
+    assert "home directory" in line["reason"]
+    assert drive(engine, [submit(0, [5, 6, 7], 4)]).finished == {0: "length"}
+    with pytest.raises(BadEngineConfig, match="home directory"):
+        load_engine(folder, operators="native", operators_cache="")
+
+
+def test_an_agent_is_told_before_and_after_operators_are_made(folder: Path, library_file: Path) -> None:
+    config = EngineConfig(
+        socket_path="",
+        model_dir=str(folder),
+        operators_cache=str(library_file.parent),
+        kv_blocks=64,
+        threads=1,
+    )
+    told: list[tuple[str, float]] = []
+    load(config, lambda phase, ratio: told.append((phase, ratio)))
+    assert [ratio for phase, ratio in told if phase == "operators"] == [0.0, 1.0]
+    phases = list(dict.fromkeys(phase for phase, _ in told))
+    assert phases == ["import", "operators", "weights", "warm_up"]
 
 
 def test_native_means_native(folder: Path, load_engine: Any, unusable: str) -> None:

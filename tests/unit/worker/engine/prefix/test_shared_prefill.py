@@ -46,6 +46,22 @@ def test_ends_of_prompts_have_no_names_and_wait_for_nobody() -> None:
     assert claims(prompts, cache)[0] == prompts
 
 
+def test_who_enters_nothing_leads_nobody() -> None:
+    """What comes before was taken out of the cache, so nobody can take over what this one computes."""
+    cache = PrefixCache(BlockManager(64, 16))
+    failed, cut_off, other = (starts(cache, handle, SAME * 2) for handle in range(3))
+    for sequence in (failed, cut_off):
+        sequence.computed = 64
+        cache.publish(sequence)
+    cache.discard(failed)
+    cut_off.computed = other.computed = 80
+    cache.publish(other)
+    assert cache.next_name(cut_off) is None
+    movers, claimed = claims([cut_off, other], cache)
+    assert movers == [cut_off, other]
+    assert [claim.order for claim in claimed] == [(0, 1), (0, 2)]
+
+
 def test_without_a_cache_all_compute() -> None:
     cache = PrefixCache(BlockManager(64, 16))
     prompts = [starts(cache, handle, SAME) for handle in range(2)]

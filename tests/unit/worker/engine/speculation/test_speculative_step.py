@@ -216,6 +216,7 @@ def test_what_is_gone_is_forgotten(make_bench: Any, submit: Any) -> None:
     bench.engine.apply(Cancel([0]))
     bench.run()
     assert sorted(guesses.forgotten) == [0, 1, 2]
+    assert not bench.engine._speculation._policy._sequences
 
 
 def test_proposals_take_what_the_token_budget_leaves(make_bench: Any, submit: Any) -> None:
