@@ -115,7 +115,7 @@ chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a flee
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
-sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (under an hour)
+sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
