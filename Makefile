@@ -11,11 +11,12 @@ ARGS ?=
 TEST_PROCESSES ?= 4
 OPENAI := 3.52.0
 MOTO := 5.2.5
+TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check e2e e2e-env s3-env chaos sim sim-scale bench-overhead bench-idempotency bench-scheduler \
-	sim-compare sim-validate clean \
+	lint types imports stubs stubs-check e2e e2e-env s3-env engine-oracle triton-env triton-test chaos sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
 help: ## Show this list
@@ -47,7 +48,7 @@ test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those o
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
 
-verify-full: verify chaos sim ## verify, the chaos drills, and the 500 seeds of the simulator
+verify-full: verify engine-oracle triton-test chaos sim ## verify, the oracles, the kernels, the chaos drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -89,8 +90,24 @@ s3-env: .venv-s3/moto-$(MOTO)
 	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check "moto[s3]==$(MOTO)" flask flask-cors
 	@touch $@
 
+# And so does Triton, whose interpreter needs an older NumPy than ours; all else is found in .venv.
+triton-env: setup-dev .venv-triton/triton-$(TRITON)
+
+.venv-triton/triton-$(TRITON):
+	$(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check triton==$(TRITON) "numpy>=2.2,<2.4"
+	@where="import sysconfig; print(sysconfig.get_path('purelib'))"; \
+		$(BIN)/python -c "$$where" > "$$(.venv-triton/bin/python -c "$$where")/beside.pth"
+	@touch $@
+
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+engine-oracle: setup-dev ## Compare the engine with transformers over drawn shapes and schedules (minutes)
+	$(BIN)/python -m pytest -n 2 tests/oracle $(ARGS)
+
+triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and compile them, without a GPU (minutes)
+	.venv-triton/bin/python -m pytest tests/triton $(ARGS)
 
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
@@ -109,6 +126,15 @@ bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)
+
+bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
+	$(BIN)/python -m bench.engine $(ARGS)
+
+bench-engine-peers: setup-dev ## Install those peers, each in an environment of its own (about 15 minutes)
+	$(BIN)/python -m bench.engines.peers.install $(ARGS)
+
+bench-gpu: setup-dev ## Measure the engine on a CUDA device against its roofline and transformers (about 10 minutes)
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 sim-compare: setup-dev ## Compare the scheduler with simpler ones on traces, simulated (minutes)
 	$(BIN)/python -m simulator compare $(ARGS)
@@ -140,5 +166,5 @@ compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outc
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf .venv .venv-openai .venv-s3 .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-openai .venv-s3 .venv-triton .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -55,8 +55,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``. Prefill is cut so that a step
     takes ``itl_target_s``; 0: no step is cut but by ``token_budget``. At most ``max_long_prefills`` long
-    prompts prefill at a time.
+    prompts prefill at a time. ``prefix/cache`` keeps KV for prompts that begin alike, where blocks divide the
+    prefix blocks of ``core.prefix``; ``cache_domain_ratio`` of the pool is the share of an isolation domain.
     ``executor`` "null" needs no weights: it emits tokens at ``null_step_s`` seconds a step (0: flat out).
+    ``speculation`` proposes up to ``max_proposals`` tokens a step for a sequence, from its own text or by the
+    model in ``draft_model_dir``; the tokens are the same with and
+    without, where operators are exact.
+    ``operators`` "auto" takes the C++ ones on a CPU where they can be compiled, "native" insists on them;
+    ``operators_cache`` is the folder of what was compiled, empty: the user's cache folder. ``mode`` "exact":
+    what a request gets does not depend on what shares its steps, wherever the operators can promise it;
+    "free": bfloat16 linears are torch's, which are faster on some processors and do depend on it.
     """
 
     socket_path: str
@@ -73,7 +81,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int = 0
     itl_target_s: float = 0.05
     max_long_prefills: int = 2
+    prefix_cache: bool = True
+    cache_domain_ratio: float = 0.5
     null_step_s: float = 0.0
+    speculation: Literal["off", "prompt_lookup", "draft"] = "off"
+    draft_model_dir: str = ""
+    max_proposals: int = 8
+    operators: Literal["auto", "native", "torch"] = "auto"
+    operators_cache: str = ""
+    mode: Literal["exact", "free"] = "exact"
     request_log_per_s: float = 200.0
 
 
@@ -160,6 +176,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Stepped(Message, frozen=True):
     """What one step produced, in columns: entry i of ``handles`` and of ``tokens`` belong together.
 
+    A handle may come several times, its tokens in order: proposals were accepted. ``logprobs`` has as many
+    entries for it, in the same order. ``proposed_tokens`` were verified in the step, ``accepted_tokens`` of
+    them are output, unless a stop token came before them.
     A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
     ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
     freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why).
@@ -180,13 +199,15 @@ class Stepped(Message, frozen=True):
     kv_blocks_used: int
     running: int
     waiting: int
-    logprobs: dict[int, TokenLogprobs] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
     preemptions: int = 0
     attended_tokens: int = 0
     prefix_added: list[int] = []
     prefix_removed: list[int] = []
     cached: dict[int, int] = {}
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -43,6 +43,7 @@ class LiveSequence:
     # stage clock, flow control and accounting
     prefill_left: int = 0
     cached_tokens: int = 0  # of the tokens to prefill
+    cache_told: bool = False  # the engine said what it found
     shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks has theirs
     prefill_started_s: float | None = None
     first_token_s: float | None = None

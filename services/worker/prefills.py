@@ -36,8 +36,9 @@ class Prefills:
 
     def note_cached(self, sequence: LiveSequence, tokens: int) -> None:
         """What came from the cache needs no prefill. Only the first word on a sequence counts."""
-        if sequence.number not in self._waiting or sequence.cached_tokens:
+        if sequence.number not in self._waiting or sequence.cache_told:
             return
+        sequence.cache_told = True
         self.long -= _is_long(sequence)
         sequence.cached_tokens = cached = min(tokens, sequence.spec.prefill_tokens)
         self.long += _is_long(sequence)

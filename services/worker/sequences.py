@@ -177,21 +177,22 @@ class SequenceTable:
         texts = self._texts
         self._hear(event.step_s)
         self._note_step(event)
-        for number in event.finished:  # their last token may have to stay without text
+        ends = _ends(event)
+        for number in ends:  # their last token may have to stay without text
             if number in live:
                 live[number].fast = False
         if event.cached:
             self._note_cached(event)
         if event.prefill_tokens:
             self.prefills.note_step(event.prefill_tokens, began_s=self._clock.monotonic_s() - event.step_s)
-        for number, token in zip(event.handles, event.tokens, strict=True):
+        for row, (number, token) in enumerate(zip(event.handles, event.tokens, strict=True)):
             sequence = live.get(number)
             if sequence is None:
                 continue
             if sequence.fast and (text := texts[token]) is not None:
                 sequence.pending_text += text
             else:
-                self._feed(sequence, token, event)
+                self._feed(sequence, token, event, is_end=ends.get(number) == row)
                 if sequence.text.stop:
                     continue
             sequence.pending_ids.append(token)
@@ -274,17 +275,17 @@ class SequenceTable:
             charged_output=len(spec.produced_ids),
         )
 
-    def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped) -> None:
+    def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
         """The token that is not plain: the first, a partial character, one with log-probabilities or stops.
 
-        Ends the sequence if the token completed a stop string.
+        ``is_end``: it is the last of a sequence that finished. Ends it if the token completed a stop string.
         """
         if sequence.first_token_s is None:
             self._note_first_token(sequence, event)
-        if sequence.number in event.logprobs:
-            sequence.pending_logprobs.append(self._logprobs(token, event.logprobs[sequence.number]))
+        if entries := event.logprobs.get(sequence.number):
+            sequence.pending_logprobs.append(self._logprobs(token, entries.pop(0)))
         text = sequence.text
-        if event.finished.get(sequence.number) == "stop":
+        if is_end and event.finished[sequence.number] == "stop":
             return  # an end-of-sequence or stop token is no part of the text
         sequence.pending_text += text.feed(token)
         if text.stop:
@@ -296,7 +297,8 @@ class SequenceTable:
             self._end(sequence, FinishReason.STOP)
             self._changed()
         else:
-            sequence.fast = text.plain and sequence.spec.generation.logprobs is None and bool(self._texts)
+            plain = text.plain and sequence.spec.generation.logprobs is None and bool(self._texts)
+            sequence.fast = plain and sequence.number not in event.finished
 
     def _logprobs(self, token: int, entry: wire.TokenLogprobs) -> TokenLogprobs:
         alone = self._vocabulary.alone
@@ -387,6 +389,14 @@ class SequenceTable:
         self.kv.share_computed(sequence)
         self.stats.decode_tokens -= 1  # a prefill made it
         self._charges.add_prefill(sequence)
+
+
+def _ends(event: wire.Stepped) -> dict[int, int]:
+    """Return the row of the last token of each sequence that finished, by number; -1 without a token."""
+    if not event.finished:
+        return {}
+    rows = dict(zip(event.handles, range(len(event.handles)), strict=True))
+    return {number: rows.get(number, -1) for number in event.finished}
 
 
 def _microseconds(start_s: float | None, end_s: float | None) -> int:

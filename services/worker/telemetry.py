@@ -71,9 +71,7 @@ class WorkerTelemetry:
         self.tokens = metrics.counter(
             "fairway_worker_tokens_total", "Tokens computed: prefill and output", ("model", "kind")
         )
-        self.attended = metrics.counter(
-            "fairway_worker_attended_tokens_total", "Tokens of KV that the decodes of steps read", by_model
-        )
+        self.decodes = _Decodes(metrics)
         self.preemptions = metrics.counter(
             "fairway_worker_preemptions_total", "Sequences whose KV was taken for others", by_model
         )
@@ -170,10 +168,29 @@ class WorkerTelemetry:
             record("decode", whole, (first_s, now_s))
 
 
+class _Decodes:
+    """What decodes are counted by besides their tokens."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        by_model: Labels = ("model",)
+        self.attended = metrics.counter(
+            "fairway_worker_attended_tokens_total", "Tokens of KV that the decodes of steps read", by_model
+        )
+        self.proposed = metrics.counter(
+            "fairway_worker_proposed_tokens_total",
+            "Tokens that were proposed by speculation and verified by the model",
+            by_model,
+        )
+        self.accepted = metrics.counter(
+            "fairway_worker_accepted_tokens_total", "Proposed tokens that the model sampled as well", by_model
+        )
+
+
 class VersionTelemetry:
     """One engine process of one version."""
 
     __slots__ = (
+        "_accepted",
         "_attended",
         "_batch",
         "_label",
@@ -183,6 +200,7 @@ class VersionTelemetry:
         "_preempted",
         "_preemptions",
         "_prefill",
+        "_proposed",
         "_shared_lost",
         "_shared_lost_blocks",
         "_step_s",
@@ -196,7 +214,9 @@ class VersionTelemetry:
         self._batch = owner.batch.cell(label)
         self._prefill = owner.tokens.cell(label, "prefill")
         self._output = owner.tokens.cell(label, "output")
-        self._attended = owner.attended.cell(label)
+        self._attended = owner.decodes.attended.cell(label)
+        self._proposed = owner.decodes.proposed.cell(label)
+        self._accepted = owner.decodes.accepted.cell(label)
         self._preemptions = owner.preemptions.cell(label)
         self._preempted = 0
         self._shared_lost = owner.shared_lost.cell(label)
@@ -208,11 +228,14 @@ class VersionTelemetry:
         count = len(event.handles)
         self._step_s.observe(event.step_s)
         if count:
-            self._batch.observe(count)
+            self._batch.observe(len(set(event.handles)) if event.accepted_tokens else count)
             self._output.value += count
             self._attended.value += event.attended_tokens
         if event.prefill_tokens:
             self._prefill.value += event.prefill_tokens
+        if event.proposed_tokens:
+            self._proposed.value += event.proposed_tokens
+            self._accepted.value += event.accepted_tokens
         if event.preemptions != self._preempted:
             self._preemptions.add(event.preemptions - self._preempted)
             self._preempted = event.preemptions

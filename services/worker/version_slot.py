@@ -70,6 +70,10 @@ class EngineSettings:
     token_budget: int = 512
     max_sequences: int = 64
     itl_target_s: float = 0.05
+    mode: Literal["exact", "free"] = "exact"
+    operators: Literal["auto", "native", "torch"] = "auto"
+    prefix_cache: bool = True
+    speculation: Literal["off", "prompt_lookup"] = "off"
     null_step_s: float = 0.0
     slow_reader_s: float = 30.0
     request_log_per_s: float = 200.0
@@ -280,6 +284,10 @@ class VersionSlot:
             token_budget=settings.token_budget,
             max_sequences=settings.max_sequences,
             itl_target_s=settings.itl_target_s,
+            mode=settings.mode,
+            operators=settings.operators,
+            prefix_cache=settings.prefix_cache,
+            speculation=settings.speculation,
             null_step_s=settings.null_step_s,
             request_log_per_s=settings.request_log_per_s,
         )

@@ -4,18 +4,19 @@ Blocks have no contents here, so they need no identity: a sequence's own block i
 name of its prefix. A prefix block of ``PREFIX_BLOCK_TOKENS`` is several blocks. It belongs to the cache from
 the step that computed it, is held while a sequence uses it, and is free otherwise: evicted, least recently
 used first, when blocks are needed. Of one prefix the end is older than the beginning, since it is of no use
-without. Output is cached when it ends, not block by block.
+without. Output is cached when its sequence gives its blocks up, not block by block.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
 from services.worker.engine.block_manager import OutOfBlocks
+from services.worker.engine.prefix.reuse import Attached
 from services.worker.engine.sequence import SequenceState
 
 OWN: Final = 0  # prefixes are never named so
@@ -34,7 +35,6 @@ class KvPool:
         self._own = 0
         self._holders: dict[int, int] = {}  # by the name of each prefix block that is here
         self._idle: dict[int, None] = {}  # those without holders, least recently used first
-        self._chains: dict[int, list[int]] = {}  # by handle: the root, then the names of its prefix blocks
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 
@@ -74,6 +74,16 @@ class KvPool:
         for index in range(len(held) - own - self._each, -1, -self._each):
             self._let_go(held[index])
 
+    def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
+        """See ``BlockManager``. A prefix counts once, where nobody but these tables holds it."""
+        own, counted = 0, Counter[int]()
+        for table in tables:
+            of_table = table.count(OWN)
+            own += of_table
+            counted.update(table[: len(table) - of_table : self._each])
+        gone = (name for name, count in counted.items() if count == self._holders[name] and name not in kept)
+        return own + self._each * sum(1 for _ in gone)
+
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
         counted = Counter(name for table in held for name in table)
@@ -90,45 +100,47 @@ class KvPool:
         shared = sum(self._holders[name] > 0 for name in names)
         return len(names) * PREFIX_BLOCK_TOKENS, shared * self._each
 
-    def attach(self, sequence: SequenceState) -> list[int]:
+    def found(self, sequence: SequenceState) -> list[int]:
+        return [name for name in self._found(sequence) for _ in range(self._each)]
+
+    def attach(self, sequence: SequenceState) -> Attached:
         blocks: list[int] = []
         for name in self._found(sequence):
             self._hold(name)
             blocks += [name] * self._each
-        return blocks
+        return Attached(blocks, len(blocks) * self.block_size)
 
-    # --- the cache ----------------------------------------------------------------------------------
-
-    def know(self, handle: int, root: int, names: Sequence[int]) -> None:
-        """Note the names of a prompt's prefix blocks, and the root that they are chained to."""
-        if self._cache and (root or names):
-            self._chains[handle] = [root, *names]
-
-    def forget(self, handle: int) -> None:
-        """The sequence is gone; what it computed stays."""
-        self._chains.pop(handle, None)
-
-    def publish(self, sequence: SequenceState, *, computed: int, output: bool = False) -> None:
-        """Give the cache the whole prefix blocks among the first ``computed`` tokens of a sequence.
-
-        Those of the prompt have names; with ``output`` the chain is continued over what comes after. A block
-        that is here already is shared from now on, and the sequence's own is free.
-        """
-        chain = self._chains.get(sequence.handle)
-        if chain is None:
+    def advance(self, sequence: SequenceState) -> None:
+        chain, most = sequence.prefix_names, (len(sequence.tokens) - 1) // PREFIX_BLOCK_TOKENS
+        first = place = sequence.computed // PREFIX_BLOCK_TOKENS
+        if place != self._shared(sequence):
             return
-        whole = computed // PREFIX_BLOCK_TOKENS
-        if output:
-            _continue(chain, sequence, whole)
-        table, each = sequence.blocks, self._each
-        first = (len(table) - table.count(OWN)) // each
-        for index in range(first, min(whole, len(chain) - 1)):
-            name = chain[index + 1]
-            if name not in self._holders:
+        while place < min(most, len(chain) - 1) and chain[place + 1] in self._holders:
+            self._share(sequence, place)
+            place += 1
+        if place > first:
+            began = sequence.computed > sequence.cached
+            sequence.computed = place * PREFIX_BLOCK_TOKENS
+            sequence.cached = sequence.cached if began else sequence.computed
+
+    def next_name(self, sequence: SequenceState) -> int | None:
+        place = sequence.computed // PREFIX_BLOCK_TOKENS + 1
+        return sequence.prefix_names[place] if self._cache and place < len(sequence.prefix_names) else None
+
+    def publish(self, sequence: SequenceState) -> None:
+        whole = sequence.computed // PREFIX_BLOCK_TOKENS
+        for place in range(self._shared(sequence), min(whole, len(sequence.prefix_names) - 1)):
+            if (name := sequence.prefix_names[place + 1]) not in self._holders:
                 self._add(name)
-            self._hold(name)
-            self._own -= each
-            table[index * each : (index + 1) * each] = [name] * each
+            self._share(sequence, place)
+
+    def retain(self, sequence: SequenceState) -> None:
+        if self._cache and sequence.prefix_names:
+            _continue(sequence, sequence.computed // PREFIX_BLOCK_TOKENS)
+            self.publish(sequence)
+
+    def discard(self, sequence: SequenceState) -> None:
+        """Nothing is wrong where nothing is computed."""
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Return the names that came and went since the call before; one that did both is in neither."""
@@ -139,16 +151,29 @@ class KvPool:
         return added, removed
 
     def _found(self, sequence: SequenceState) -> list[int]:
-        chain = self._chains.get(sequence.handle)
-        if chain is None:
+        if not self._cache:
             return []
         most = (len(sequence.tokens) - 1) // PREFIX_BLOCK_TOKENS  # the last token is always computed
         found: list[int] = []
-        for name in chain[1 : most + 1]:
+        for name in sequence.prefix_names[1 : most + 1]:
             if name not in self._holders:
                 break
             found.append(name)
         return found
+
+    def _shared(self, sequence: SequenceState) -> int:
+        """Return how many prefix blocks of a table are the cache's; of no cache, all that there could be."""
+        if not self._cache:
+            return len(sequence.prefix_names)
+        return (len(sequence.blocks) - sequence.blocks.count(OWN)) // self._each
+
+    def _share(self, sequence: SequenceState, place: int) -> None:
+        """Put a prefix block that is here in the place of a sequence's own."""
+        name, each = sequence.prefix_names[place + 1], self._each
+        self._hold(name)
+        self._own -= each
+        sequence.blocks[place * each : (place + 1) * each] = [name] * each
+        sequence.table_version += 1
 
     def _add(self, name: int) -> None:
         self._holders[name] = 0
@@ -179,8 +204,9 @@ class KvPool:
             self._removed[name] = None
 
 
-def _continue(chain: list[int], sequence: SequenceState, whole: int) -> None:
+def _continue(sequence: SequenceState, whole: int) -> None:
     """Extend the chain over the whole blocks that the prompt's names do not reach."""
+    chain = sequence.prefix_names
     for index in range(len(chain) - 1, whole):
         start = index * PREFIX_BLOCK_TOKENS
         block = array("I", sequence.tokens[start : start + PREFIX_BLOCK_TOKENS])

@@ -23,6 +23,7 @@ import msgspec
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.engine.core import Engine
+from services.worker.engine.launch import Inline
 from services.worker.engine.planner import MAX_LONG_PREFILLS, PlannerLimits
 from services.worker.engine.sequence import Status
 from services.worker.engine.validation import ModelLimits
@@ -113,10 +114,10 @@ class SimEngine:
         self._tell = tell
         self._observe = observe
         vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
-        self._executor = executor = SimExecutor(spec.cost, self.pool, vocabulary)
-        self._intake = SimIntake(self.pool, vocabulary, output_length)
+        self._executor = executor = SimExecutor(spec.cost, vocabulary)
+        self._intake = SimIntake(vocabulary, output_length)
         self._engine = Engine(
-            executor,
+            Inline(executor),
             blocks=self.pool,
             limits=PlannerLimits(spec.token_budget, spec.max_sequences, spec.max_long_prefills),
             model=ModelLimits(spec.vocab_size, spec.context_tokens),
@@ -284,11 +285,8 @@ class SimEngine:
         """Return a single step's event with what the engine does not know of."""
         for handle in event.finished:
             self._intake.forget(handle)
-        added, removed = self.pool.take_changes()
-        if self._skipped_steps or added or removed:
-            event = msgspec.structs.replace(
-                event, step=event.step + self._skipped_steps, prefix_added=added, prefix_removed=removed
-            )
+        if self._skipped_steps:
+            event = msgspec.structs.replace(event, step=event.step + self._skipped_steps)
         return event
 
     # --- windows ----------------------------------------------------------------------------------------

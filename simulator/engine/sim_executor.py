@@ -12,7 +12,6 @@ from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import ModelLimits, size_refusal
 from services.worker.engine_protocol import Submit
 from simulator.engine.cost_model import CostModel, span_tokens
-from simulator.engine.kv_pool import KvPool
 from simulator.engine.tokens import NEVER, SimTokens, Vocabulary
 
 # How many tokens a request's output has, the end-of-sequence token included; None: up to its max_tokens.
@@ -27,8 +26,7 @@ def sim_tokens(sequence: SequenceState) -> SimTokens:
 class SimIntake(Intake):
     """Sequences that keep a prompt as it came and their output as a count."""
 
-    def __init__(self, pool: KvPool, vocabulary: Vocabulary, output_length: OutputLength | None) -> None:
-        self._pool = pool
+    def __init__(self, vocabulary: Vocabulary, output_length: OutputLength | None) -> None:
         self._vocabulary = vocabulary
         self._output_length = output_length
         self.live: dict[int, SequenceState] = {}
@@ -39,6 +37,8 @@ class SimIntake(Intake):
 
     def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
         sampling = command.sampling
+        chained = command.prefix_root or command.prefix_hashes
+        names = [command.prefix_root, *command.prefix_hashes] if chained else []
         key = sequence_key(sampling.seed, sampling.choice)
         tokens = SimTokens(
             command.prompt_ids, len(command.produced_ids), key, self._vocabulary, self._end(command)
@@ -52,16 +52,15 @@ class SimIntake(Intake):
             key=key,
             order=(command.priority, arrival),
             credit_limit=command.credit_limit,
+            prefix_names=names,
         )
         sequence.set_credit(command.credit_limit)
         self.live[command.handle] = sequence
-        self._pool.know(command.handle, command.prefix_root, command.prefix_hashes)
         return sequence
 
     def forget(self, handle: int) -> None:
         """The sequence has ended."""
-        if self.live.pop(handle, None) is not None:
-            self._pool.forget(handle)
+        self.live.pop(handle, None)
 
     def _end(self, command: Submit) -> int:
         sampling = command.sampling
@@ -76,13 +75,12 @@ class SimIntake(Intake):
 
 
 class SimExecutor:
-    """Implements ``Executor``. ``elapsed_s`` is the clock that its engine measures steps by."""
+    """Implements ``Runner``. ``elapsed_s`` is the clock that its engine measures steps by."""
 
-    def __init__(self, cost: CostModel, pool: KvPool, vocabulary: Vocabulary) -> None:
+    def __init__(self, cost: CostModel, vocabulary: Vocabulary) -> None:
         self.cost = cost
         self.slow_factor = 1.0
         self.elapsed_s = 0.0
-        self._pool = pool
         self._vocabulary = vocabulary
 
     def run(self, batch: Batch) -> Samples:
@@ -92,9 +90,6 @@ class SimExecutor:
         self.elapsed_s += self.slow_factor * self.cost.step_s(
             batch.prefill_tokens, len(batch.decodes), attended, prefill_attended
         )
-        for chunk in batch.prefills:
-            if chunk.samples:
-                self._pool.publish(chunk.sequence, computed=chunk.end)
         return Samples([self._sample(sequence) for sequence in batch.sampled])
 
     def decode_s(self, decodes: int, attended_tokens: int) -> float:
@@ -103,10 +98,7 @@ class SimExecutor:
 
     def _sample(self, sequence: SequenceState) -> int:
         tokens, vocabulary = sim_tokens(sequence), self._vocabulary
-        length = tokens.length + 1
-        if length >= tokens.end or length >= tokens.prompt_tokens + sequence.sampling.max_tokens:
-            self._pool.publish(sequence, computed=tokens.length, output=True)  # its last is not computed
-            if length == tokens.end:
-                assert vocabulary.eos_id is not None, "an output ends by itself with a token that says so"
-                return vocabulary.eos_id
+        if tokens.length + 1 == tokens.end:
+            assert vocabulary.eos_id is not None, "an output ends by itself with a token that says so"
+            return vocabulary.eos_id
         return vocabulary.output(tokens.key, tokens.length - tokens.prompt_tokens, 1)[0]

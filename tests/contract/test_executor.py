@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.executor import Batch, Chunk, Executor, Samples
+from services.worker.engine.executor import Batch, Chunk, Runner, Samples
 from services.worker.engine.loading import _load_torch
 from services.worker.engine.null_executor import NullExecutor
 from services.worker.engine.sequence import SequenceState, sequence_of
@@ -21,25 +21,25 @@ BLOCK = 16
 PROMPT = list(range(5, 25))  # in two blocks
 
 
-def _null() -> Executor:
+def _null() -> Runner:
     return NullExecutor(
         vocab_size=1000, eos_ids=frozenset({0}), step_s=0.0, clock=lambda: 0.0, sleep=lambda _: None
     )
 
 
-def _checking() -> Executor:
+def _checking() -> Runner:
     return CheckingExecutor(token_budget=512, block_size=BLOCK)
 
 
-def _torch() -> Executor:
+def _torch() -> Runner:
     folder = ROOT / "models" / "tiny" / "checkpoint"
     config = EngineConfig("", str(folder), block_size=BLOCK, kv_blocks=64, threads=1)
     return _load_torch(config, lambda phase, ratio: None)[0]
 
 
 @pytest.fixture(scope="module", params=[_null, _checking, _torch])
-def executor(request: pytest.FixtureRequest) -> Executor:
-    make: Callable[[], Executor] = request.param
+def executor(request: pytest.FixtureRequest) -> Runner:
+    make: Callable[[], Runner] = request.param
     return make()
 
 
@@ -51,7 +51,7 @@ def sequence(handle: int, prompt: list[int], *, block: int, **sampling: Any) -> 
     return found
 
 
-def prefill(executor: Executor, *chunks: tuple[SequenceState, int]) -> Samples:
+def prefill(executor: Runner, *chunks: tuple[SequenceState, int]) -> Samples:
     """Compute each sequence up to a position, as the planner would, and keep the books as the engine does."""
     samples = executor.run(Batch([], [Chunk(each, each.computed, end) for each, end in chunks]))
     for each, end in chunks:
@@ -59,7 +59,7 @@ def prefill(executor: Executor, *chunks: tuple[SequenceState, int]) -> Samples:
     return samples
 
 
-def decode(executor: Executor, found: SequenceState, token: int) -> int:
+def decode(executor: Runner, found: SequenceState, token: int) -> int:
     found.tokens.append(token)
     samples = executor.run(Batch([found], []))
     found.computed += 1
@@ -67,14 +67,14 @@ def decode(executor: Executor, found: SequenceState, token: int) -> int:
     return next_token
 
 
-def generate(executor: Executor, found: SequenceState, count: int) -> list[int]:
+def generate(executor: Runner, found: SequenceState, count: int) -> list[int]:
     tokens = [prefill(executor, (found, len(found.tokens))).tokens[0]]
     while len(tokens) < count:
         tokens.append(decode(executor, found, tokens[-1]))
     return tokens
 
 
-def test_a_prompt_gives_the_same_tokens_whole_or_in_chunks(executor: Executor) -> None:
+def test_a_prompt_gives_the_same_tokens_whole_or_in_chunks(executor: Runner) -> None:
     whole = generate(executor, sequence(1, PROMPT, block=0), 6)
     chunked = sequence(1, PROMPT, block=4)
     assert prefill(executor, (chunked, 7)).tokens == [], "a chunk that ends before the prompt samples nothing"
@@ -82,7 +82,7 @@ def test_a_prompt_gives_the_same_tokens_whole_or_in_chunks(executor: Executor) -
     assert generate(executor, chunked, 6) == whole
 
 
-def test_rows_are_the_decodes_then_the_prefills_that_sample(executor: Executor) -> None:
+def test_rows_are_the_decodes_then_the_prefills_that_sample(executor: Runner) -> None:
     alone = [generate(executor, sequence(h, PROMPT[:h], block=0, temperature=0.0), 2) for h in (2, 3, 4)]
     one, two, three, part = (sequence(h, PROMPT[:h], block=4 * h, temperature=0.0) for h in (2, 3, 4, 5))
     first = prefill(executor, (one, 2), (two, 3))
@@ -94,7 +94,7 @@ def test_rows_are_the_decodes_then_the_prefills_that_sample(executor: Executor) 
     assert executor.run(batch).tokens == [alone[1][1], alone[0][1], alone[2][0]]
 
 
-def test_neighbours_and_blocks_change_no_token(executor: Executor) -> None:
+def test_neighbours_and_blocks_change_no_token(executor: Runner) -> None:
     alone = generate(executor, sequence(1, PROMPT, block=0), 4)
     mine, other = sequence(1, PROMPT, block=20), sequence(2, PROMPT[::-1], block=8)
     tokens = [prefill(executor, (other, 20), (mine, 20)).tokens[1]]
@@ -108,7 +108,7 @@ def test_neighbours_and_blocks_change_no_token(executor: Executor) -> None:
     assert tokens == alone
 
 
-def test_logprobs_are_of_the_rows_that_asked(executor: Executor) -> None:
+def test_logprobs_are_of_the_rows_that_asked(executor: Runner) -> None:
     silent, asking = sequence(1, PROMPT[:3], block=0), sequence(2, PROMPT[:3], block=4, logprobs=0)
     samples = prefill(executor, (silent, 3), (asking, 3))
     assert len(samples.tokens) == 2
@@ -117,7 +117,7 @@ def test_logprobs_are_of_the_rows_that_asked(executor: Executor) -> None:
     assert samples.errors == {}
 
 
-def test_sequences_are_read_and_never_changed(executor: Executor) -> None:
+def test_sequences_are_read_and_never_changed(executor: Runner) -> None:
     found, running = sequence(1, PROMPT, block=0), sequence(2, PROMPT, block=4)
     prefill(executor, (running, 20))
     running.tokens.append(3)

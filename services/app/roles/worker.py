@@ -109,6 +109,10 @@ def engine_settings(settings: Settings) -> EngineSettings:
         token_budget=settings.token_budget,
         max_sequences=settings.max_sequences,
         itl_target_s=settings.itl_target_s,
+        mode=settings.engine_mode,
+        operators=settings.engine_operators,
+        prefix_cache=settings.prefix_cache,
+        speculation=settings.speculation,
         null_step_s=settings.null_step_s,
         request_log_per_s=settings.request_log_per_s,
     )

@@ -14,20 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.kv_cache import KvCache
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """``rows`` rows of a step from ``first_row`` on are one sequence's tokens, the last at ``length`` - 1.
-
-    ``blocks`` is its block table; ``contiguous`` says that the blocks are consecutive.
-    """
-
-    first_row: int
-    rows: int
-    length: int
-    blocks: list[int]
-    contiguous: bool
+from services.worker.engine.spans import Span
 
 
 class Attention(Protocol):

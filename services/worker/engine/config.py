@@ -89,6 +89,17 @@ class ModelConfig:
         """The longest context that positions are defined for."""
         return max(self.max_position_embeddings, self.rope.max_context)
 
+    @property
+    def attention_half_tokens(self) -> int:
+        """The position at which attending to what is before takes as many products as the rest of the layers.
+
+        Layers that look back over a window attend to no more at a late position than at an early one.
+        """
+        projections = self.hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
+        dense = self.layers * (projections + 3 * self.hidden_size * self.intermediate_size)
+        attended = 2 * self.heads * self.head_dim * self.windows.count(None)
+        return max(1, dense // attended if attended else dense)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnsupportedModel for anything else and for a huge file."""

@@ -26,18 +26,33 @@ class Chunk:
 class Batch:
     """One step. Each of ``decodes`` computes its last token and samples; ``prefills`` are chunks.
 
-    Rows that sample, in order: every decode, then every prefill chunk whose ``samples`` is true.
+    ``proposals``, by index in ``decodes``, are tokens that may come next. Such a decode computes them as well
+    and samples after each, as if those before were output: one row more than it has proposals.
+    ``copies`` are pairs of KV blocks: what the first holds is copied to the second, in this order, before
+    anything of the step is written. The second ones are among the blocks of its sequences.
+    Rows that sample, in order: those of every decode, then every prefill chunk whose ``samples`` is true.
     """
 
     decodes: list[SequenceState]
     prefills: list[Chunk]
+    proposals: dict[int, list[int]] = field(default_factory=dict)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def decoded_rows(self) -> list[SequenceState]:
+        """Return the sequence of each row that a decode samples, in row order."""
+        if not self.proposals:
+            return self.decodes
+        counts = dict.fromkeys(range(len(self.decodes)), 1)
+        counts |= {index: len(tokens) + 1 for index, tokens in self.proposals.items()}
+        return [self.decodes[index] for index, count in counts.items() for _ in range(count)]
 
     @property
     def sampled(self) -> list[SequenceState]:
         """Return the sequence of each sampling row, in row order."""
         if not self.prefills:
-            return self.decodes
-        return [*self.decodes, *(chunk.sequence for chunk in self.prefills if chunk.samples)]
+            return self.decoded_rows
+        return [*self.decoded_rows, *(chunk.sequence for chunk in self.prefills if chunk.samples)]
 
     @property
     def prefill_tokens(self) -> int:
@@ -53,8 +68,21 @@ class Samples:
     errors: dict[int, str] = field(default_factory=dict)
 
 
-class Executor(Protocol):
+class Runner(Protocol):
     """Runs batches. It reads sequences and writes the KV of their blocks; it changes nothing else."""
 
     def run(self, batch: Batch) -> Samples:
         """Return one sample per sampling row. An exception ends the engine process."""
+
+
+class Executor(Protocol):
+    """Runs one batch at a time, perhaps while its caller does something else.
+
+    From ``submit`` until ``collect`` returns, nobody changes the batch's sequences.
+    """
+
+    def submit(self, batch: Batch) -> None:
+        """Start a batch. The one before it was collected."""
+
+    def collect(self) -> Samples:
+        """Wait for the batch that was submitted: as ``Runner.run``, with the exceptions of that."""

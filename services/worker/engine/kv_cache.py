@@ -6,7 +6,9 @@ A sequence whose blocks are consecutive is a slice of it; any other is gathered 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,6 +34,15 @@ def kv_shape(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> KvS
     return KvShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
 
 
+class KvPool(Protocol):
+    """What an executor needs of a pool, however its backend lays it out."""
+
+    block_size: int
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), in all layers, one after the other."""
+
+
 class KvCache:
     """The tensors. The attention backend is the only one that reads and writes them."""
 
@@ -46,9 +57,21 @@ class KvCache:
         self._keys[layer].index_copy_(0, slots, keys)
         self._values[layer].index_copy_(0, slots, values)
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), in all layers, one after the other."""
+        size = self.block_size
+        for source, target in copies:
+            here, there = slice(source * size, (source + 1) * size), slice(target * size, (target + 1) * size)
+            self._keys[:, there] = self._keys[:, here]
+            self._values[:, there] = self._values[:, here]
+
     def run(self, layer: int, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [length, kv_heads, head_dim] of consecutive slots, as views."""
         return self._keys[layer, start : start + length], self._values[layer, start : start + length]
+
+    def pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [slots, kv_heads, head_dim] of all blocks, as views."""
+        return self._keys[layer], self._values[layer]
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [blocks * block_size, kv_heads, head_dim], copied from blocks anywhere."""

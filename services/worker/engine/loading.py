@@ -5,25 +5,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.config import ModelConfig, eos_ids, parse_config, read_json, vocab_size_of
 from services.worker.engine.core import Engine
 from services.worker.engine.executor import Executor
+from services.worker.engine.launch import Inline
 from services.worker.engine.null_executor import NullExecutor
 from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.prefix.cache import PrefixCache
+from services.worker.engine.prefix.eviction import EvictionLimits
+from services.worker.engine.speculation.draft_model import DraftModel
+from services.worker.engine.speculation.prompt_lookup import PromptLookup
+from services.worker.engine.speculation.proposer import Proposer
+from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.unsupported import BadEngineConfig, positive_int
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
 from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.speculation import SpeculationPolicy
+
+if TYPE_CHECKING:
+    from services.worker.engine.torch_executor import TorchExecutor
 
 NULL_KV_BYTES_PER_TOKEN: Final = 4096
 NULL_MAX_MODEL_LEN: Final = 32768
 WARM_UP_TOKENS: Final = 32
 MAX_KV_BLOCKS: Final = 1 << 24
+MAX_PROPOSALS: Final = 64
 
 Report = Callable[[str, float], None]  # phase, done 0..1
 
@@ -38,14 +51,26 @@ def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
         raise BadEngineConfig(f"itl_target_s {config.itl_target_s} is no time for a step")
     if config.block_size < 1 or config.kv_blocks < 0 or config.max_model_len < 0 or config.threads < 0:
         raise BadEngineConfig("block_size, kv_blocks, max_model_len and threads are counts")
-    executor, ready, stop_ids = (
+    if not 0.0 < config.cache_domain_ratio <= 1.0:
+        raise BadEngineConfig(f"cache_domain_ratio {config.cache_domain_ratio} is no share")
+    if not 1 <= config.max_proposals <= MAX_PROPOSALS:
+        raise BadEngineConfig(f"max_proposals {config.max_proposals} is not within 1 to {MAX_PROPOSALS}")
+    if (config.speculation == "draft") != bool(config.draft_model_dir):
+        raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
+    if config.draft_model_dir and config.executor == "null":
+        raise BadEngineConfig("a null engine has no draft")
+    loaded: tuple[Executor, Ready, frozenset[int]] = (
         _load_null(config) if config.executor == "null" else _load_torch(config, report)
     )
+    executor, ready, stop_ids = loaded
     report("warm_up", 0.0)
     full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
     budget = _budget(config, full_step_s)
-    engine = _engine(executor, ready, limits, stop_ids, budget)
+    cache = _prefix_cache(config, ready)
+    speculation, draft_bytes = _speculation(config, ready, report)
+    ready = msgspec.structs.replace(ready, weight_bytes=ready.weight_bytes + draft_bytes)
+    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache)
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
 
 
@@ -55,22 +80,83 @@ def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:
     return PrefillBudget(config.itl_target_s, most_tokens=config.token_budget, full_step_s=full_step_s)
 
 
+def _speculation(config: EngineConfig, ready: Ready, report: Report) -> tuple[Speculator | None, int]:
+    """Return who proposes tokens, and the bytes of its weights."""
+    if config.speculation == "off":
+        return None, 0
+    weight_bytes = 0
+    proposer: Proposer = PromptLookup(max_sequences=config.max_sequences)
+    if config.speculation == "draft":
+        proposer, weight_bytes = _load_draft(config, ready, report)
+    policy = SpeculationPolicy(most_tokens=config.max_proposals)
+    return Speculator(proposer, policy, clock=time.monotonic), weight_bytes
+
+
+def _load_draft(config: EngineConfig, ready: Ready, report: Report) -> tuple[Proposer, int]:
+    """Return a proposer on the checkpoint in ``draft_model_dir``, with as many KV blocks as the model has."""
+    draft = msgspec.structs.replace(
+        config,
+        model_dir=config.draft_model_dir,
+        draft_model_dir="",
+        kv_blocks=ready.kv_blocks_total,
+        max_model_len=0,
+    )
+    runner, found, _ = _load_torch(draft, report)
+    if found.vocab_size != ready.vocab_size:
+        raise BadEngineConfig(
+            f"the draft model's vocabulary of {found.vocab_size} is not the model's {ready.vocab_size}"
+        )
+    proposer = DraftModel(
+        runner,
+        blocks=BlockManager(found.kv_blocks_total, found.block_size),
+        max_model_len=found.max_model_len,
+        token_budget=config.token_budget,
+    )
+    return proposer, found.weight_bytes
+
+
 def _engine(
     executor: Executor,
     ready: Ready,
     limits: PlannerLimits,
     stop_ids: frozenset[int],
     budget: PrefillBudget | None = None,
+    speculation: Speculator | None = None,
+    cache: PrefixCache | None = None,
 ) -> Engine:
     return Engine(
         executor,
-        blocks=BlockManager(ready.kv_blocks_total, ready.block_size),
+        blocks=cache if cache is not None else _blocks(ready),
         limits=limits,
         model=ModelLimits(ready.vocab_size, ready.max_model_len),
         eos_ids=stop_ids,
         clock=time.monotonic,
         budget=budget,
+        reuse=cache,
+        speculation=speculation,
     )
+
+
+def _blocks(ready: Ready) -> BlockManager:
+    """Return the pool, which never gets smaller than what one sequence may need."""
+    longest = -(-ready.max_model_len // ready.block_size)
+    return BlockManager(ready.kv_blocks_total, ready.block_size, least_blocks=longest)
+
+
+def _prefix_cache(config: EngineConfig, ready: Ready) -> PrefixCache | None:
+    if not config.prefix_cache or PREFIX_BLOCK_TOKENS % ready.block_size:
+        return None
+    if config.executor == "torch" and _model_of(config).rope.depends_on_length:
+        return None  # the KV of a prefix is not that of the same prefix of a longer prompt
+    limits = EvictionLimits(config.cache_domain_ratio)
+    if config.executor == "torch":
+        model = parse_config(read_json(Path(config.model_dir) / "config.json"))
+        limits = EvictionLimits(config.cache_domain_ratio, model.attention_half_tokens)
+    return PrefixCache(_blocks(ready), limits)
+
+
+def _model_of(config: EngineConfig) -> ModelConfig:
+    return parse_config(read_json(Path(config.model_dir) / "config.json"))
 
 
 def _warm_up(engine: Engine, token_budget: int) -> float:
@@ -113,10 +199,10 @@ def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:
         clock=time.monotonic,
         sleep=time.sleep,
     )
-    return executor, ready, stop_ids
+    return Inline(executor), ready, stop_ids
 
 
-def _load_torch(config: EngineConfig, report: Report) -> tuple[Executor, Ready, frozenset[int]]:
+def _load_torch(config: EngineConfig, report: Report) -> tuple[TorchExecutor, Ready, frozenset[int]]:
     model_dir = Path(config.model_dir)
     fields = read_json(model_dir / "config.json")
     model = parse_config(fields)
@@ -127,7 +213,10 @@ def _load_torch(config: EngineConfig, report: Report) -> tuple[Executor, Ready, 
 
     report("import", 1.0)
     block_bytes = torch_loading.block_bytes(model, config)
-    weights = torch_loading.load_weights_of(model, model_dir, config, lambda ratio: report("weights", ratio))
+    if config.draft_model_dir:  # a block of the pool is one of the draft's as well
+        draft = parse_config(read_json(Path(config.draft_model_dir) / "config.json"))
+        block_bytes += torch_loading.block_bytes(draft, config)
+    weights = torch_loading.load_weights_of(model, model_dir, config, report)
     ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
     executor = torch_loading.executor_of(model, weights, config, ready)
     return executor, ready, stop_ids

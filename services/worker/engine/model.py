@@ -14,31 +14,34 @@ import torch.nn.functional as F
 
 from services.worker.engine.attention import Attention
 from services.worker.engine.config import ModelConfig
-from services.worker.engine.linear import Linear
-from services.worker.engine.rope import Rope, rotate
+from services.worker.engine.operators import Gated, HeadNorms, Operators, Projection
+from services.worker.engine.rope import Rope
 from services.worker.engine.weights import EMBEDDING, HEAD, Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     input_norm: torch.Tensor
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: Linear
+    qkv: Projection
+    head_norms: HeadNorms | None
+    output: Projection
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Gated
+    down: Projection
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Everything that is loaded. ``bytes`` counts the parameters, not what packing adds."""
+    """Everything that is loaded, and the operators that packed it and compute with it.
+
+    ``bytes`` counts the parameters, not what packing adds.
+    """
 
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
     norm: torch.Tensor
-    head: Linear
+    head: Projection
+    operators: Operators
     bytes: int
 
 
@@ -50,6 +53,7 @@ class Decoder:
         self._weights = weights
         self._rope = rope
         self._attention = attention
+        self._operators = weights.operators
 
     def forward(
         self,
@@ -62,33 +66,28 @@ class Decoder:
 
         The arguments are int64 on the CPU, the first three [rows]; the attention's ``begin`` has been called.
         """
-        device = self._weights.embedding.device
+        device, norm = self._weights.embedding.device, self._operators.norm
         cos, sin = self._rope.cos_sin(positions, prompt_tokens)
         x = F.embedding(tokens.to(device), self._weights.embedding)
+        last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            x = x + self._attend(index, layer, self._norm(x, layer.input_norm), cos, sin)
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        # The head is the widest product: only rows that sample go through it.
-        if not len(logit_rows):
-            return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
-        last = x.index_select(0, logit_rows.to(device))
-        return self._weights.head(self._norm(last, self._weights.norm)).float()
+            attended = self._attend(index, layer, norm(x, layer.input_norm), cos, sin)
+            if index == last and len(logit_rows) < len(x):
+                # All KV is written: from here on only the rows that sample are of use.
+                if not len(logit_rows):
+                    return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
+                chosen = logit_rows.to(device)
+                x, attended = x.index_select(0, chosen), attended.index_select(0, chosen)
+            x = layer.output.add_to(x, attended)
+            x = layer.down.add_to(x, layer.gate_up(norm(x, layer.mlp_norm)))
+        return self._weights.head(norm(x, self._weights.norm)).float()
 
     def _attend(
         self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        heads, kv_heads, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
-        qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, dim)
-        qk, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)
-            qk = torch.cat((q, k), dim=1)
-        qk = rotate(qk, cos, sin)
-        return layer.output(self._attention.attend(index, qk[:, :heads], qk[:, heads:], v))
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+        heads = self._config.heads + 2 * self._config.kv_heads
+        qkv = layer.qkv(x).view(len(x), heads, self._config.head_dim)
+        return self._attention.attend(index, *self._operators.heads(qkv, layer.head_norms, cos, sin))
 
 
 def load_weights(
@@ -97,6 +96,7 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    operators: Operators,
     progress: Callable[[float], None],
 ) -> Weights:
     """Return the weights on the device. ``progress`` is called with 0..1; one layer at a time is unpacked."""
@@ -104,23 +104,24 @@ def load_weights(
     def tensor(name: str) -> torch.Tensor:
         return checkpoint.tensor(name, dtype=dtype).to(device)
 
-    def linear(*names: str, bias: bool) -> Linear:
+    def joined(*names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Several projections of one input become one product."""
         weight = torch.cat([tensor(f"{name}.weight") for name in names])
-        return Linear(weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None)
+        return weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        norms = (tensor(f"{attention}{name}_norm.weight") for name in "qk" if config.qk_norm)
+        inputs = joined(*(attention + name for name in ("q_proj", "k_proj", "v_proj")), bias=config.qkv_bias)
         return Layer(
             input_norm=tensor(prefix + "input_layernorm.weight"),
-            qkv=linear(*(attention + name for name in ("q_proj", "k_proj", "v_proj")), bias=config.qkv_bias),
-            q_norm=tensor(attention + "q_norm.weight") if config.qk_norm else None,
-            k_norm=tensor(attention + "k_norm.weight") if config.qk_norm else None,
-            output=linear(attention + "o_proj", bias=config.output_bias),
+            qkv=operators.projection(*inputs),
+            head_norms=HeadNorms(*norms) if config.qk_norm else None,
+            output=operators.projection(*joined(attention + "o_proj", bias=config.output_bias)),
             mlp_norm=tensor(prefix + "post_attention_layernorm.weight"),
-            gate_up=linear(mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias),
-            down=linear(mlp + "down_proj", bias=config.mlp_bias),
+            gate_up=operators.gated(*joined(mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias)),
+            down=operators.projection(*joined(mlp + "down_proj", bias=config.mlp_bias)),
         )
 
     layers = []
@@ -128,14 +129,14 @@ def load_weights(
         layers.append(layer(index))
         progress((index + 1) / (config.layers + 1))
     embedding, norm = tensor(EMBEDDING), tensor("model.norm.weight")
-    head = Linear(embedding if config.tied else tensor(HEAD), None)
+    head = operators.projection(embedding if config.tied else tensor(HEAD), None)
     loaded = [embedding, norm, *(part for one in layers for part in _tensors(one))]
     products = [part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down)]
     size = sum(part.nbytes for part in loaded) + sum(part.bytes for part in products)
     progress(1.0)
-    return Weights(embedding, tuple(layers), norm, head, size + (0 if config.tied else head.bytes))
+    return Weights(embedding, tuple(layers), norm, head, operators, size + (0 if config.tied else head.bytes))
 
 
 def _tensors(layer: Layer) -> list[torch.Tensor]:
-    parts = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
-    return [part for part in parts if part is not None]
+    norms = layer.head_norms
+    return [layer.input_norm, layer.mlp_norm, *((norms.query, norms.key) if norms is not None else ())]

@@ -8,17 +8,18 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.core.fleet import LONG_PROMPT_TOKENS
 from services.worker.engine.block_manager import BlockPool
 from services.worker.engine.executor import Batch, Chunk
-from services.worker.engine.prefix_reuse import PrefixReuse
+from services.worker.engine.prefix.reuse import PrefixReuse
+from services.worker.engine.prefix.shared_prefill import claims
 from services.worker.engine.sequence import SequenceState, Status
 from services.worker.engine.wait_queue import WaitQueue
 from services.worker.policy.prefill_budget import PrefillBudget
-from services.worker.policy.prefill_share import Claim, shares
+from services.worker.policy.prefill_share import shares
 
 MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
 MAX_LONG_PREFILLS = 2
@@ -65,6 +66,7 @@ class Planner:
         self._prefilling: list[SequenceState] = []
         self._stalled: list[SequenceState] = []
         self._long_prefills = 0  # of those that prefill
+        self._copies: list[tuple[int, int]] = []  # of the step that is planned
         self.preemptions = 0
         self._parked: dict[int, SequenceState] = {}  # by handle; as many as the agent submits without credit
 
@@ -122,7 +124,42 @@ class Planner:
         decodes = list(self._decoding)
         while (admitted := self._admissible()) is not None and self._make_room(admitted, handed_back):
             self._admit(admitted)
-        return Batch(decodes, self._chunks(len(decodes))), handed_back
+        copies, self._copies = self._copies, []
+        return Batch(decodes, self._chunks(len(decodes)), copies=copies), handed_back
+
+    def room(self, batch: Batch) -> int:
+        """Return how many more rows the token budget leaves to a batch."""
+        return self._limits.token_budget - len(batch.decodes) - batch.prefill_tokens
+
+    def with_proposals(self, batch: Batch, proposals: dict[int, list[int]]) -> Batch:
+        """Return the batch with proposals by index in its decodes, and the blocks that they need reserved.
+
+        They take what is free, from nobody, and give it back with the step's commit: where blocks are short
+        they are cut to what their sequence has.
+        """
+        size = self._blocks.block_size
+        kept: dict[int, list[int]] = {}
+        for index, tokens in proposals.items():
+            sequence = batch.decodes[index]
+            missing = self._blocks.blocks_for(sequence.computed + 1 + len(tokens)) - len(sequence.blocks)
+            taken = min(missing, self._blocks.blocks_free)
+            if taken > 0:
+                self._reserve(sequence, taken)
+            fitting = tokens[: len(sequence.blocks) * size - sequence.computed - 1]
+            if fitting:
+                kept[index] = fitting
+        return Batch(batch.decodes, batch.prefills, kept, batch.copies)
+
+    def give_back(self, sequence: SequenceState) -> None:
+        """Free the blocks beyond its computed tokens: those of proposals that were not accepted."""
+        blocks = sequence.blocks
+        kept = self._blocks.blocks_for(sequence.computed)
+        if kept < len(blocks):
+            self._blocks.release(blocks[kept:])
+            del blocks[kept:]
+            sequence.table_version += 1
+            sequence.capacity = kept * self._blocks.block_size
+            sequence.contiguous = blocks == list(range(blocks[0], blocks[0] + kept))
 
     def blocks_ahead(self, steps: int) -> int:
         """Return how many more blocks the decoding sequences take for ``steps`` steps."""
@@ -153,15 +190,26 @@ class Planner:
                 self._detach(sequence)
                 self._decode(sequence)
 
+    def publish(self, prefills: list[Chunk]) -> None:
+        """Let others find what the chunks computed, once it is known which of their sequences failed."""
+        if self._reuse is not None:
+            for chunk in prefills:
+                self._reuse.publish(chunk.sequence)
+
     def stall(self, sequence: SequenceState) -> None:
         """Take a decoding sequence out of the plan, with its blocks, until it has credit."""
         self._decoding.remove(sequence)
         sequence.status = Status.STALLED
         self._stalled.append(sequence)
 
-    def remove(self, sequence: SequenceState) -> None:
-        """Forget the sequence, whatever it was doing; its blocks are free."""
+    def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
+        """Forget the sequence, whatever it was doing; its blocks are free.
+
+        What it computed is kept for others if it ``is_sound``.
+        """
         self._detach(sequence)
+        if self._reuse is not None and not is_sound:
+            self._reuse.discard(sequence)
         self._release(sequence)
         sequence.status = Status.FINISHED
 
@@ -191,7 +239,7 @@ class Planner:
         """Give a block to every decode that needs one, oldest first; return those handed back."""
         handed_back: list[SequenceState] = []
         needy = [sequence for sequence in self._decoding if sequence.computed == sequence.capacity]
-        needy.sort(key=lambda sequence: sequence.order)
+        needy.sort(key=_order)
         for sequence in needy:
             # An older one of this loop may have taken this one's blocks.
             while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
@@ -203,25 +251,38 @@ class Planner:
         return handed_back
 
     def _victim(self) -> SequenceState:
-        """Return who gives way: one that waits for its reader if there is any, else the youngest of all."""
-        group = self._stalled or (*self._decoding, *self._prefilling)
-        return max(group, key=lambda other: other.order)
+        """Return who gives way to a decode: one that waits for its reader, else the youngest of all.
+
+        Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
+        """
+        if self._blocks.freed_by([sequence.blocks for sequence in self._stalled]):
+            return self._stalled_victim()
+        return max((*self._decoding, *self._prefilling), key=_order)
+
+    def _stalled_victim(self, kept: Collection[int] = ()) -> SequenceState:
+        """Return the youngest of the stalled that frees a block not in ``kept``, else the youngest."""
+        youngest_first = sorted(self._stalled, key=_order, reverse=True)
+        freeing = (each for each in youngest_first if self._blocks.freed_by([each.blocks], kept=kept))
+        return next(freeing, youngest_first[0])
 
     def _reserve(self, sequence: SequenceState, count: int) -> None:
         held = sequence.blocks
         last = held[-1] if held else None
-        expected = (
-            0 if held else self._blocks.blocks_for(sequence.prompt_tokens + sequence.sampling.max_tokens)
-        )
+        most = self._blocks.blocks_for(sequence.prompt_tokens + sequence.sampling.max_tokens)
+        expected = 0 if sequence.capacity else most - len(held)  # it starts: all that it may come to need
         added = self._blocks.allocate(count, after=last, expected=expected)
         runs = added[-1] - added[0] == count - 1 and (last is None or added[0] == last + 1)
         sequence.contiguous = runs and (last is None or sequence.contiguous)
         held += added
+        sequence.table_version += 1
         sequence.capacity = len(held) * self._blocks.block_size
 
     def _release(self, sequence: SequenceState) -> None:
+        if self._reuse is not None:
+            self._reuse.retain(sequence)
         self._blocks.release(sequence.blocks)
         sequence.blocks.clear()
+        sequence.table_version += 1
         sequence.capacity = 0
         sequence.computed = 0
         sequence.cached = 0
@@ -258,8 +319,21 @@ class Planner:
         missing = self._missing(head)
         if places > 0 and missing <= 0:
             return head
-        held = sum(len(sequence.blocks) for sequence in self._stalled)
-        return head if places + len(self._stalled) > 0 and missing <= held else None
+        return head if places + len(self._stalled) > 0 and missing <= self._freed_for(head, missing) else None
+
+    def _freed_for(self, head: SequenceState, wanted: int) -> int:
+        """Return how many blocks all without credit would free for ``head``; 0 where ``wanted`` is beyond it.
+
+        What they share with those that run stays held, and what ``head`` would share is no room for it.
+        """
+        tables = [sequence.blocks for sequence in self._stalled]
+        if not 0 < wanted <= sum(map(len, tables)):
+            return 0
+        return self._blocks.freed_by(tables, kept=self._found(head))
+
+    def _found(self, head: SequenceState) -> frozenset[int]:
+        """Return the cached blocks that it would start with."""
+        return frozenset() if self._reuse is None else frozenset(self._reuse.found(head))
 
     def _missing(self, head: SequenceState) -> int:
         """Return how many free blocks its start lacks.
@@ -276,19 +350,23 @@ class Planner:
         while self.running >= self._limits.max_sequences or self._missing(head) > 0:
             if not self._stalled:
                 return False
-            victim = self._victim()
+            victim = self._stalled_victim(self._found(head))
             if self._preempt(victim):
                 handed_back.append(victim)
         return True
 
     def _admit(self, sequence: SequenceState) -> None:
         self._detach(sequence)
+        copied = None
         if self._reuse is not None:
-            sequence.cached, _ = self._reuse.reusable(sequence)
-            sequence.blocks += self._reuse.attach(sequence)
+            held, sequence.cached, copied = self._reuse.attach(sequence)
+            sequence.blocks += held
             sequence.computed = sequence.cached
+            sequence.contiguous = not held or held == list(range(held[0], held[0] + len(held)))
         missing = self._blocks.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
         self._reserve(sequence, missing)
+        if copied is not None:
+            self._copies.append((copied, sequence.blocks[-missing]))
         sequence.status = Status.PREFILLING
         sequence.is_long = len(sequence.tokens) - sequence.computed >= LONG_PROMPT_TOKENS
         self._long_prefills += sequence.is_long
@@ -296,15 +374,13 @@ class Planner:
 
     def _chunks(self, decodes: int) -> list[Chunk]:
         """Return this step's chunks, in the order in which their sequences got their places."""
-        claims = [
-            Claim(len(sequence.tokens) - sequence.computed, sequence.order) for sequence in self._prefilling
-        ]
+        movers, claimed = claims(self._prefilling, self._reuse)
         budget = self._limits.token_budget - decodes
         if self._budget is not None and (decodes or self._long_prefills):
             budget = min(budget, self._budget.tokens)
         return [
             Chunk(sequence, sequence.computed, sequence.computed + tokens)
-            for sequence, tokens in zip(self._prefilling, shares(claims, budget), strict=True)
+            for sequence, tokens in zip(movers, shares(claimed, budget), strict=True)
             if tokens
         ]
 
@@ -346,3 +422,7 @@ class Planner:
                 self._stalled.remove(sequence)
             case Status.FINISHED:
                 raise AssertionError(f"sequence {sequence.handle} has finished")
+
+
+def _order(sequence: SequenceState) -> tuple[int, int]:
+    return sequence.order

@@ -26,8 +26,8 @@ class Rope:
         self._device = device
         self._scale = _attention_factor(config)
         positions = torch.arange(max_model_len, dtype=torch.float32)
-        frequencies = _frequencies(config)
-        self._cos, self._sin = self._rotation(positions[:, None] * frequencies)
+        self._short = _frequencies(config)
+        self._cos, self._sin = self._rotation(positions[:, None] * self._short)
         self._long = torch.tensor(config.long_factor, dtype=torch.float32)
 
     def cos_sin(
@@ -51,19 +51,25 @@ class Rope:
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _frequencies_at(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies [rows, dim/2] of tokens in sequences of these lengths."""
+        """Return the frequencies [rows, dim/2] of tokens in sequences of these lengths.
+
+        Those of a length are computed alone: torch's power of an element can depend on how many there are.
+        """
+        distinct, rows = torch.unique(lengths, return_inverse=True)
+        return torch.stack([self._frequencies_of(length) for length in distinct.tolist()])[rows]
+
+    def _frequencies_of(self, length: int) -> torch.Tensor:
+        """Return the frequencies [dim/2] of a token in a sequence of that length."""
         config = self._config
         exponents = _exponents(config.dim)
-        short = _frequencies(config)
-        if config.kind == "longrope":
-            long = 1.0 / (self._long * config.theta**exponents)
-            return torch.where((lengths > config.original_positions)[:, None], long, short)
+        if config.kind == "longrope" and length > config.original_positions:
+            return 1.0 / (self._long * config.theta**exponents)
+        if config.kind == "longrope" or length <= config.max_positions:
+            return self._short
         # Dynamic NTK: the base grows with the length, so that the slowest frequency spans it.
-        stretched = config.factor * lengths.clamp(min=config.max_positions) / config.max_positions
-        bases = config.theta * (stretched - (config.factor - 1)) ** (config.dim / (config.dim - 2))
-        return torch.where(
-            (lengths > config.max_positions)[:, None], 1.0 / bases[:, None] ** exponents, short
-        )
+        stretched = config.factor * torch.tensor(length) / config.max_positions
+        base = config.theta * (stretched - (config.factor - 1)) ** (config.dim / (config.dim - 2))
+        return 1.0 / base**exponents
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.keyed import sequence_key
 from services.worker.engine_protocol import Sampling, Submit
 
@@ -30,7 +31,9 @@ class SequenceState:
     of ``tokens`` at which the sequence runs out of credit or reaches ``max_tokens``. ``capacity`` is the
     number of tokens that ``blocks`` hold; ``contiguous`` says that the blocks are consecutive. ``cached`` of
     the computed ones came from a cache. ``is_long``: what was left to compute of the prompt was long when the
-    sequence was queued, or got its place.
+    sequence was queued, or got its place. ``table_version`` moves with each change of ``blocks``.
+    ``prefix_names`` are the root of its chain in a prefix cache and the names that are known so far; empty:
+    nothing of it is to be found or kept.
     """
 
     handle: int
@@ -50,6 +53,8 @@ class SequenceState:
     preemptions: int = 0
     cached: int = 0
     is_long: bool = False
+    table_version: int = 0
+    prefix_names: list[int] = field(default_factory=list)
 
     @property
     def output_tokens(self) -> int:
@@ -70,6 +75,7 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
     """Return the state of a new sequence; tokens produced before a resume count as output."""
     sampling = submit.sampling
     stop_ids = frozenset(sampling.stop_token_ids)
+    names = submit.prefix_hashes[: len(submit.prompt_ids) // PREFIX_BLOCK_TOKENS]
     sequence = SequenceState(
         handle=submit.handle,
         tokens=[*submit.prompt_ids, *submit.produced_ids],
@@ -79,6 +85,7 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         key=sequence_key(sampling.seed, sampling.choice),
         order=(submit.priority, arrival),
         credit_limit=submit.credit_limit,
+        prefix_names=[submit.prefix_root, *names] if submit.prefix_root else [],
     )
     sequence.set_credit(submit.credit_limit)
     return sequence

@@ -2,64 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from services.worker.engine.attention import Attention, Span
+from services.worker.engine.attention import Attention
 from services.worker.engine.executor import Batch, Samples
-from services.worker.engine.model import Decoder
-from services.worker.engine.sampler import sample
-from services.worker.engine.sequence import SequenceState
+from services.worker.engine.kv_cache import KvPool
+from services.worker.engine.sampler import Sampled, launch
+from services.worker.engine.step_rows import Seats, StepRows
+
+
+class Forward(Protocol):
+    """What ``Decoder.forward`` promises."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor: ...
 
 
 class TorchExecutor:
-    """Holds no state of any sequence besides the KV in the attention's pool."""
+    """Implements ``Runner`` and ``Executor``. What it keeps of sequences is their KV; its seats are a copy.
 
-    def __init__(self, decoder: Decoder, attention: Attention, *, block_size: int) -> None:
+    ``submit`` queues the step on the device and ``collect`` waits for its tokens. On the CPU the step is over
+    when ``submit`` returns.
+    """
+
+    def __init__(self, decoder: Forward, attention: Attention, cache: KvPool) -> None:
         self._decoder = decoder
         self._attention = attention
-        self._block_size = block_size
+        self._cache = cache
+        self._seats = Seats(cache.block_size)
+        self._sampled: Sampled | None = None  # of the step under way
 
     def run(self, batch: Batch) -> Samples:
         """Return one sample per sampling row; the KV of every row is written."""
+        self.submit(batch)
+        return self.collect()
+
+    def submit(self, batch: Batch) -> None:
+        """See ``Executor``."""
+        rows = self._seats.rows(batch)
         with torch.inference_mode():
-            logits = self.logits(batch)
-            return sample(logits, batch.sampled) if len(logits) else Samples([])
+            self._cache.copy(batch.copies)
+            logits = self._logits(rows)
+            self._sampled = launch(logits, rows.sampling) if len(logits) else None
+
+    def collect(self) -> Samples:
+        """See ``Executor``."""
+        sampled, self._sampled = self._sampled, None
+        return Samples([]) if sampled is None else sampled.samples()
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the float32 logits [sampling rows, vocabulary] of a step."""
-        rows = _Rows(self._block_size)
-        for sequence in batch.decodes:
-            rows.add(sequence, len(sequence.tokens) - 1, len(sequence.tokens), samples=True)
-        for chunk in batch.prefills:
-            rows.add(chunk.sequence, chunk.start, chunk.end, samples=chunk.samples)
-        self._attention.begin(rows.spans, torch.tensor(rows.slots))
+        return self._logits(self._seats.rows(batch))
+
+    def _logits(self, rows: StepRows) -> torch.Tensor:
+        self._attention.begin(rows.spans, torch.from_numpy(rows.slots))
         return self._decoder.forward(
-            torch.tensor(rows.tokens),
-            torch.tensor(rows.positions),
-            torch.tensor(rows.prompt_tokens),
-            torch.tensor(rows.logit_rows, dtype=torch.int64),
+            torch.from_numpy(rows.tokens),
+            torch.from_numpy(rows.positions),
+            torch.from_numpy(rows.prompt_tokens),
+            torch.from_numpy(rows.logit_rows),
         )
-
-
-class _Rows:
-    """The rows of one step, as columns."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.prompt_tokens: list[int] = []
-        self.slots: list[int] = []
-        self.logit_rows: list[int] = []
-        self.spans: list[Span] = []
-
-    def add(self, sequence: SequenceState, start: int, end: int, *, samples: bool) -> None:
-        """Append the sequence's tokens ``start`` to ``end``; the last gets logits if it ``samples``."""
-        first_row, size, blocks = len(self.tokens), self._block_size, sequence.blocks
-        self.spans.append(Span(first_row, end - start, end, blocks, sequence.contiguous))
-        self.tokens += sequence.tokens[start:end]
-        self.positions += range(start, end)
-        self.prompt_tokens += [sequence.prompt_tokens] * (end - start)
-        self.slots += [blocks[position // size] * size + position % size for position in range(start, end)]
-        if samples:
-            self.logit_rows.append(len(self.tokens) - 1)

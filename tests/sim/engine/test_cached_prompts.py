@@ -21,12 +21,13 @@ class Bench:
 
     def __init__(self, blocks: int = 2000) -> None:
         self.pool = KvPool(blocks, 16)
-        self.intake = SimIntake(self.pool, Vocabulary(101), None)
+        self.intake = SimIntake(Vocabulary(101), None)
         limits = PlannerLimits(token_budget=512, max_sequences=8, max_long_prefills=1)
         self.planner = Planner(self.pool, limits, reuse=self.pool)
         earlier = self.sequence(0, PROMPT_TOKENS, root=1)
         earlier.blocks = self.pool.allocate(self.pool.blocks_for(PROMPT_TOKENS))
-        self.pool.publish(earlier, computed=PROMPT_TOKENS)
+        earlier.computed = PROMPT_TOKENS
+        self.pool.publish(earlier)
         self.pool.release(earlier.blocks)
         self.long = self.sequence(1, 8000, root=2)
         self.planner.add(self.long)

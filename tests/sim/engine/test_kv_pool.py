@@ -78,7 +78,7 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
     blocks, size = 48, 16
     each = PREFIX_BLOCK_TOKENS // size
     pool, model = KvPool(blocks, size), Model()
-    intake = SimIntake(pool, Vocabulary(101), None)
+    intake = SimIntake(Vocabulary(101), None)
     names: dict[int, None] = {}
     for handle, (family, prompt, output) in enumerate(drawn):
         ids = [(family * 17 + index) % 101 for index in range(prompt)]
@@ -93,14 +93,16 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
         sequence = intake.sequence(command, arrival=handle, eos_ids=frozenset())
         expected = model.found(ids)
         assert pool.reusable(sequence) == (expected * PREFIX_BLOCK_TOKENS, 0)
-        sequence.blocks = pool.attach(sequence)
+        sequence.blocks = pool.attach(sequence).blocks
         total = prompt + output
         model.touch(ids, expected)  # held from now on, so that nothing of it goes
         sequence.blocks += pool.allocate(pool.blocks_for(total - 1) - len(sequence.blocks))
         model.shrink((blocks - len(sequence.blocks) + expected * each) // each)
-        pool.publish(sequence, computed=prompt)
+        sequence.computed = prompt
+        pool.publish(sequence)
         sequence.tokens.take(output)  # type: ignore[attr-defined]
-        pool.publish(sequence, computed=total - 1, output=True)
+        sequence.computed = total - 1
+        pool.retain(sequence)
         pool.check_integrity([sequence.blocks])
         pool.release(sequence.blocks)
         intake.forget(handle)
@@ -118,7 +120,7 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
 
 def test_a_prefix_in_use_is_shared_and_not_evicted() -> None:
     pool = KvPool(16, 16)
-    intake = SimIntake(pool, Vocabulary(101), None)
+    intake = SimIntake(Vocabulary(101), None)
     ids = list(range(100))
     sequences = []
     for handle in range(2):
@@ -127,11 +129,14 @@ def test_a_prefix_in_use_is_shared_and_not_evicted() -> None:
         )
         sequences.append(intake.sequence(command, arrival=handle, eos_ids=frozenset()))
     first, second = sequences
-    first.blocks = pool.allocate(7)
-    pool.publish(first, computed=100)
+    first.blocks, first.computed = pool.allocate(7), 100
+    pool.publish(first)
     assert pool.reusable(second) == (64, 4)  # four blocks that another holds
-    second.blocks = [*pool.attach(second), *pool.allocate(3)]
+    second.blocks = [*pool.attach(second).blocks, *pool.allocate(3)]
     assert pool.blocks_used == 10
+    assert pool.freed_by([first.blocks]) == pool.freed_by([second.blocks]) == 3
+    assert pool.freed_by([first.blocks, second.blocks]) == 10
+    assert pool.freed_by([first.blocks, second.blocks], kept=pool.found(first)) == 6
     pool.release(first.blocks)
     assert pool.blocks_used == 7
     pool.allocate(9)

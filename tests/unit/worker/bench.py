@@ -132,8 +132,35 @@ class Bench:
                 kv_blocks_used=0,
                 running=len(tokens),
                 waiting=0,
-                logprobs=logprobs or {},
+                logprobs={number: [entry] for number, entry in (logprobs or {}).items()},
                 errors=errors or {},
+            )
+        )
+        self.host.check_integrity()
+
+    def ran(
+        self,
+        tokens: list[tuple[int, int]],
+        *,
+        finished: dict[int, wire.FinishReason] | None = None,
+        logprobs: dict[int, list[wire.TokenLogprobs]] | None = None,
+    ) -> None:
+        """One engine step that made several tokens of a sequence: (handle, token), in order."""
+        self.step += 1
+        live = {sequence.number for sequence in self.table.sequences()}
+        self.tokens += sum(number in live for number, _ in tokens)
+        self.table.on_stepped(
+            wire.Stepped(
+                step=self.step,
+                step_s=0.01,
+                handles=[number for number, _ in tokens],
+                tokens=[token for _, token in tokens],
+                finished=finished or {},
+                prefill_tokens=0,
+                kv_blocks_used=0,
+                running=1,
+                waiting=0,
+                logprobs=logprobs or {},
             )
         )
         self.host.check_integrity()

@@ -222,3 +222,12 @@ def test_counters_are_bounded_and_the_newest_word_stays() -> None:
     newer = msgspec.structs.replace(words[0], virtual_tokens=5.0)
     book.hear([newer, words[2]])
     assert book.all() == (newer, words[2])
+
+
+def test_only_what_a_sequence_found_first_is_cached(bench: Bench, reader: Reader) -> None:
+    """After a preemption it finds its own work: that is neither cheaper for the tenant nor a hit."""
+    reader.stream.start(1, bench.spec(prompt=30, tenant="x"))
+    step(bench, {}, cached={1: 0})
+    step(bench, {1: A}, cached={1: 16})
+    bench.clock.now_s += CHARGE_S
+    assert [each.cached for each in report(bench).tenants] == [0]

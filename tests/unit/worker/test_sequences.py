@@ -254,6 +254,46 @@ def test_logprobs_carry_the_tokens_texts(bench: Bench, reader: Reader) -> None:
     assert (first.token, first.top_tokens, first.top_logprobs) == ("a", ("a", "<eos>"), (-0.5, -1.5))
 
 
+def test_a_step_may_make_several_tokens_of_a_sequence(bench: Bench, reader: Reader) -> None:
+    for handle in (1, 2):
+        reader.stream.start(handle, bench.spec())
+    bench.stepped({1: A, 2: B})
+    bench.ran([(1, B), (1, C), (2, C), (1, A)], finished={1: "length"})
+    reader.read()
+    assert (reader.text, reader.ids) == ({1: "abca", 2: "bc"}, {1: [A, B, C, A], 2: [B, C]})
+    assert (reader.ends[1].reason, reader.ends[1].output_tokens) == (FinishReason.LENGTH, 4)
+
+
+def test_of_several_tokens_the_stop_token_alone_has_no_text(bench: Bench, reader: Reader) -> None:
+    reader.stream.start(1, bench.spec())
+    bench.stepped({1: A})
+    bench.ran([(1, B), (1, EOS)], finished={1: "stop"})
+    reader.read()
+    assert (reader.text[1], reader.ids[1]) == ("ab", [A, B, EOS])
+    assert reader.ends[1].reason == FinishReason.STOP
+
+
+def test_a_stop_string_ends_a_run_where_it_is_complete(bench: Bench, reader: Reader) -> None:
+    reader.stream.start(1, bench.spec(stop=("bc",)))
+    bench.ran([(1, A), (1, B), (1, C), (1, A)])
+    reader.read()
+    assert (reader.text[1], reader.ids[1]) == ("a", [A, B, C])
+    assert reader.ends[1].reason == FinishReason.STOP
+    assert bench.commands(wire.Cancel) == [wire.Cancel([1])]
+
+
+def test_logprobs_of_several_tokens_come_in_their_order(bench: Bench, reader: Reader) -> None:
+    reader.stream.start(1, bench.spec(logprobs=0))
+    entries = [wire.TokenLogprobs(-value, [], []) for value in (0.5, 1.5, 2.5)]
+    bench.ran([(1, A), (1, B), (1, C)], logprobs={1: entries}, finished={1: "length"})
+    (frame,) = reader.read()
+    assert [(entry.token, entry.sampled) for entry in frame.logprobs[0]] == [
+        ("a", -0.5),
+        ("b", -1.5),
+        ("c", -2.5),
+    ]
+
+
 def test_a_resume_goes_on_where_it_was(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(produced=(A, B), delivered_chars=1, credit=5))
     (submit,) = bench.commands(wire.Submit)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.runtime.clock import SystemClock
 from services.runtime.metrics import Metrics
+from services.worker.engine_protocol import Stepped
 from services.worker.telemetry import EngineLevels, WorkerTelemetry, export_levels
 from tests.support.metrics import values
 
@@ -71,3 +73,17 @@ def test_restarts_are_counted_from_the_first_engine_on() -> None:
     telemetry.restarted("chat")
     telemetry.version("chat")
     assert restarts() == {(("model", "chat"),): 1.0}
+
+
+def test_proposals_are_counted_and_a_sequence_once_a_step() -> None:
+    metrics = Metrics()
+    version = WorkerTelemetry(metrics, clock=SystemClock()).version("chat")
+    columns = Stepped(1, 0.01, [1, 1, 1, 2], [5, 6, 7, 8], {}, 0, 0, 2, 0)
+    version.stepped(msgspec.structs.replace(columns, proposed_tokens=5, accepted_tokens=2))
+    version.stepped(columns)
+    text = generate_latest(metrics.registry).decode()
+    model = (("model", "chat"),)
+    assert values(text, "fairway_worker_proposed_tokens_total")[model] == 5.0
+    assert values(text, "fairway_worker_accepted_tokens_total")[model] == 2.0
+    assert values(text, "fairway_worker_step_sequences_sum")[model] == 2.0 + 4.0
+    assert values(text, "fairway_worker_tokens_total")[("kind", "output"), *model] == 8.0

@@ -13,7 +13,9 @@ import pytest
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
 from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.launch import Inline
 from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit, TokenLogprobs
 
@@ -39,25 +41,33 @@ class CheckingExecutor:
     errors: dict[int, str] = field(default_factory=dict)  # by handle
 
     def run(self, batch: Batch) -> Samples:
-        assert len(batch.decodes) + batch.prefill_tokens <= self.token_budget
+        proposed = sum(map(len, batch.proposals.values()))
+        assert len(batch.decodes) + proposed + batch.prefill_tokens <= self.token_budget
         assert batch.decodes or batch.prefills
         self.prefilled += batch.prefill_tokens
-        spans = [(s, len(s.tokens) - 1, len(s.tokens)) for s in batch.decodes]
-        spans += [(c.sequence, c.start, c.end) for c in batch.prefills]
+        spans = [
+            (s, len(s.tokens) - 1, [*s.tokens, *batch.proposals.get(index, ())])
+            for index, s in enumerate(batch.decodes)
+        ]
+        spans += [(c.sequence, c.start, [*c.sequence.tokens[: c.end]]) for c in batch.prefills]
         assert len({id(s) for s, _, _ in spans}) == len(spans), "a sequence is twice in one batch"
-        for sequence, start, end in spans:
+        for sequence, start, text in spans:
+            end = len(text)
             assert sequence.computed == start < end <= sequence.capacity
             is_run = all(b == a + 1 for a, b in zip(sequence.blocks, sequence.blocks[1:], strict=False))
             assert sequence.contiguous == is_run
             for position in range(end):
                 slot = sequence.blocks[position // self.block_size] * self.block_size
                 slot += position % self.block_size
-                entry = (sequence.handle, position, sequence.tokens[position])
+                entry = (sequence.handle, position, text[position])
                 if position >= start:
                     self.slots[slot] = entry
                 assert self.slots[slot] == entry, "KV of another sequence"
         sampled = batch.sampled
-        tokens = [self.token_of(s.handle, s.output_tokens) for s in sampled]
+        tokens = [
+            self.token_of(s.handle, s.output_tokens + ahead)
+            for s, ahead in zip(sampled, _ahead(batch), strict=True)
+        ]
         errors = {row: self.errors[s.handle] for row, s in enumerate(sampled) if s.handle in self.errors}
         logprobs = {
             row: TokenLogprobs(-0.5, [], [])
@@ -65,6 +75,14 @@ class CheckingExecutor:
             if s.sampling.logprobs is not None
         }
         return Samples(tokens, logprobs, errors)
+
+
+def _ahead(batch: Batch) -> list[int]:
+    """Return how many proposals each sampling row takes for output."""
+    rows: list[int] = []
+    for index in range(len(batch.decodes)):
+        rows += range(len(batch.proposals.get(index, ())) + 1)
+    return rows + [0] * (len(batch.sampled) - len(rows))
 
 
 @dataclass
@@ -110,15 +128,18 @@ def make_bench() -> Callable[..., Bench]:
         vocab_size: int = 97,
         max_model_len: int | None = None,
         eos_ids: frozenset[int] = frozenset(),
+        speculation: Speculator | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> Bench:
         executor = CheckingExecutor(token_budget, block_size)
         engine = Engine(
-            executor,
+            Inline(executor),
             blocks=BlockManager(blocks, block_size),
             limits=PlannerLimits(token_budget, max_sequences),
             model=ModelLimits(vocab_size, max_model_len or blocks * block_size),
             eos_ids=eos_ids,
-            clock=lambda: 0.0,
+            clock=clock,
+            speculation=speculation,
         )
         return Bench(engine, executor)
 
@@ -181,13 +202,29 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
 
 
 @pytest.fixture(scope="session")
-def load_engine() -> Callable[..., Engine]:
+def operators_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run's compiled operators are, one folder for all of its processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "operators"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load_engine(operators_cache: Path) -> Callable[..., Engine]:
     """Load a checkpoint into an engine as the process does."""
     from services.worker.engine.loading import load
 
     def build(folder: Path, **overrides: Any) -> Engine:
-        options = {"block_size": 4, "kv_blocks": 256, "token_budget": 64, "max_sequences": 8, "threads": 1}
-        config = EngineConfig(socket_path="", model_dir=str(folder), **(options | overrides))
+        options: dict[str, Any] = {
+            "block_size": 4,
+            "kv_blocks": 256,
+            "token_budget": 64,
+            "max_sequences": 8,
+            "threads": 1,
+        }
+        options |= {"operators_cache": str(operators_cache)} | overrides
+        config = EngineConfig(socket_path="", model_dir=str(folder), **options)
         return load(config, lambda phase, ratio: None)[0]
 
     return build
@@ -220,8 +257,8 @@ def drive() -> Callable[..., Outcome]:
             outcome.prefill_tokens += event.prefill_tokens
             for handle, token in zip(event.handles, event.tokens, strict=True):
                 outcome.tokens[origin[handle].handle].append(token)
-            for handle, entry in event.logprobs.items():
-                outcome.logprobs.setdefault(origin[handle].handle, []).append(entry)
+            for handle, entries in event.logprobs.items():
+                outcome.logprobs.setdefault(origin[handle].handle, []).extend(entries)
             for handle, reason in event.finished.items():
                 first = origin[handle]
                 if reason == "preempted":

@@ -13,7 +13,7 @@ from services.worker.engine.block_manager import BlockManager, OutOfBlocks
 class BlockManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(13, 4)
+        self.manager = BlockManager(13, 4, least_blocks=3)
         self.tables: list[list[int]] = []
 
     @rule(count=st.integers(1, 6), expected=st.integers(0, 20))
@@ -36,7 +36,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         used = {block for other in self.tables for block in other}
         (block,) = self.manager.allocate(1, after=table[-1])
         assert block not in used
-        if table[-1] + 1 < 13 and table[-1] + 1 not in used:
+        assert block < self.manager.blocks_open
+        if table[-1] + 1 < self.manager.blocks_open and table[-1] + 1 not in used:
             assert block == table[-1] + 1
         table.append(block)
 
@@ -44,12 +45,32 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.tables) - 1))
+        expected = self.manager.blocks_free + self.manager.freed_by([self.tables[index]])
         self.manager.release(self.tables.pop(index))
+        assert self.manager.blocks_free == expected
+
+    @rule(blocks=st.integers(0, 6))
+    def grow_pool(self, blocks: int) -> None:
+        total = self.manager.blocks_total
+        self.manager.grow(blocks)
+        assert self.manager.blocks_open == self.manager.blocks_total == total + blocks
+
+    @rule(blocks=st.integers(0, 9))
+    def shrink(self, blocks: int) -> None:
+        """What is given back is at the end, held by nobody, and no more than was asked back."""
+        total, opened = self.manager.blocks_total, self.manager.blocks_open
+        given = self.manager.shrink(blocks)
+        assert self.manager.blocks_total == total - given
+        assert self.manager.blocks_open == min(opened, max(3, total - blocks))
+        last = max((block for table in self.tables for block in table), default=-1)
+        assert self.manager.blocks_total == max(last + 1, self.manager.blocks_open)
+        assert self.manager.drain() == 0
 
     @invariant()
     def nothing_leaks(self) -> None:
         self.manager.check_integrity(self.tables)
-        assert self.manager.blocks_used + self.manager.blocks_free == 13
+        assert self.manager.blocks_used == sum(map(len, self.tables))
+        assert self.manager.blocks_free <= self.manager.blocks_open
 
 
 TestBlockManager = BlockManagerMachine.TestCase
@@ -77,6 +98,21 @@ def test_a_full_pool_hands_out_scattered_blocks() -> None:
     assert sorted(manager.allocate(2)) == [1, 4]
     with pytest.raises(OutOfBlocks):
         manager.allocate(1)
+
+
+def test_what_is_asked_back_drains_as_its_holders_let_it_go() -> None:
+    manager = BlockManager(8, 4, least_blocks=2)
+    first, second = manager.allocate(3), manager.allocate(3)
+    assert manager.shrink(6) == 2
+    assert (manager.blocks_total, manager.blocks_free, manager.blocks_used) == (6, 0, 6)
+    manager.release(first)
+    assert (manager.blocks_free, manager.drain()) == (2, 0)  # the third block is asked back too
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(3)
+    manager.release(second)
+    assert (manager.drain(), manager.blocks_total, manager.blocks_free) == (4, 2, 2)
+    manager.grow(3)
+    assert manager.allocate(5, expected=5) == [0, 1, 2, 3, 4]
 
 
 def test_releasing_twice_is_our_bug() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,10 @@ def engine_config(folder: Path, **changes: Any) -> EngineConfig:
         ({"kv_blocks": 1 << 40}, "KV blocks"),
         ({"kv_blocks": 1, "block_size": 1}, "no room"),
         ({"executor": "torch", "max_model_len": 65}, "max_model_len"),
+        ({"speculation": "prompt_lookup", "max_proposals": 0}, "max_proposals"),
+        ({"speculation": "draft"}, "draft_model_dir"),
+        ({"draft_model_dir": "/tmp"}, "draft_model_dir"),
+        ({"speculation": "draft", "draft_model_dir": "/tmp"}, "null engine"),
     ],
 )
 def test_limits_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
@@ -236,3 +241,11 @@ def test_a_null_model_without_any_file_loads(tmp_path: Path) -> None:
     ready = load(engine_config(tmp_path, kv_blocks=0), lambda phase, ratio: None)[1]
     assert ready.vocab_size == 32000
     assert ready.kv_blocks_total * ready.kv_bytes_per_block <= 256 * 1024 * 1024
+
+
+def test_attention_costs_as_much_as_the_rest_where_its_full_layers_say_so() -> None:
+    plain = parse_config(of("LlamaForCausalLM", hidden_size=64, intermediate_size=128, num_hidden_layers=2))
+    dense = 2 * (64 * plain.head_dim * 2 * (plain.heads + plain.kv_heads) + 3 * 64 * 128)
+    assert plain.attention_half_tokens == dense // (2 * plain.heads * plain.head_dim * 2)
+    assert replace(plain, windows=(None, 8)).attention_half_tokens == 2 * plain.attention_half_tokens
+    assert replace(plain, windows=(8, 8)).attention_half_tokens == dense

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
 from services.worker.engine.executor import Samples
+from services.worker.engine.launch import Inline
 from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import Cancel, Credit
@@ -346,9 +347,8 @@ def test_a_paced_engine_keeps_its_steps_to_the_target(submit: Any) -> None:
         steps_s.append((step_s, bool(batch.decodes)))
         return Samples([1] * len(batch.sampled))
 
-    executor = SimpleNamespace(run=run)
     engine = Engine(
-        executor,
+        Inline(SimpleNamespace(run=run)),
         blocks=BlockManager(2048, 16),
         limits=PlannerLimits(1024, 8),
         model=ModelLimits(97, 32768),

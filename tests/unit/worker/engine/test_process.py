@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.core.prefix import prefix_chain
 from services.worker.engine.connection import Connection
 from services.worker.engine.process import ExitCode, step_until_told
 from services.worker.engine_protocol import (
@@ -359,11 +360,29 @@ def test_a_torch_engine_streams(
         for handle, token in zip(event.handles, event.tokens, strict=True):
             tokens.setdefault(handle, []).append(token)
     assert tokens == expected
+    again = check_prefix_is_found(agent, submit)
     agent.send(Shutdown())
     assert agent.exit_code() == ExitCode.DONE
     events = [json.loads(line)["event"] for line in agent.log.read_text().splitlines()]
-    taken = ["sequence.taken"] * len(submits)
-    assert events == ["model.loaded", *taken, "engine.stopped"]
+    taken = ["sequence.taken"] * (len(submits) + again)
+    assert events == ["operators.loaded", "model.loaded", *taken, "engine.stopped"]
+
+
+def check_prefix_is_found(agent: Agent, submit: Any) -> int:
+    """The same prompt twice: the second time from the cache, and the same tokens. Return how many it sent."""
+    prompt = [3 + place % 90 for place in range(70)]
+    names = list(prefix_chain(5, prompt))
+    heard: list[tuple[int, list[int], list[int]]] = []
+    for handle in (100, 101):
+        one = submit(handle, prompt, 8)
+        agent.send(msgspec.structs.replace(one, prefix_root=5, prefix_hashes=names))
+        steps = agent.until(lambda step, handle=handle: handle in step.finished)  # type: ignore[misc]
+        tokens = [token for step in steps for token in step.tokens]
+        heard.append((steps[0].cached[handle], tokens, [n for step in steps for n in step.prefix_added]))
+    assert [cached for cached, _, _ in heard] == [0, 68]
+    assert heard[0][1] == heard[1][1]
+    assert (heard[0][2], heard[1][2]) == (names, [])
+    return len(heard)
 
 
 def header_bytes(folder: Path) -> int:

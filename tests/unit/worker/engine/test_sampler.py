@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine import keyed
-from services.worker.engine.sampler import floors, invert_cdf, sample, uniforms
+from services.worker.engine.executor import Samples
+from services.worker.engine.sampler import floors, invert_cdf
+from services.worker.engine.sampler import sample as sample_rows
+from services.worker.engine.sampling_rows import SamplingColumns, columns_of, rows_of, uniforms
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine_protocol import Sampling
+from services.worker.engine_protocol import Sampling, Submit
 
 torch.set_num_threads(1)
 VOCAB = 40
@@ -29,6 +33,16 @@ def sequence(submit: Any) -> Any:
         return sequence_of(command, arrival=0, eos_ids=frozenset({EOS}))
 
     return make
+
+
+def sample(logits: torch.Tensor, sequences: list[SequenceState]) -> Samples:
+    return sample_rows(logits, rows_of(sequences))
+
+
+def columns(samplings: list[Sampling]) -> SamplingColumns:
+    return columns_of(
+        [sequence_of(Submit(0, [1], each, 1), arrival=0, eos_ids=frozenset()) for each in samplings]
+    )
 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0, vocab: int = VOCAB) -> torch.Tensor:
@@ -48,7 +62,7 @@ def test_the_batched_draw_is_the_plain_one(triples: list[tuple[int, int, int]]) 
     keys = [keyed.sequence_key(seed, choice) for seed, choice, _ in triples]
     positions = [position for *_, position in triples]
     expected = [keyed.uniform(key, position) for key, position in zip(keys, positions, strict=True)]
-    assert uniforms(keys, positions).tolist() == expected
+    assert uniforms(np.array(keys, np.uint64), np.array(positions)).tolist() == expected
     assert all(0.0 <= u < 1.0 for u in expected)
 
 
@@ -58,7 +72,7 @@ def test_draws_are_uniform_over_positions_choices_and_seeds() -> None:
         ([keyed.sequence_key(1, choice) for choice in range(20000)], [0] * 20000),
         ([keyed.sequence_key(seed, 0) for seed in range(20000)], [3] * 20000),
     ):
-        u = uniforms(keys, list(positions))
+        u = torch.from_numpy(uniforms(np.array(keys, np.uint64), np.array(positions)))
         counts = torch.histc(u, 50, 0.0, 1.0)
         chi_square = float(((counts - 400) ** 2 / 400).sum())
         assert chi_square < 94.6  # 49 degrees of freedom, p = 1e-4
@@ -152,7 +166,7 @@ def test_each_filter_keeps_what_sorting_everything_keeps(
     logits = random_logits(len(chosen), seed, scale).double()  # as exact as the reference
     temperatures = torch.tensor([[s.temperature] for s in chosen], dtype=torch.float64)
     scaled = (logits - logits.max(-1, keepdim=True).values) / temperatures
-    keep = scaled >= floors(scaled, chosen)
+    keep = scaled >= floors(scaled, columns(chosen))
     for row, sampling in enumerate(chosen):
         expected = plain_keep(logits[row].tolist(), sampling)
         assert set(keep[row].nonzero()[:, 0].tolist()) == expected
@@ -164,7 +178,7 @@ def test_top_p_looks_at_all_of_a_flat_row() -> None:
     logits = random_logits(2, scale=0.01, vocab=vocab).double()
     chosen = [Sampling(seed=0, top_p=0.9), Sampling(seed=0, top_p=0.05)]
     scaled = logits - logits.max(-1, keepdim=True).values
-    keep = scaled >= floors(scaled, chosen)
+    keep = scaled >= floors(scaled, columns(chosen))
     assert [set(row.nonzero()[:, 0].tolist()) for row in keep] == [
         plain_keep(row.tolist(), sampling) for row, sampling in zip(logits, chosen, strict=True)
     ]

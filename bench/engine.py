@@ -1,0 +1,187 @@
+"""Our engine and its peers on the same weights, the same traffic and the same two cores.
+
+``make bench-engine``; ``make bench-engine-peers`` installs the peers, and one that is not installed is named
+as missing. Two checkpoints with random weights, float32, greedy, end-of-sequence ignored: 32 requests at once
+with prompts of 64 to 512 and outputs of 16 to 128 tokens. Ours is the production engine process, driven
+over its socket. Turns of ours and of a peer alternate; a ratio is the median over pairs of turns.
+
+The last line is ``RESULT {json}``, each figure that of the model where it is worse, null where it was not
+measured: ``vs_*`` and ``batch1_vs_llama_cpp`` are our output tokens/s over theirs. ``prefix_ttft_ratio`` is
+the TTFT of a request with a cached prefix of 2,000 tokens over a cold one's. ``spec_gain`` is tokens/s with
+speculation over those without where text repeats, ``spec_loss`` the part of them that it costs where text
+does not (0.03: 3 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Final
+
+import structlog
+
+from bench.engines import arrival, mechanisms, own_measures
+from bench.engines.checkpoints import MODELS, checkpoint
+from bench.engines.load import Request, output_tokens, prompt_tokens, random_ids, workload
+from bench.engines.own import THREADS, THROUGHPUT, OwnEngine
+from bench.engines.peers.known import PEERS, Peer, is_installed
+from bench.engines.profile import profile
+from bench.engines.rounds import Compared, compare
+from bench.engines.runner import PeerRunner, Runner, RunnerFailed
+
+RESULT: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
+    "vs_vllm_compiled": min,
+    "vs_vllm_eager": min,
+    "vs_llama_cpp": min,
+    "vs_transformers_static": min,
+    "vs_transformers_continuous": min,
+    "batch1_vs_llama_cpp": min,
+    "prefix_ttft_ratio": max,
+    "spec_gain": min,
+    "spec_loss": max,
+}  # and which of two models' figures is the worse one
+BATCH_1: Final = (Request(random_ids(Random(3), 128), 128),)
+PLOT: Final = Path("docs", "architecture", "prefill-chunking.svg")
+Figures = dict[str, float | None]
+
+
+def main() -> None:
+    options = _options()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    options.folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name in options.models:
+        there = checkpoint(name, options.folder)
+        print(f"{name}: {prompt_tokens(workload())} prompt and {output_tokens(workload())} output tokens")
+        found.append(_peers(there, options) | _own(there, options))
+    print("RESULT " + json.dumps({name: worse(name, found) for name in RESULT}))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS])
+    parser.add_argument("--folder", type=Path, default=Path(".fairway", "bench"), help="of the checkpoints")
+    parser.add_argument("--installed", type=Path, help="the folder of the peers; FOLDER/peers unless told")
+    parser.add_argument("--no-own", action="store_true", help="leave out what our mechanisms are worth")
+    parser.add_argument("--profile", action="store_true", help="print where our engine's time goes")
+    options = parser.parse_args()
+    options.folder = options.folder.resolve()
+    options.installed = (options.installed or options.folder / "peers").resolve()
+    return options
+
+
+def _peers(there: Path, options: argparse.Namespace) -> Figures:
+    """Compare with each peer that is asked for and installed; name the others."""
+    asked = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
+    for peer in asked:
+        if not is_installed(options.installed, peer.environment):
+            print(f"  {peer.name}: missing: not installed below {options.installed.name}")
+    with contextlib.ExitStack() as undo:
+        own = undo.enter_context(OwnEngine.started(there))
+        with own.at_work():
+            print(f"  ours: {own_measures.latencies(own.generate(workload())).line()}")
+        peers = _started(asked, there, options, undo)
+        figures = {
+            f"vs_{entry.peer}": entry.ratio
+            for entry in _told(compare(own, peers, workload(), rounds=options.rounds))
+        }
+        if "llama_cpp" in peers:
+            print("  one request at a time:")
+            alone = compare(own, {"llama_cpp": peers["llama_cpp"]}, BATCH_1, rounds=options.rounds)
+            figures["batch1_vs_llama_cpp"] = _told(alone)[0].ratio
+    return figures
+
+
+def _started(
+    asked: Sequence[Peer], there: Path, options: argparse.Namespace, undo: contextlib.ExitStack
+) -> dict[str, Runner]:
+    logs = Path(undo.enter_context(tempfile.TemporaryDirectory()))
+    peers: dict[str, Runner] = {}
+    for peer in asked:
+        if is_installed(options.installed, peer.environment):
+            try:
+                started = PeerRunner.started(peer, there, options.installed, logs)
+                peers[peer.name] = undo.enter_context(started)
+            except RunnerFailed as error:
+                print(f"  {peer.name}: missing: {error}")
+    return peers
+
+
+def _told(entries: list[Compared]) -> list[Compared]:
+    for entry in entries:
+        print(entry.line(), flush=True)
+    return entries
+
+
+def _own(there: Path, options: argparse.Namespace) -> Figures:
+    """Measure what the engine's own mechanisms are worth."""
+    if options.profile:
+        print("  where the time goes:")
+        print("\n".join(profile(there, THROUGHPUT, workload()).lines()))
+    if options.no_own:
+        return {}
+    batching = own_measures.continuous_over_static(there, workload(), rounds=options.rounds)
+    print(f"  continuous over static batching, {own_measures.SMALL_BATCH} at once: {batching:.2f}")
+    for dtype, price in own_measures.exact_over_free(there, rounds=options.rounds).items():
+        print(f"  mode exact over free, {dtype}: {price:.2f}")
+    saved = own_measures.cache_saves(there, rounds=options.rounds)
+    print(f"  64 tokens in and 64 out, all computed again for each: {saved:.1f} times as long as with KV")
+    _arrivals(there, options)
+    return _mechanisms(there, options)
+
+
+def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
+    """Measure what the prefix cache and speculation save, and cost."""
+    hits = mechanisms.prefix_hits(there, rounds=options.rounds)
+    cold_s, cached_s = median(hit.cold_s for hit in hits), median(hit.cached_s for hit in hits)
+    tokens = min(hit.cached_tokens for hit in hits)
+    print(f"  TTFT cold {1e3 * cold_s:.0f} ms, {1e3 * cached_s:.0f} ms with {tokens} tokens cached")
+    found = mechanisms.speculation(there.name, options.folder, rounds=options.rounds)
+    ratios = {}
+    for kind, entry in found.items():
+        print(f"  text is {kind}, {mechanisms.AT_ONCE} at once, with speculation:")
+        _told([entry])
+        ratios[kind] = entry.ratio or 0.0
+    return {
+        "prefix_ttft_ratio": mechanisms.prefix_ratio(hits),
+        "spec_gain": ratios["repeats"],
+        "spec_loss": 1.0 - min(ratios["fresh"], ratios["misleading"]),
+    }
+
+
+def _arrivals(there: Path, options: argparse.Namespace) -> None:
+    chunked, whole = [
+        [arrival.measure(there, config) for _ in range(options.rounds)]
+        for config in (arrival.CHUNKED, arrival.WHOLE)
+    ]
+    for name, rounds in (("in chunks", chunked), ("in one step", whole)):
+        print(
+            f"  {arrival.LONG_PROMPT} tokens arrive among {arrival.STREAMS} streams, prefilled {name}: "
+            f"p99 ITL times {median(each.ratio for each in rounds):.1f}, "
+            f"at most {1e3 * median(max(gap for _, gap in each.gaps) for each in rounds):.0f} ms, "
+            f"their own TTFT {median(each.ttft_s for each in rounds):.2f} s"
+        )
+    if there.name == options.models[0]:
+        PLOT.write_text(arrival.plot(chunked[-1], whole[-1]))
+
+
+def worse(name: str, found: Sequence[Mapping[str, float | None]]) -> float | None:
+    """Return the worse of the models' figures; None unless every model has one."""
+    values = [figures.get(name) for figures in found]
+    known = [value for value in values if value is not None]
+    return round(RESULT[name](known), 3) if len(known) == len(values) else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Prefix cache and speculation: what each saves where it can, and what it costs where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Final
+
+import msgspec
+
+from bench.engines.checkpoints import cycling_checkpoint, next_token
+from bench.engines.load import VOCABULARY, Request, random_ids
+from bench.engines.own import THROUGHPUT, OwnEngine
+from bench.engines.rounds import Compared, compare
+
+ROOT: Final = 7  # of prefix names: one isolation domain
+PREFIX_TOKENS: Final = 2000
+OWN_TOKENS: Final = 32
+FIRST_ASKED: Final = 2  # times that a prefix is asked for before it counts as cached
+AT_ONCE: Final = 4  # sequences that speculate side by side
+OUTPUT_TOKENS: Final = 160
+GRAM: Final = 3  # tokens that misleading prompts repeat before they go on differently
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """TTFT in seconds, of a prompt that nothing is known of and of one whose prefix is cached."""
+
+    cold_s: float
+    cached_s: float
+    cached_tokens: int
+
+
+def prefix_hits(checkpoint: Path, *, rounds: int) -> list[PrefixHit]:
+    """Return one hit per round, each on a prefix of its own, in an engine that does nothing else."""
+    found = []
+    rng = Random(4)
+    with OwnEngine.started(checkpoint) as engine, engine.at_work():
+        for _ in range(rounds):
+            prefix = random_ids(rng, PREFIX_TOKENS)
+            streams = [
+                engine.generate([Request([*prefix, *random_ids(rng, OWN_TOKENS)], 1, ROOT)])[0]
+                for _ in range(FIRST_ASKED + 1)
+            ]
+            last = streams[-1]
+            found.append(PrefixHit(streams[0].ttft_s, last.ttft_s, last.cached_tokens))
+    return found
+
+
+def prefix_ratio(hits: Sequence[PrefixHit]) -> float:
+    """Return the median of the rounds' ratios, cached over cold."""
+    return median(hit.cached_s / hit.cold_s for hit in hits)
+
+
+def speculation(name: str, folder: Path, *, rounds: int) -> dict[str, Compared]:
+    """Return tokens/s with prompt lookup against those without, by what the text is like.
+
+    ``repeats``: the output goes round a cycle that the prompt holds. ``fresh``: no run of tokens comes twice.
+    ``misleading``: each run of the output is in the prompt, where it goes on differently.
+    """
+    there = cycling_checkpoint(name, folder)
+    proposing = msgspec.structs.replace(THROUGHPUT, speculation="prompt_lookup")
+    found = {}
+    with OwnEngine.started(there, proposing) as engine, OwnEngine.started(there) as plain:
+        for kind, requests in texts().items():
+            (found[kind],) = compare(engine, {"without speculation": plain}, requests, rounds=rounds)
+    return found
+
+
+def texts() -> dict[str, list[Request]]:
+    """Return a load of each kind for a checkpoint that goes on with ``next_token``."""
+    rng = Random(5)
+    half = VOCABULARY // 2
+    starts = [half + number * (half // AT_ONCE) for number in range(AT_ONCE)]
+    return {
+        "repeats": [Request(walk(rng.randrange(half), 128), OUTPUT_TOKENS) for _ in starts],
+        "fresh": [Request([*random_ids(rng, 128), start], OUTPUT_TOKENS) for start in starts],
+        "misleading": [Request(misleading(rng, start), OUTPUT_TOKENS) for start in starts],
+    }
+
+
+def walk(token: int, count: int) -> list[int]:
+    """Return ``count`` tokens from ``token`` on, as the cycling checkpoint goes on."""
+    tokens = [token]
+    while len(tokens) < count:
+        tokens.append(next_token(tokens[-1]))
+    return tokens
+
+
+def misleading(rng: Random, start: int) -> list[int]:
+    """Return a prompt that ends in ``start`` and holds each run of what follows, before some other token."""
+    coming = walk(start, OUTPUT_TOKENS + GRAM)
+    runs = (coming[place : place + GRAM] for place in range(OUTPUT_TOKENS))
+    return [*(token for run in runs for token in (*run, *random_ids(rng, 1))), start]

@@ -1,0 +1,188 @@
+"""The production engine process, driven over its socket as an agent drives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from bench.engines.load import Request
+from bench.engines.runner import ROOT, Answer, RunnerFailed, pause, resume
+from services.core.prefix import prefix_chain
+from services.worker.engine_protocol import (
+    LENGTH_PREFIX,
+    Command,
+    EngineConfig,
+    Event,
+    LoadFailed,
+    Ready,
+    Sampling,
+    Stepped,
+    Submit,
+    decode_event,
+    encode,
+)
+
+LOAD_S: Final = 120.0
+THREADS: Final = 2
+KV_BYTES: Final = 2 * 1024**3
+# Prefill is cut by tokens alone: the benchmark compares throughput, and its peers have no ITL target either.
+THROUGHPUT: Final = EngineConfig(
+    socket_path="",
+    model_dir="",
+    threads=THREADS,
+    kv_memory_bytes=KV_BYTES,
+    token_budget=2048,
+    max_sequences=32,
+    itl_target_s=0.0,
+)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One sequence: when it was submitted, its tokens, and the instant at which each came. Seconds."""
+
+    submitted_s: float
+    tokens: list[int] = field(default_factory=list)
+    came_s: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    is_live: bool = True
+
+    @property
+    def ttft_s(self) -> float:
+        return self.came_s[0] - self.submitted_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """The times between two tokens."""
+        return [later - earlier for earlier, later in zip(self.came_s, self.came_s[1:], strict=False)]
+
+
+class OwnEngine:
+    """A loaded engine process. Implements ``Runner``; it is stopped but for its turns."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: socket.socket, config: EngineConfig
+    ) -> None:
+        self._process = process
+        self._connection = connection
+        self._received = connection.makefile("rb")
+        self._config = config
+        self._handles = 0
+        self._streams: dict[int, Stream] = {}  # the live ones
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, checkpoint: Path, config: EngineConfig = THROUGHPUT) -> Iterator[OwnEngine]:
+        """Load the checkpoint; the process is killed at the end. Raises RunnerFailed."""
+        with contextlib.ExitStack() as undo:
+            folder = undo.enter_context(tempfile.TemporaryDirectory())
+            server = undo.enter_context(socket.socket(socket.AF_UNIX))
+            path = os.path.join(folder, "engine")
+            server.bind(path)
+            server.listen()
+            server.settimeout(LOAD_S)
+            config = msgspec.structs.replace(config, socket_path=path, model_dir=str(checkpoint))
+            engine = cls(_spawned(config, undo), undo.enter_context(server.accept()[0]), config)
+            engine._wait_until_ready()
+            with engine.at_work():
+                engine.generate([Request([0] * 32, 4)])
+            yield engine
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The process runs inside, and is stopped again after."""
+        resume(self._process)
+        try:
+            yield
+        finally:
+            pause(self._process)
+
+    def run(self, requests: Sequence[Request]) -> Answer:
+        """See ``Runner``."""
+        with self.at_work():
+            began_s = time.perf_counter()
+            streams = self.generate(requests)
+            return Answer(time.perf_counter() - began_s, [stream.tokens for stream in streams])
+
+    def generate(self, requests: Sequence[Request]) -> list[Stream]:
+        """Return the streams of requests that arrive at once, when all have ended. Runs ``at_work``."""
+        streams = [self.submit(request) for request in requests]
+        while any(stream.is_live for stream in streams):
+            self.step()
+        return streams
+
+    def submit(self, request: Request) -> Stream:
+        """Send a greedy request with unlimited credit; return its stream, which ``step`` fills."""
+        self._handles += 1
+        sampling = Sampling(seed=0, temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
+        stream = self._streams[self._handles] = Stream(time.perf_counter())
+        self._send(
+            Submit(
+                self._handles,
+                request.prompt,
+                sampling,
+                request.output_tokens,
+                prefix_hashes=list(prefix_chain(request.root, request.prompt)) if request.root else [],
+                prefix_root=request.root,
+            )
+        )
+        return stream
+
+    def step(self) -> Stepped:
+        """Wait for the next step and note what it produced. Raises RunnerFailed for what did not finish."""
+        while not isinstance(event := self._event(), Stepped):
+            pass
+        now_s = time.perf_counter()
+        for handle, token in zip(event.handles, event.tokens, strict=True):
+            self._streams[handle].tokens.append(token)
+            self._streams[handle].came_s.append(now_s)
+        for handle, tokens in event.cached.items():
+            self._streams[handle].cached_tokens = tokens
+        for handle, reason in event.finished.items():
+            self._streams.pop(handle).is_live = False
+            if reason != "length":
+                raise RunnerFailed(f"a sequence ended by {reason}: {event.errors.get(handle, '')}")
+        return event
+
+    def _wait_until_ready(self) -> None:
+        while not isinstance(event := self._event(), Ready):
+            if isinstance(event, LoadFailed):
+                raise RunnerFailed(event.message)
+
+    def _event(self) -> Event:
+        prefix = self._received.read(LENGTH_PREFIX.size)
+        if len(prefix) < LENGTH_PREFIX.size:
+            raise RunnerFailed("the engine process ended")
+        return decode_event(self._received.read(LENGTH_PREFIX.unpack(prefix)[0]))
+
+    def _send(self, command: Command) -> None:
+        self._connection.sendall(encode(command))
+
+
+def _spawned(config: EngineConfig, undo: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "services.worker.engine.process"]
+    command += ["--config", msgspec.json.encode(config).decode()]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def end() -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    undo.callback(end)
+    return process

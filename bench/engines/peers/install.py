@@ -1,0 +1,128 @@
+"""Install the peers of the engine's benchmark: ``make bench-engine-peers``, minutes each.
+
+Each gets a virtual environment of its own, so that none of their dependencies meets ours. Packages come from
+where pip is configured to look. llama.cpp is built from the sources that its Python package carries, with
+cmake and ninja; that takes ten minutes of two cores, and a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import Final
+
+from bench.engines.peers.known import INSTALLED, SERVER, VERSIONS, is_installed, python_of
+from scripts.setup_env import has_nvidia_gpu, install_torch, pinned, pip
+
+# What vLLM names and a run of random ids on a CPU does not need, or needs in another build.
+NOT_TAKEN: Final = ("torch", "setuptools<81", "opencv", "mistral_common", "numba", "torchcodec")
+TAKEN_INSTEAD: Final = ("mistral_common>=1.11.6", "numba==0.65.0", "opencv-python-headless")
+# No tests, no web page, no encryption: a server on this machine's own address.
+CMAKE_OPTIONS: Final = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_SERVER=ON",
+    "-DLLAMA_BUILD_TOOLS=ON",
+    "-DLLAMA_CURL=OFF",
+)
+
+
+def install(environment: str, folder: Path) -> None:
+    """The environment below ``folder`` is whole; one that is whole already is left alone."""
+    if is_installed(folder, environment):
+        print(f"{environment}: {VERSIONS[environment]} is installed")
+        return
+    there = folder / environment
+    shutil.rmtree(there, ignore_errors=True)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{environment}: installing {VERSIONS[environment]}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
+    INSTALLERS[environment](str(python_of(folder, environment)), there)
+    (there / INSTALLED).write_text(VERSIONS[environment])
+
+
+def install_transformers(python: str, _: Path) -> None:
+    _install_torch(python)
+    pip(python, ["install", VERSIONS["transformers"], "psutil"])
+
+
+def install_vllm(python: str, _: Path) -> None:
+    """The wheel alone, after what it needs: its own requirements name builds for other devices."""
+    _install_torch(python)
+    with tempfile.TemporaryDirectory() as scratch:
+        pip(python, ["download", "--quiet", "--no-deps", "--dest", scratch, VERSIONS["vllm"]])
+        (wheel,) = Path(scratch).glob("*.whl")
+        needed = [each for each in requirements(wheel) if not each.startswith(NOT_TAKEN)]
+        pip(python, ["install", *needed, *TAKEN_INSTEAD, f"torch=={pinned('torch')}"])
+        pip(python, ["install", "--no-deps", str(wheel)])
+
+
+def install_llama_cpp(python: str, there: Path) -> None:
+    pip(python, ["install", "gguf", "numpy", "safetensors", "cmake", "ninja"])
+    with tempfile.TemporaryDirectory() as scratch:
+        package = ["--no-deps", "--no-binary", ":all:", "--dest", scratch, VERSIONS["llama_cpp"]]
+        pip(python, ["download", "--quiet", *package])
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as sources:
+            sources.extractall(scratch, filter="data")
+        (tree,) = Path(scratch).glob("*/vendor/llama.cpp")
+        built = Path(scratch, "built")
+        tools = there / "bin"
+        ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
+        options = ["-G", "Ninja", ninja, *CMAKE_OPTIONS]
+        subprocess.run([tools / "cmake", "-S", tree, "-B", built, *options], check=True)
+        subprocess.run([tools / "cmake", "--build", built, "--target", "llama-server"], check=True)
+        shutil.copy2(built / SERVER, there / SERVER)
+
+
+INSTALLERS: Final[Mapping[str, Callable[[str, Path], None]]] = {
+    "transformers": install_transformers,
+    "vllm": install_vllm,
+    "llama_cpp": install_llama_cpp,
+}
+
+
+def requirements(wheel: Path) -> list[str]:
+    """Return what a wheel requires, without its extras."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        headers = HeaderParser().parsestr(files.read(name).decode())
+    named: list[str] = headers.get_all("Requires-Dist") or []
+    return [each for each in named if "extra ==" not in each]
+
+
+def _install_torch(python: str) -> None:
+    if has_nvidia_gpu():
+        print("a GPU is here: the peers get torch for the CPU all the same")
+    install_torch(python, gpu=False)
+    pip(python, ["install", f"torch=={pinned('torch')}", "numpy"])  # what it needs comes along
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=Path(".fairway", "bench", "peers"))
+    parser.add_argument("names", nargs="*", choices=[[], *INSTALLERS], default=[])
+    options = parser.parse_args()
+    failed = []
+    for name in options.names or INSTALLERS:
+        try:
+            install(name, options.folder.resolve())
+        except (subprocess.CalledProcessError, SystemExit, OSError, ValueError) as error:
+            failed.append(name)
+            print(f"{name}: not installed: {error}")
+    if failed:
+        raise SystemExit(f"not installed: {', '.join(failed)}; the benchmark names them as missing")
+
+
+if __name__ == "__main__":
+    main()

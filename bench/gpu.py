@@ -1,0 +1,172 @@
+"""The engine on a CUDA device, against what the device could do and against transformers.
+
+``make bench-gpu``. Random weights in the shapes of Llama 1B and 8B, bfloat16, made on the device; the
+production engine, planner and executor in this process. First the device's own rates: a large copy, read and
+written bytes counted, and a large matrix product. Then, of each shape:
+
+- ``decode_roofline_b*``: the least time of a decode step (weights and KV over the copy's rate, or products
+  over the matrix rate) over the measured one, with engine and sampling in it, at contexts of 1,024 to 1,088
+- ``prefill_matmul_ratio``: the least time to prefill 16 prompts of 1,024 tokens over the measured one
+- ``vs_transformers_continuous``: output tokens/s over those of transformers' continuous batching, 64 requests
+  at once with the same weights, the median over pairs of turns; null where transformers is not installed
+- ``prefill_torch_over_triton``: the time of one layer's prefill attention by torch over that by ours; null
+  where this torch takes no block tables on this device. All else is measured with ours.
+
+The last line is ``RESULT {json}``. Without a CUDA device and Triton nothing is measured: exit status 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from random import Random
+from typing import Any, Final
+
+import torch
+
+from bench.engines.load import Request, random_ids
+from bench.gpus import continuous
+from bench.gpus.own import OwnEngine, decode_ratio, own_engine, prefill_ratio, tokens_per_s
+from bench.gpus.random_model import transformers_model
+from bench.gpus.roofline import Rates, Work, measured_rates
+from bench.gpus.shapes import SHAPES
+from services.worker.engine.cuda.backend import cutting_of, has_kernels
+from services.worker.engine_protocol import EngineConfig
+
+NO_DEVICE: Final = 3  # exit status
+BATCHES: Final = (1, 32, 256)
+PROMPT_TOKENS: Final = 1024
+OUTPUT_TOKENS: Final = 64
+MAX_MODEL_LEN: Final = 1280
+PREFILLS: Final = 16
+BLOCK_SIZE: Final = 16
+TOKEN_BUDGET: Final = 8192
+REQUESTS: Final = 64
+REQUEST_PROMPT: Final = (64, 1024)
+REQUEST_OUTPUT: Final = (64, 192)
+PAGE_TOKENS: Final = 256  # transformers' own page
+
+Figures = dict[str, float | None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=["1b", "8b"], default=["1b", "8b"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if (missing := why_not(device)) is not None:
+        print(f"bench-gpu: nothing was measured: {missing}", file=sys.stderr)
+        return NO_DEVICE
+    figures: Figures = {}
+    with torch.inference_mode():
+        rates = measured_rates(device, torch.bfloat16)
+        print(f"{torch.cuda.get_device_name(device)}: {rates.copy_bytes_per_s / 1e12:.2f} TB/s copied,")
+        print(
+            f"{rates.matmul_flops_per_s / 1e12:.0f} TFLOP/s multiplied, torch {torch.__version__}", flush=True
+        )
+        for name in options.shapes:
+            figures |= measure(name, device, rates, rounds=options.rounds)
+            torch.cuda.empty_cache()
+    if "8b" in options.shapes:
+        figures["vs_transformers_continuous"] = figures["vs_transformers_continuous_8b"]
+    print("RESULT " + json.dumps(figures))
+    return 0
+
+
+def why_not(device: torch.device) -> str | None:
+    """Return what is missing to measure on this device, or None."""
+    if device.type != "cuda":
+        return f"{device} is no CUDA device"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    return None if has_kernels(device) else "Triton, or a device that it has kernels for, is missing"
+
+
+def measure(name: str, device: torch.device, rates: Rates, *, rounds: int) -> Figures:
+    """Return the figures of one shape, printed as they come."""
+    own = own_engine(SHAPES[name], config_of(device), max_model_len=MAX_MODEL_LEN)
+    work = Work(own.model, torch.bfloat16.itemsize)
+    prompt = random_ids(Random(1), PROMPT_TOKENS)
+    figures: Figures = {}
+    for batch in BATCHES:
+        figures[f"decode_roofline_b{batch}_{name}"] = decode_ratio(
+            own, work, rates, prompt=prompt, batch=batch, output_tokens=OUTPUT_TOKENS
+        )
+    figures[f"prefill_matmul_ratio_{name}"] = prefill_ratio(
+        own, work, rates, prompt=prompt, prompts=PREFILLS, rounds=rounds
+    )
+    figures[f"prefill_torch_over_triton_{name}"] = prefill_backends(own, device)
+    figures[f"vs_transformers_continuous_{name}"] = None
+    try:
+        figures[f"vs_transformers_continuous_{name}"] = beside_transformers(
+            own, SHAPES[name], device, rounds=rounds
+        )
+    except Exception as error:  # whatever a peer raises, what was measured of ours stands
+        print(f"  transformers failed: {type(error).__name__}: {error}")
+    rounded = {key: None if value is None else round(value, 3) for key, value in figures.items()}
+    for key, value in rounded.items():
+        print(f"  {key}: {value}", flush=True)
+    return rounded
+
+
+def prefill_backends(own: OwnEngine, device: torch.device) -> float | None:
+    """Return torch's time over ours; 1.1 says that ours is the faster one."""
+    from bench.gpus.attention import torch_over_triton, whole_prompts  # importing it imports Triton
+
+    cutting = cutting_of(own.model.head_dim, own.model.kv_heads, torch.bfloat16, device)
+    spans = whole_prompts(TOKEN_BUDGET // PROMPT_TOKENS, PROMPT_TOKENS, BLOCK_SIZE)
+    return torch_over_triton(own.model, device, cutting, spans=spans, block_size=BLOCK_SIZE)
+
+
+def beside_transformers(
+    own: OwnEngine, fields: Mapping[str, Any], device: torch.device, *, rounds: int
+) -> float | None:
+    """Return how many times as many tokens/s ours makes, or None where transformers is not there."""
+    if find_spec("transformers") is None:
+        print("  transformers is not installed: nothing to compare with")
+        return None
+    peer = transformers_model(fields, device, torch.bfloat16)
+    requests = workload()
+    blocks = sum(-(-(len(each.prompt) + each.output_tokens) // PAGE_TOKENS) + 1 for each in requests)
+    ratios = []
+    for number in range(rounds + 1):
+        ours = tokens_per_s(own, requests)
+        theirs = continuous.tokens_per_s(peer, requests, blocks=blocks, step_tokens=TOKEN_BUDGET)
+        if number:  # the first turns compile
+            print(f"  {ours:.0f} tokens/s of ours, {theirs:.0f} of transformers")
+            ratios.append(ours / theirs)
+    return statistics.median(ratios)
+
+
+def workload() -> tuple[Request, ...]:
+    """Return requests that arrive at once; those with seed 0 are the same in every run."""
+    rng = Random(0)
+    return tuple(
+        Request(random_ids(rng, rng.randint(*REQUEST_PROMPT)), rng.randint(*REQUEST_OUTPUT))
+        for _ in range(REQUESTS)
+    )
+
+
+def config_of(device: torch.device) -> EngineConfig:
+    """Return the engine's configuration; its KV holds the largest batch."""
+    blocks = -(-MAX_MODEL_LEN // BLOCK_SIZE)
+    return EngineConfig(
+        socket_path="",
+        model_dir="",
+        device=str(device),
+        dtype="bfloat16",
+        block_size=BLOCK_SIZE,
+        kv_blocks=max(BATCHES) * (blocks + 1),
+        token_budget=TOKEN_BUDGET,
+        max_sequences=max(BATCHES),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

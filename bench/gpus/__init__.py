@@ -1,0 +1,1 @@
+"""What ``bench.gpu`` is made of."""

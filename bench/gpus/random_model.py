@@ -1,0 +1,75 @@
+"""Models with random weights that are made on the device: no checkpoint, no download, no disk."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+
+from services.worker.engine import torch_loading
+from services.worker.engine.config import ModelConfig, parse_config
+from services.worker.engine.model import Weights, load_weights
+from services.worker.engine.operators import Operators
+from services.worker.engine.weights import Checkpoint, expected_shapes
+from services.worker.engine_protocol import EngineConfig
+
+SPREAD: Final = 0.02  # standard deviation, as transformers initialises
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTensors:
+    """Answers as an open checkpoint does. A tensor is a function of its name and of the device."""
+
+    model: ModelConfig
+    device: torch.device
+
+    def tensor(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor, on the device. Norms are ones, all else is normal."""
+        shape = expected_shapes(self.model)[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=generator).mul_(SPREAD)
+
+
+def random_weights(
+    fields: Mapping[str, Any], config: EngineConfig, operators: Operators | None = None
+) -> tuple[ModelConfig, Weights]:
+    """Return the model and its weights, taken in by the loader that takes in checkpoints.
+
+    ``operators`` are those that the engine takes on the configured device, unless told.
+    """
+    model, device = parse_config(fields), torch.device(config.device)
+    with torch.inference_mode():
+        weights = load_weights(
+            model,
+            cast(Checkpoint, RandomTensors(model, device)),
+            dtype=torch_loading.DTYPES[config.dtype],
+            device=device,
+            operators=operators or torch_loading.operators_of(model, config, device),
+            progress=lambda ratio: None,
+        )
+    return model, weights
+
+
+def transformers_model(fields: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """Return transformers' model with the same weights."""
+    import transformers
+
+    model = parse_config(fields)
+    plain = {key: value for key, value in fields.items() if key not in ("architectures", "model_type")}
+    settings = transformers.LlamaConfig(**plain)
+    with torch.device("meta"):
+        empty: Any = transformers.LlamaForCausalLM(settings)
+    made = empty.to(dtype).to_empty(device=device).eval()
+    tensors = RandomTensors(model, device)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.copy_(tensors.tensor(name, dtype=dtype))
+    made.model.rotary_emb = type(made.model.rotary_emb)(settings).to(device)  # its buffers were empty
+    if model.tied:
+        made.tie_weights()
+    return made

@@ -1,0 +1,106 @@
+"""Which parts compute on a CUDA device, by what the device and the installation have.
+
+Triton kernels need Triton, which torch's CUDA builds bring along, and a device with bfloat16 arithmetic.
+Graphs need a rotary embedding that is a table: dynamic NTK and LongRoPE look at lengths on the host.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+import structlog
+import torch
+
+from services.worker.engine.attention import Attention
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.cuda.graphs import CudaCapture, GraphedDecoder, batch_sizes
+from services.worker.engine.cuda.plan import Cutting, Padding, cutting_for
+from services.worker.engine.kv_cache import KvCache, KvShape
+from services.worker.engine.operators import Operators
+from services.worker.engine.torch_executor import Forward
+from services.worker.engine_protocol import EngineConfig, Ready
+
+if TYPE_CHECKING:  # importing it imports Triton
+    from services.worker.engine.cuda.attention import TritonAttention
+
+log = structlog.get_logger()
+
+CAPABILITY: Final = (8, 0)  # Ampere
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on this device."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= CAPABILITY and _launches(device)
+
+
+def _launches(device: torch.device) -> bool:
+    """Whether a kernel of ours compiles here, which takes a C compiler on the host, and computes."""
+    from services.worker.engine.cuda.operators import TritonOperators
+
+    try:
+        width = 16
+        gated = TritonOperators(kv_heads=1, eps=1e-6).gated(torch.ones(2 * width, width, device=device), None)
+        found = gated(torch.ones(1, width, device=device)).cpu()
+    except Exception as error:  # whatever Triton, its compiler or the driver raise: torch computes then
+        log.warning("kernels.not_used", reason=f"{type(error).__name__}: {error}"[:500])
+        return False
+    expected = torch.nn.functional.silu(torch.full((1, width), float(width))) * width
+    return bool(torch.allclose(found, expected, rtol=1e-3))
+
+
+def fused_operators(model: ModelConfig) -> Operators:
+    """Return the operators whose elementwise steps are Triton's."""
+    from services.worker.engine.cuda.operators import TritonOperators
+
+    return TritonOperators(kv_heads=model.kv_heads, eps=model.norm_eps)
+
+
+def cutting_of(head_dim: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> Cutting:
+    """Return how attention is cut for this device."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return cutting_for(dtype.itemsize, head_dim, kv_heads=kv_heads, processors=processors, exact=False)
+
+
+def paged_attention(
+    model: ModelConfig, shape: KvShape, config: EngineConfig, ready: Ready, device: torch.device
+) -> tuple[TritonAttention, KvCache]:
+    """Return the backend and its pool, which has a block more than the planner gives away: for padding."""
+    from services.worker.engine.cuda.attention import TritonAttention
+
+    blocks = ready.kv_blocks_total
+    cache = KvCache(shape, blocks + 1, device)
+    cutting = cutting_of(shape.head_dim, shape.kv_heads, shape.dtype, device)
+    padding = Padding(
+        batch_sizes(config.max_sequences),
+        scratch_slot=blocks * shape.block_size,
+        table_entries=blocks + config.max_sequences,
+    )
+    attention = TritonAttention(cache, windows=model.windows, device=device, cutting=cutting, padding=padding)
+    return attention, cache
+
+
+def graphed(
+    decoder: Forward,
+    attention: Attention,
+    model: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+) -> Forward:
+    """Return the decoder with graphs of all batch sizes captured, or as it is where it has none."""
+    from services.worker.engine.cuda.attention import TritonAttention
+
+    if model.rope.depends_on_length or not isinstance(attention, TritonAttention):
+        return decoder
+    result = GraphedDecoder(
+        decoder,
+        attention,
+        sizes=batch_sizes(config.max_sequences),
+        vocab_size=model.vocab_size,
+        device=device,
+        capture=CudaCapture(),
+    )
+    result.warm_up()
+    return result

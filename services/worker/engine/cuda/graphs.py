@@ -1,0 +1,146 @@
+"""CUDA graphs of decode steps: a step whose rows were padded to a known shape is replayed, not launched.
+
+A decode step of a small batch is hundreds of short kernels, and launching them takes longer than they run.
+One graph per shape (``cuda/plan.StepShape``) is captured at its first use, or ahead by ``warm_up``;
+all read the same input buffers, write the same logits, and share one memory pool, so that their memory is
+that of the largest. Where a capture fails, steps of that shape run without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import structlog
+import torch
+
+from services.worker.engine.cuda.plan import StepShape
+from services.worker.engine.torch_executor import Forward
+
+MAX_GRAPHS: Final = 128  # the one captured longest ago goes first
+EVERY_SIZE: Final = (1, 2, 4, 8)
+SIZE_STEP: Final = 8
+EVERY_STEP_UP_TO: Final = 256
+WIDE_STEP: Final = 64
+
+log = structlog.get_logger()
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Return what batches are padded to: 1, 2, 4, 8, then by 8, from 256 on by 64, up to ``most``."""
+    steps = (*range(16, EVERY_STEP_UP_TO + 1, SIZE_STEP), *range(320, most + 1, WIDE_STEP))
+    return (*(size for size in (*EVERY_SIZE, *steps) if size < most), most)
+
+
+class PaddedAttention(Protocol):
+    """An attention backend that pads the steps it can; ``shape`` is that of the present one, or None."""
+
+    @property
+    def shape(self) -> StepShape | None: ...
+
+    def begin_padding(self, rows: int) -> None:
+        """Begin a step of padding alone, of a known size."""
+
+
+class Graph(Protocol):
+    def replay(self) -> None:
+        """Run again what was captured, on what the buffers hold now."""
+
+
+Capture = Callable[[Callable[[], None]], Graph]  # runs its argument as often as it needs to
+
+
+class GraphedDecoder:
+    """A decoder whose padded steps are graphs. Its logits are valid until the next step."""
+
+    def __init__(
+        self,
+        decoder: Forward,
+        attention: PaddedAttention,
+        *,
+        sizes: tuple[int, ...],
+        vocab_size: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        most = sizes[-1]
+        self._decoder = decoder
+        self._attention = attention
+        self._sizes = sizes
+        self._device = device
+        self._capture = capture
+        self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
+        self._every_row = torch.arange(most, device=device)
+        self._logits = torch.zeros(most, vocab_size, dtype=torch.float32, device=device)
+        self._graphs: dict[StepShape, Graph | None] = {}  # None: its capture failed
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Return the shapes that were captured, or tried in vain."""
+        return tuple(self._graphs)
+
+    def warm_up(self) -> None:
+        """The graphs of all sizes are captured; the largest first, so that the others find its memory."""
+        for size in reversed(self._sizes):
+            self._attention.begin_padding(size)
+            if (shape := self._attention.shape) is not None:
+                self._graph(shape)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``Decoder.forward``."""
+        shape = self._attention.shape
+        if shape is None or (graph := self._graph(shape)) is None:
+            return self._decoder.forward(tokens, positions, prompt_tokens, logit_rows)
+        count = len(tokens)
+        rows = torch.zeros(3, shape.rows, dtype=torch.int64)
+        torch.stack((tokens, positions, prompt_tokens), out=rows[:, :count])
+        self._inputs[: 3 * shape.rows].copy_(rows.view(-1))
+        graph.replay()
+        if len(logit_rows) == count:
+            return self._logits[:count]
+        return self._logits.index_select(0, logit_rows.to(self._device))
+
+    def _graph(self, shape: StepShape) -> Graph | None:
+        if shape not in self._graphs:
+            if len(self._graphs) >= MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[shape] = self._captured(shape)
+        return self._graphs[shape]
+
+    def _captured(self, shape: StepShape) -> Graph | None:
+        tokens, positions, prompt_tokens = self._inputs[: 3 * shape.rows].view(3, shape.rows)
+
+        def run() -> None:
+            logits = self._decoder.forward(tokens, positions, prompt_tokens, self._every_row[: shape.rows])
+            self._logits[: shape.rows].copy_(logits)
+
+        try:
+            return self._capture(run)
+        except RuntimeError as error:  # torch's for whatever a capture may not contain, memory included
+            log.warning("graph.capture_failed", rows=shape.rows, error=type(error).__name__)
+            return None
+
+
+class CudaCapture:
+    """Implements ``Capture`` on the present CUDA device."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Graph:
+        """Run once beside the stream, so that compiling and handles stay out of the graph; then capture."""
+        aside: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph

@@ -1,0 +1,1 @@
+"""Operators for CPUs, written in C++ and compiled where they run."""

@@ -1,0 +1,151 @@
+"""The operators of a decoder in C++. Every result of a row depends on that row alone, to the last bit.
+
+That holds by construction and for any number of rows and threads: an output element of a linear is one chain
+of fused multiply-adds, a sum over a row goes over the same sixteen running sums (``source/simd.h``). On
+processors with fused multiply-add the bits are also the same from one to another.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Final
+
+import torch
+
+from services.worker.engine.native.library import Library, LinearCall, RotateCall
+from services.worker.engine.operators import Gated, HeadNorms, Heads, Operators, Projection
+
+LANES: Final = 16  # as in source/simd.h
+PANEL: Final = 2 * LANES
+STORE: Final = 0  # source/linear.h, Epilogue
+ADD: Final = 1
+GATE: Final = 2
+
+
+class Scratch:
+    """Room for the rows that a linear packs; it grows to the largest and stays."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0)
+
+    def pointer(self, elements: int) -> int:
+        """Return where so many floats may be written, until the next call."""
+        if self._room.numel() < elements:
+            self._room = torch.empty(elements, dtype=torch.float32)
+        return self._room.data_ptr()
+
+
+class NativeOperators:
+    """Implements ``operators.Operators`` for one data type on the CPU.
+
+    ``linears`` are computed by those operators instead, and depend on company as they do.
+    """
+
+    def __init__(
+        self, library: Library, *, kv_heads: int, eps: float, threads: int, linears: Operators | None = None
+    ) -> None:
+        self.library = library
+        self._linears = linears
+        self._kv_heads = kv_heads
+        self._eps = eps
+        self.threads = threads
+        self.scratch = Scratch()
+
+    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+        """See ``Operators``."""
+        if self._linears is not None:
+            return self._linears.projection(weight, bias)
+        return _Linear(self, weight, bias, gated=False)
+
+    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated:
+        """See ``Operators``."""
+        if self._linears is not None:
+            return self._linears.gated(weight, bias)
+        return _Gated(self, weight, bias, gated=True)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See ``Operators``."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        self.library.norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, self._eps, self.threads
+        )
+        return out
+
+    def heads(
+        self, qkv: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> Heads:
+        """See ``Operators``; ``qkv`` is changed in place and the results are views of it."""
+        rows, all_heads, dim = qkv.shape
+        kv_heads = self._kv_heads
+        heads = all_heads - 2 * kv_heads
+        call = RotateCall(
+            x=qkv.data_ptr(),
+            row_stride=all_heads * dim,
+            q_norm=norms.query.data_ptr() if norms is not None else None,
+            k_norm=norms.key.data_ptr() if norms is not None else None,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            rows=rows,
+            q_heads=heads,
+            k_heads=kv_heads,
+            dim=dim,
+            threads=self.threads,
+            eps=self._eps,
+        )
+        self.library.rotate(byref(call))
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+
+class _Packed:
+    """A weight in panels, and what a call on it needs. ``bytes`` are those of weight and bias as given."""
+
+    def __init__(
+        self, owner: NativeOperators, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+    ):
+        self.bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        rows, self._k = weight.shape
+        self._columns = rows // 2 if gated else rows
+        panels = -(-self._columns // (LANES if gated else PANEL))
+        self._weight = torch.empty(panels * PANEL * self._k, dtype=weight.dtype)
+        contiguous = weight.contiguous()
+        owner.library.pack(contiguous.data_ptr(), self._weight.data_ptr(), rows, self._k, gated)
+        self._bias = None if bias is None else bias.contiguous()
+        self._owner = owner
+
+    def run(self, x: torch.Tensor, out: torch.Tensor | None, epilogue: int) -> torch.Tensor:
+        """Return ``out`` [rows, columns], added to, or a new tensor."""
+        x = x.contiguous()
+        rows = len(x)
+        if out is None:
+            out = x.new_empty((rows, self._columns))
+        call = LinearCall(
+            x=x.data_ptr(),
+            x_stride=self._k,
+            weight=self._weight.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=self._columns,
+            scratch=self._owner.scratch.pointer(rows * self._k),
+            rows=rows,
+            columns=self._columns,
+            k=self._k,
+            epilogue=epilogue,
+            threads=self._owner.threads,
+        )
+        self._owner.library.linear(byref(call))
+        return out
+
+
+class _Linear(_Packed):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, None, STORE)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, residual, ADD)
+
+
+class _Gated(_Packed):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, None, GATE)

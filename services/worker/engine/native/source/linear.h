@@ -1,0 +1,183 @@
+// y = x W^T + b over a packed weight, by outer products in registers (Goto and van de Geijn, "Anatomy of
+// High-Performance Matrix Multiplication", 2008).
+//
+// Every output element is one chain of fused multiply-adds over k = 0, 1, ... from 0 on, whatever the number
+// of rows, their place in a tile, and the number of threads.
+//
+// Packed weight: panels of PANEL columns, each [k][PANEL]; columns beyond the last are 0. A gated weight has
+// its gate rows first and its up rows after them; a panel holds LANES of one beside LANES of the other.
+
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "simd.h"
+
+namespace fairway {
+
+constexpr int PANEL = 2 * LANES;
+// Rows of a register tile: two vectors of sums for each, two of weights and one of x fit the registers.
+constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 3 : 1;
+constexpr int64_t CHUNK_BYTES = 1 << 19;  // of packed x that stays in the second-level cache during a pass over the weight
+constexpr int64_t DEPTH = 512;             // terms of a sum between two visits to memory
+
+enum Epilogue : int32_t { STORE = 0, ADD = 1, GATE = 2 };
+
+struct LinearCall {
+    const void* x;
+    int64_t x_stride;
+    const void* weight;
+    const void* bias;  // null: none
+    void* out;
+    int64_t out_stride;
+    float* scratch;  // rows * k
+    int64_t rows, columns, k;
+    int32_t epilogue, threads;
+};
+
+// Tiles of rows, as even as possible: the first ``longer`` have one row more than the others.
+struct Tiles {
+    int64_t count, base, longer;
+    explicit Tiles(int64_t rows)
+        : count((rows + TILE_ROWS - 1) / TILE_ROWS), base(rows / count), longer(rows % count) {}
+    int64_t first(int64_t tile) const { return tile * base + std::min(tile, longer); }
+    int rows(int64_t tile) const { return int(base + (tile < longer)); }
+};
+
+template <typename T>
+void pack_weight(const T* weight, T* packed, int64_t n, int64_t k, bool gated) {
+    int64_t each = gated ? LANES : PANEL, columns = gated ? n / 2 : n;
+    int64_t panels = (columns + each - 1) / each;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int lane = 0; lane < PANEL; lane++) {
+            int64_t column = panel * each + lane % each;
+            int64_t row = column + (lane >= each ? columns : 0);
+            T* to = packed + panel * PANEL * k + lane;
+            for (int64_t i = 0; i < k; i++) to[i * PANEL] = column < columns ? weight[row * k + i] : T{};
+        }
+}
+
+// [rows of the tile][k] to float [k][rows of the tile].
+template <typename T>
+void pack_rows(const T* x, int64_t stride, int count, int64_t k, float* to) {
+    with_count<TILE_ROWS>(count, [&](auto rows) {
+        constexpr int ROWS = decltype(rows)::value;
+        for (int64_t i = 0; i < k; i++, to += ROWS)
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; row++) to[row] = to_float(x[row * stride + i]);
+    });
+}
+
+// Columns of the output that a lane of the panel belongs to, from ``column`` on, ``count`` of them.
+struct Side {
+    int64_t column;
+    int count;
+    Side(const LinearCall& call, int64_t panel, int side)
+        : column(call.epilogue == GATE ? panel * LANES : panel * PANEL + side * LANES),
+          count(int(std::max<int64_t>(0, std::min<int64_t>(call.columns - column, LANES)))) {}
+};
+
+template <typename T>
+Vec bias_of(const LinearCall& call, const Side& at, int side) {
+    if (call.bias == nullptr) return splat(0.0f);
+    const T* bias = static_cast<const T*>(call.bias) + (call.epilogue == GATE ? side * call.columns : 0);
+    return load(bias + at.column, at.count);
+}
+
+// From sums [rows][PANEL] to the output.
+template <typename T>
+__attribute__((noinline)) void finish(const LinearCall& call, const float* sums, int rows, int64_t row, int64_t panel) {
+    Side sides[2] = {Side(call, panel, 0), Side(call, panel, 1)};
+    Vec bias[2] = {bias_of<T>(call, sides[0], 0), bias_of<T>(call, sides[1], 1)};
+    for (int r = 0; r < rows; r++, sums += PANEL) {
+        T* out = static_cast<T*>(call.out) + (row + r) * call.out_stride;
+        Vec left = load(sums) + bias[0], right = load(sums + LANES) + bias[1];
+        if (call.epilogue == GATE) {
+            store(silu(left) * right, out + sides[0].column, sides[0].count);
+            continue;
+        }
+        for (int side = 0; side < 2; side++) {
+            T* to = out + sides[side].column;
+            Vec value = side ? right : left;
+            store(call.epilogue == ADD ? load(to, sides[side].count) + value : value, to, sides[side].count);
+        }
+    }
+}
+
+// sums [ROWS][PANEL] += x [k][ROWS] times weight [k][PANEL]. Meanwhile the weight's next part, from ``ahead`` on in
+// steps of ``step`` bytes, comes nearer.
+template <typename T, int ROWS>
+void multiply(const float* x, const T* weight, int64_t k, float* sums, const char* ahead, int64_t step) {
+    Vec sum[ROWS][2];
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) {
+        sum[row][0] = load(sums + row * PANEL);
+        sum[row][1] = load(sums + row * PANEL + LANES);
+    }
+    for (int64_t i = 0; i < k; i++) {
+        Vec left = load(weight + i * PANEL), right = load(weight + i * PANEL + LANES);
+        __builtin_prefetch(ahead + i * step, 0, 2);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            Vec each = splat(x[i * ROWS + row]);
+            sum[row][0] = fma(each, left, sum[row][0]);
+            sum[row][1] = fma(each, right, sum[row][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) {
+        store(sum[row][0], sums + row * PANEL);
+        store(sum[row][1], sums + row * PANEL + LANES);
+    }
+}
+
+// One panel of columns for the tiles first..last.
+template <typename T>
+void panel_of_tiles(const LinearCall& call, const Tiles& tiles, int64_t first, int64_t last, int64_t panel, float* sums) {
+    const T* weight = static_cast<const T*>(call.weight) + panel * PANEL * call.k;
+    int64_t first_row = tiles.first(first), step = last - first == 1 ? 64 : PANEL * int64_t(sizeof(T)) / (last - first);
+    std::fill(sums, sums + (tiles.first(last) - first_row) * PANEL, 0.0f);
+    for (int64_t begin = 0; begin < call.k; begin += DEPTH) {
+        int64_t depth = std::min<int64_t>(DEPTH, call.k - begin);
+        const char* ahead = reinterpret_cast<const char*>(weight + PANEL * call.k + begin * PANEL);
+        for (int64_t tile = first; tile < last; tile++, ahead += depth * step) {
+            int64_t row = tiles.first(tile);
+            with_count<TILE_ROWS>(tiles.rows(tile), [&](auto rows) {
+                constexpr int ROWS = decltype(rows)::value;
+                multiply<T, ROWS>(call.scratch + row * call.k + begin * ROWS, weight + begin * PANEL, depth,
+                                  sums + (row - first_row) * PANEL, ahead, step);
+            });
+        }
+    }
+    finish<T>(call, sums, int(tiles.first(last) - first_row), first_row, panel);
+}
+
+template <typename T>
+void linear(const LinearCall& call) {
+    if (call.rows == 0) return;
+    Tiles tiles(call.rows);
+    int64_t each = call.epilogue == GATE ? LANES : PANEL;
+    int64_t panels = (call.columns + each - 1) / each;
+    int64_t in_chunk = std::max<int64_t>(1, CHUNK_BYTES / (call.k * TILE_ROWS * int64_t(sizeof(float))));
+    int64_t chunks = (tiles.count + in_chunk - 1) / in_chunk;
+#pragma omp parallel num_threads(call.threads)
+    {
+        std::unique_ptr<float[]> sums(new float[std::min(in_chunk, tiles.count) * TILE_ROWS * PANEL]);
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles.count; tile++) {
+            int64_t row = tiles.first(tile);
+            pack_rows(static_cast<const T*>(call.x) + row * call.x_stride, call.x_stride, tiles.rows(tile), call.k,
+                      call.scratch + row * call.k);
+        }
+#pragma omp for schedule(dynamic, 2) nowait
+        for (int64_t task = 0; task < chunks * panels; task++) {
+            int64_t chunk = task / panels;
+            panel_of_tiles<T>(call, tiles, chunk * in_chunk, std::min((chunk + 1) * in_chunk, tiles.count),
+                              task % panels, sums.get());
+        }
+    }
+}
+
+}  // namespace fairway

@@ -1,0 +1,1 @@
+"""The prefix cache: KV that earlier sequences left, found by the names of prompts that begin alike."""

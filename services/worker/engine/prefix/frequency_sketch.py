@@ -1,0 +1,53 @@
+"""How often names were asked for lately, in bounded memory.
+
+A count-min sketch that is halved from time to time (TinyLFU, Einziger et al., ACM TOS 2017). Names are hashes
+already, so their bits are the positions. An ask counts two, so that what was asked for once outlives one
+halving.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MOST: Final = 15  # asks; more count as these
+_FULL: Final = 2 * MOST
+_HALVED: Final = bytes(count // 2 for count in range(256))
+_COLUMNS_PER_ASK: Final = 8  # so that one in fifty unasked names is taken for an asked one at worst
+
+
+class FrequencySketch:
+    """Two bytes for each of ``8 * history`` columns; after ``history`` asks every count is halved."""
+
+    def __init__(self, history: int) -> None:
+        self._history = max(1, history)
+        columns = 1 << (_COLUMNS_PER_ASK * self._history - 1).bit_length()
+        self._mask = columns - 1
+        self._low = bytearray(columns)
+        self._high = bytearray(columns)
+        self._asks = 0
+
+    def ask(self, name: int) -> int:
+        """Count one ask; return how often the name was asked for, this time included."""
+        mask, low, high = self._mask, self._low, self._high
+        left, right = name & mask, (name >> 32) & mask
+        first, second = low[left], high[right]
+        least = min(first, second)
+        if least < _FULL:  # the larger of the two counts another name as well: it stays (conservative update)
+            if first == least:
+                low[left] = least + 2
+            if second == least:
+                high[right] = least + 2
+            least += 2
+        self._asks += 1
+        if self._asks >= self._history:
+            self._halve()
+        return (least + 1) // 2
+
+    def asked(self, name: int) -> int:
+        """Return how often the name was asked for lately; never less than it was, but for halvings."""
+        return (min(self._low[name & self._mask], self._high[(name >> 32) & self._mask]) + 1) // 2
+
+    def _halve(self) -> None:
+        self._low = self._low.translate(_HALVED)
+        self._high = self._high.translate(_HALVED)
+        self._asks = 0

@@ -1,0 +1,57 @@
+"""The part of a step that speculates: the policy says how many tokens to propose, the proposer which ones.
+
+Nothing here can change a token of the output: proposals are verified. What it decides is time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.worker.engine.sequence import SequenceState
+from services.worker.engine.speculation.proposer import Proposer
+from services.worker.policy.speculation import SpeculationPolicy, Verified
+
+
+class Speculator:
+    """Owns the proposer and the policy of one engine."""
+
+    def __init__(self, proposer: Proposer, policy: SpeculationPolicy, *, clock: Callable[[], float]) -> None:
+        self._proposer = proposer
+        self._policy = policy
+        self._clock = clock
+        self._proposing_s = 0.0  # of the present step
+
+    def propose(self, decodes: Sequence[SequenceState], *, most_rows: int) -> dict[int, list[int]]:
+        """Return proposals by index in ``decodes``, with at most ``most_rows`` tokens in all."""
+        self._proposing_s = 0.0
+        if most_rows < 1 or not self._policy.may_propose:
+            return {}
+        started_s = self._clock()
+        counts = self._policy.counts([sequence.handle for sequence in decodes], most_rows=most_rows)
+        indexes: list[int] = []
+        wanted: list[tuple[SequenceState, int]] = []
+        for index, count in counts.items():
+            sequence = decodes[index]
+            # Its last token is sampled from the last proposal: one less than it may still produce.
+            most = min(count, sequence.pause_at - len(sequence.tokens) - 1)
+            if most > 0:
+                indexes.append(index)
+                wanted.append((sequence, most))
+        found = self._proposer.propose(wanted) if wanted else []
+        self._proposing_s = self._clock() - started_s
+        return {index: tokens for index, tokens in zip(indexes, found, strict=True) if tokens}
+
+    def stepped(self, decodes: int, verified: Sequence[Verified], step_s: float, *, prefilled: bool) -> None:
+        """Learn from a step, the time of ``propose`` included in ``step_s``."""
+        self._policy.measured(
+            decodes,
+            verified,
+            step_s=step_s - self._proposing_s,
+            proposing_s=self._proposing_s,
+            prefilled=prefilled,
+        )
+
+    def forget(self, handle: int) -> None:
+        """A sequence is gone."""
+        self._proposer.forget(handle)
+        self._policy.forget(handle)
