@@ -21,7 +21,7 @@ from services.runtime.clock import SystemClock
 from tests.support.stack import Stack, at_rest, kill, metadata
 
 STREAMS = 32
-TOKENS = 100
+TOKENS = 400
 NEAR_TIE = 1e-3
 
 
