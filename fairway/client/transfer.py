@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 import grpc
@@ -51,13 +52,7 @@ class Transfer:
         """Return those that the registry lacks."""
         missing: list[str] = []
         for start in range(0, len(digests), FIND_BATCH):
-            request = pb.FindMissingChunksRequest(digests=digests[start : start + FIND_BATCH])
-            answer = await self.again(
-                lambda request=request: self._stub.FindMissingChunks(  # type: ignore[misc]
-                    request, metadata=self._metadata, timeout=CALL_TIMEOUT_S
-                )
-            )
-            missing += answer.digests
+            missing += await self.again(partial(self._lacking, digests[start : start + FIND_BATCH]))
         return missing
 
     async def upload(self, chunks: Mapping[str, Chunk]) -> None:
@@ -104,7 +99,7 @@ class Transfer:
 
         async def once() -> None:
             nonlocal is_again
-            if is_again and not await self._lacks(digest):  # it arrived before the connection broke
+            if is_again and not await self._lacking([digest]):  # it arrived before the connection broke
                 self._sent(len(data))
                 return
             is_again = True
@@ -130,10 +125,11 @@ class Transfer:
 
         await self.again(once)
 
-    async def _lacks(self, digest: str) -> bool:
-        request = pb.FindMissingChunksRequest(digests=[digest])
+    async def _lacking(self, digests: Sequence[str]) -> Sequence[str]:
+        """Return those of at most FIND_BATCH that the registry lacks, asked once."""
+        request = pb.FindMissingChunksRequest(digests=digests)
         answer = await self._stub.FindMissingChunks(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
-        return bool(answer.digests)
+        return answer.digests
 
 
 async def _uncancelled(call: Awaitable[T]) -> T:

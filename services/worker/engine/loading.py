@@ -146,13 +146,12 @@ def _blocks(ready: Ready) -> BlockManager:
 def _prefix_cache(config: EngineConfig, ready: Ready) -> PrefixCache | None:
     if not config.prefix_cache or PREFIX_BLOCK_TOKENS % ready.block_size:
         return None
-    if config.executor == "torch" and _model_of(config).rope.depends_on_length:
+    if config.executor != "torch":
+        return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio))
+    model = _model_of(config)
+    if model.rope.depends_on_length:
         return None  # the KV of a prefix is not that of the same prefix of a longer prompt
-    limits = EvictionLimits(config.cache_domain_ratio)
-    if config.executor == "torch":
-        model = parse_config(read_json(Path(config.model_dir) / "config.json"))
-        limits = EvictionLimits(config.cache_domain_ratio, model.attention_half_tokens)
-    return PrefixCache(_blocks(ready), limits)
+    return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio, model.attention_half_tokens))
 
 
 def _model_of(config: EngineConfig) -> ModelConfig:

@@ -69,11 +69,6 @@ class PrefixCache:
     def blocks_used(self) -> int:
         return self._blocks.blocks_used - self._idle
 
-    @property
-    def blocks_cached(self) -> int:
-        """Blocks that can be found, held or not."""
-        return len(self._cached)
-
     def blocks_for(self, tokens: int) -> int:
         return self._blocks.blocks_for(tokens)
 
