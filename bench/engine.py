@@ -32,7 +32,7 @@ from bench.engines import arrival, mechanisms, own_measures
 from bench.engines.checkpoints import MODELS, checkpoint
 from bench.engines.load import Request, output_tokens, prompt_tokens, random_ids, workload
 from bench.engines.own import THREADS, THROUGHPUT, OwnEngine
-from bench.engines.peers.known import PEERS, Peer, is_installed
+from bench.engines.peers.known import ALONE, PEERS, Peer, is_installed
 from bench.engines.profile import profile
 from bench.engines.rounds import Compared, compare
 from bench.engines.runner import PeerRunner, Runner, RunnerFailed
@@ -96,10 +96,10 @@ def _peers(there: Path, options: argparse.Namespace) -> Figures:
             f"vs_{entry.peer}": entry.ratio
             for entry in _told(compare(own, peers, workload(), rounds=options.rounds))
         }
-        if "llama_cpp" in peers:
+        if "llama_cpp" in peers and (alone := _started([ALONE], there, options, undo)):
             print("  one request at a time:")
-            alone = compare(own, {"llama_cpp": peers["llama_cpp"]}, BATCH_1, rounds=options.rounds)
-            figures["batch1_vs_llama_cpp"] = _told(alone)[0].ratio
+            (entry,) = _told(compare(own, alone, BATCH_1, rounds=options.rounds))
+            figures["batch1_vs_llama_cpp"] = entry.ratio
     return figures
 
 
@@ -161,19 +161,26 @@ def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
 
 
 def _arrivals(there: Path, options: argparse.Namespace) -> None:
-    chunked, whole = [
-        [arrival.measure(there, config) for _ in range(options.rounds)]
-        for config in (arrival.CHUNKED, arrival.WHOLE)
-    ]
-    for name, rounds in (("in chunks", chunked), ("in one step", whole)):
+    """Print what a long prompt does to streams, by how its prefill is cut; plot the last round."""
+    found: dict[str, list[arrival.Arrival]] = {}
+    for _ in range(options.rounds):
+        whole = arrival.measure(there, arrival.WHOLE)
+        targets = {
+            "target twice the ITL": arrival.TWICE * whole.quiet_p50_s,
+            f"target {1e3 * arrival.DEFAULT_TARGET_S:.0f} ms": arrival.DEFAULT_TARGET_S,
+        }
+        for name, target_s in targets.items():
+            found.setdefault(name, []).append(arrival.measure(there, arrival.chunked(target_s)))
+        found.setdefault("in one step", []).append(whole)
+    print(f"  {arrival.LONG_PROMPT} tokens arrive among {arrival.STREAMS} streams, prefilled:")
+    for name, rounds in found.items():
         print(
-            f"  {arrival.LONG_PROMPT} tokens arrive among {arrival.STREAMS} streams, prefilled {name}: "
-            f"p99 ITL times {median(each.ratio for each in rounds):.1f}, "
+            f"    {name}: p99 ITL times {median(each.ratio for each in rounds):.2f}, "
             f"at most {1e3 * median(max(gap for _, gap in each.gaps) for each in rounds):.0f} ms, "
             f"their own TTFT {median(each.ttft_s for each in rounds):.2f} s"
         )
     if there.name == options.models[0]:
-        PLOT.write_text(arrival.plot(chunked[-1], whole[-1]))
+        PLOT.write_text(arrival.plot({name: rounds[-1] for name, rounds in found.items()}))
 
 
 def worse(name: str, found: Sequence[Mapping[str, float | None]]) -> float | None:

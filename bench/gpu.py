@@ -11,6 +11,8 @@ written bytes counted, and a large matrix product. Then, of each shape:
   at once with the same weights, the median over pairs of turns; null where transformers is not installed
 - ``prefill_torch_over_triton``: the time of one layer's prefill attention by torch over that by ours; null
   where this torch takes no block tables on this device. All else is measured with ours.
+- ``exact_over_free_decode_b*``, ``exact_over_free_prefill``: the speed of mode "exact" over that of "free",
+  in which all else is measured
 
 The last line is ``RESULT {json}``. Without a CUDA device and Triton nothing is measured: exit status 3.
 """
@@ -21,10 +23,10 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -35,6 +37,7 @@ from bench.gpus.random_model import transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
 from bench.gpus.shapes import SHAPES
 from services.worker.engine.cuda.backend import cutting_of, has_kernels
+from services.worker.engine.kv_cache import kv_shape
 from services.worker.engine_protocol import EngineConfig
 
 NO_DEVICE: Final = 3  # exit status
@@ -102,6 +105,7 @@ def measure(name: str, device: torch.device, rates: Rates, *, rounds: int) -> Fi
         own, work, rates, prompt=prompt, prompts=PREFILLS, rounds=rounds
     )
     figures[f"prefill_torch_over_triton_{name}"] = prefill_backends(own, device)
+    figures |= exact_over_free(name, device, rates, prompt=prompt, free=figures)
     figures[f"vs_transformers_continuous_{name}"] = None
     try:
         figures[f"vs_transformers_continuous_{name}"] = beside_transformers(
@@ -115,11 +119,33 @@ def measure(name: str, device: torch.device, rates: Rates, *, rounds: int) -> Fi
     return rounded
 
 
+def exact_over_free(
+    name: str, device: torch.device, rates: Rates, *, prompt: Sequence[int], free: Figures
+) -> Figures:
+    """Return how many times as fast the same steps are where nothing depends on company."""
+    exact = own_engine(SHAPES[name], config_of(device, "exact"), max_model_len=MAX_MODEL_LEN)
+    work = Work(exact.model, torch.bfloat16.itemsize)
+    figures: Figures = {}
+    for batch in (min(BATCHES), max(BATCHES)):
+        ratio = decode_ratio(exact, work, rates, prompt=prompt, batch=batch, output_tokens=OUTPUT_TOKENS)
+        figures[f"exact_over_free_decode_b{batch}_{name}"] = over(
+            ratio, free[f"decode_roofline_b{batch}_{name}"]
+        )
+    ratio = prefill_ratio(exact, work, rates, prompt=prompt, prompts=PREFILLS, rounds=1)
+    figures[f"exact_over_free_prefill_{name}"] = over(ratio, free[f"prefill_matmul_ratio_{name}"])
+    return figures
+
+
+def over(figure: float, other: float | None) -> float | None:
+    return figure / other if other else None
+
+
 def prefill_backends(own: OwnEngine, device: torch.device) -> float | None:
     """Return torch's time over ours; 1.1 says that ours is the faster one."""
     from bench.gpus.attention import torch_over_triton, whole_prompts  # importing it imports Triton
 
-    cutting = cutting_of(own.model.head_dim, own.model.kv_heads, torch.bfloat16, device)
+    shape = kv_shape(own.model, block_size=BLOCK_SIZE, dtype=torch.bfloat16)
+    cutting = cutting_of(shape, device, exact=False)
     spans = whole_prompts(TOKEN_BUDGET // PROMPT_TOKENS, PROMPT_TOKENS, BLOCK_SIZE)
     return torch_over_triton(own.model, device, cutting, spans=spans, block_size=BLOCK_SIZE)
 
@@ -153,7 +179,7 @@ def workload() -> tuple[Request, ...]:
     )
 
 
-def config_of(device: torch.device) -> EngineConfig:
+def config_of(device: torch.device, mode: Literal["exact", "free"] = "free") -> EngineConfig:
     """Return the engine's configuration; its KV holds the largest batch."""
     blocks = -(-MAX_MODEL_LEN // BLOCK_SIZE)
     return EngineConfig(
@@ -165,6 +191,7 @@ def config_of(device: torch.device) -> EngineConfig:
         kv_blocks=max(BATCHES) * (blocks + 1),
         token_budget=TOKEN_BUDGET,
         max_sequences=max(BATCHES),
+        mode=mode,
     )
 
 

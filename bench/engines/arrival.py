@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -23,15 +24,13 @@ STREAM_TOKENS: Final = 220
 QUIET_TOKENS: Final = 60  # of each stream before the long prompt arrives
 LONG_PROMPT: Final = 3000
 SHOWN_S: Final = (-0.5, 6.0)
-# As a worker runs by default, and with a step that takes in the whole prompt.
-CHUNKED: Final = msgspec.structs.replace(
-    THROUGHPUT, token_budget=512, itl_target_s=EngineConfig("", "").itl_target_s
-)
-WHOLE: Final = msgspec.structs.replace(THROUGHPUT, token_budget=4096)
+TWICE: Final = 2.0  # the streams' ITL before the prompt came, as a target while it is prefilled
+DEFAULT_TARGET_S: Final = EngineConfig("", "").itl_target_s
+WHOLE: Final = msgspec.structs.replace(THROUGHPUT, token_budget=4096)  # one step takes in the whole prompt
 STYLE: Final = (
-    "svg{background:#fff;--s0:#0072b2;--s1:#d55e00}text{font:11px sans-serif;fill:#5b6875}"
+    "svg{background:#fff;--s0:#0072b2;--s1:#009e73;--s2:#d55e00}text{font:11px sans-serif;fill:#5b6875}"
     ".grid{stroke:#e3e8ed;fill:none}.axis{stroke:#5b6875;fill:none}"
-    ".line{fill:none;stroke-width:1.6}.c0{stroke:#0072b2}.c1{stroke:#d55e00}"
+    ".line{fill:none;stroke-width:1.6}.c0{stroke:#0072b2}.c1{stroke:#009e73}.c2{stroke:#d55e00}"
 )
 
 
@@ -40,6 +39,7 @@ class Arrival:
     """Seconds. ``gaps`` are (instant, ITL), the instant counted from the long prompt's submission."""
 
     gaps: list[tuple[float, float]]
+    quiet_p50_s: float
     quiet_p99_s: float
     during_p99_s: float
     ttft_s: float
@@ -48,6 +48,11 @@ class Arrival:
     def ratio(self) -> float:
         """The streams' p99 ITL while the prompt is prefilled over that before it came."""
         return self.during_p99_s / self.quiet_p99_s
+
+
+def chunked(itl_target_s: float) -> EngineConfig:
+    """Return how a worker's engine runs with this target."""
+    return msgspec.structs.replace(THROUGHPUT, token_budget=512, itl_target_s=itl_target_s)
 
 
 def measure(checkpoint: Path, config: EngineConfig) -> Arrival:
@@ -71,15 +76,14 @@ def measure(checkpoint: Path, config: EngineConfig) -> Arrival:
     quiet = [gap_s for came_s, gap_s in gaps if came_s <= arrived_s]
     during = [gap_s for came_s, gap_s in gaps if arrived_s < came_s and came_s - gap_s < ended_s]
     one = sorted({(came_s - arrived_s, gap_s) for came_s, gap_s in gaps})
-    return Arrival(one, quantile(quiet, 0.99), quantile(during, 0.99), long.ttft_s)
+    return Arrival(one, median(quiet), quantile(quiet, 0.99), quantile(during, 0.99), long.ttft_s)
 
 
-def plot(chunked: Arrival, whole: Arrival) -> str:
-    """Return an SVG file: ITL of the streams over the time since the long prompt arrived."""
-    named = (("in chunks", chunked), ("in one step", whole))
+def plot(found: Mapping[str, Arrival]) -> str:
+    """Return an SVG file: ITL of the streams over the time since the long prompt arrived, a line per name."""
     lines = [
-        Line(name, [(at, gap * 1e3) for at, gap in found.gaps if SHOWN_S[0] <= at <= SHOWN_S[1]], colour)
-        for colour, (name, found) in enumerate(named)
+        Line(name, [(at, gap * 1e3) for at, gap in one.gaps if SHOWN_S[0] <= at <= SHOWN_S[1]], colour)
+        for colour, (name, one) in enumerate(found.items())
     ]
     body = line_plot(
         lines,

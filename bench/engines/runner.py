@@ -123,4 +123,4 @@ def _arguments(peer: Peer, checkpoint: Path, peers: Path) -> list[str]:
     if not file.exists():
         converter = [str(python_of(peers, peer.environment)), "-m", "bench.engines.peers.gguf_file"]
         subprocess.run([*converter, str(checkpoint), str(file)], cwd=ROOT, check=True, capture_output=True)
-    return [str(file), str(peers / peer.environment / SERVER)]
+    return [str(file), str(peers / peer.environment / SERVER), peer.mode]

@@ -15,8 +15,7 @@ from services.worker.engine import torch_loading
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Runner
-from services.worker.engine.launch import Inline
+from services.worker.engine.executor import Executor
 from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
@@ -40,15 +39,18 @@ class OwnEngine:
 
     model: ModelConfig
     config: EngineConfig
-    runner: Runner
+    executor: Executor
     ready: Ready
     last_tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, requests: Sequence[Request]) -> list[StepTime]:
-        """Serve the requests, all at once, to their end; ``last_tokens`` are what they got."""
+        """Serve the requests, all at once, to their end; ``last_tokens`` are what they got.
+
+        On a device each step but the first was submitted while the one before it was computed.
+        """
         config, ready = self.config, self.ready
         engine = Engine(
-            Inline(self.runner),
+            self.executor,
             blocks=BlockManager(ready.kv_blocks_total, ready.block_size),
             limits=PlannerLimits(config.token_budget, config.max_sequences),
             model=ModelLimits(ready.vocab_size, ready.max_model_len),

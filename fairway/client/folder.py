@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
 from fairway.formats.contents import ContentRefused, checker_for
+from fairway.formats.drafts import draft_problem_of
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
 from fairway.formats.safetensors import LENGTH_BYTES
@@ -95,6 +96,8 @@ def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
     for name in files:
         if problem := problem_of(name):
             raise PublishRefused(problem, next_step="remove the file from the folder, or convert it")
+    if problem := draft_problem_of(files):
+        raise PublishRefused(problem, next_step="make the folder `draft` a checkpoint, or remove it")
     for name, path in files.items():
         if suffix_of(name) == TENSOR_SUFFIX:
             _check_tensors(name, path)

@@ -459,6 +459,8 @@ class LoadedVersion(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    WORKING_BYTES_FIELD_NUMBER: _builtins.int
+    SPARE_BYTES_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -485,6 +487,10 @@ class LoadedVersion(_message.Message):
     """Device memory granted to it, and the least it needs in all; 0 while unknown."""
     kv_bytes: _builtins.int
     needed_bytes: _builtins.int
+    working_bytes: _builtins.int
+    """Granted beside weights and KV: what the largest step takes, and what loading leaves."""
+    spare_bytes: _builtins.int
+    """Of kv_bytes, what it gives back to a version of its own or of a higher priority that waits for memory."""
     @_builtins.property
     def retry_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -510,10 +516,12 @@ class LoadedVersion(_message.Message):
         weight_bytes: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
         needed_bytes: _builtins.int = ...,
+        working_bytes: _builtins.int = ...,
+        spare_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failed_attempts", b"failed_attempts", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes", b"kv_bytes", "message", b"message", "model", b"model", "needed_bytes", b"needed_bytes", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "running", b"running", "state", b"state", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failed_attempts", b"failed_attempts", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes", b"kv_bytes", "message", b"message", "model", b"model", "needed_bytes", b"needed_bytes", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "running", b"running", "spare_bytes", b"spare_bytes", "state", b"state", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "weight_bytes", b"weight_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

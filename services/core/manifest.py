@@ -7,6 +7,8 @@ are refused, and so is whatever the allow-list does not know.
 
 Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat
 template, sampling defaults, safety policy, engine limits. A file that decides one cannot be there unpinned.
+A draft (``fairway.formats.drafts``) is weights: which tokens it proposes changes when the others come, not
+which they are.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from fairway.formats.drafts import draft_problem_of
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import problem_of
 from fairway.formats.weights import weights_digest
@@ -156,6 +159,15 @@ def check_manifest(manifest: Manifest) -> None:
     _check_behaviour(manifest)
     if manifest.kind == "causal-lm" and all(file.path != "config.json" for file in manifest.files):
         raise InvalidInput("a causal-lm version needs a config.json", field="manifest.files")
+
+
+def check_draft(manifest: Manifest) -> None:
+    """Return if a version to be made has a whole draft or none. Raises InvalidInput.
+
+    Not asked of stored versions: those that had a folder of this name before it meant anything stay readable.
+    """
+    if problem := draft_problem_of(file.path for file in manifest.files):
+        raise InvalidInput(problem, field="manifest.files")
 
 
 def check_path(path: str) -> None:

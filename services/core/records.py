@@ -168,8 +168,10 @@ class LoadedVersion:
     """Observed: one assigned version on one worker.
 
     ``reason`` says in a stable word why it failed, ``failed_attempts`` how often in a row, and
-    ``retry_unix_s`` when it is tried again; 0 when time alone brings no new attempt. ``weight_bytes`` and
-    ``kv_bytes`` are granted to its engine; ``needed_bytes`` is the least it runs with, 0 while unknown.
+    ``retry_unix_s`` when it is tried again; 0 when time alone brings no new attempt. ``weight_bytes``,
+    ``working_bytes`` and ``kv_bytes`` are granted to its engine; ``needed_bytes`` is the least it is loaded
+    with, 0 while unknown. ``spare_bytes`` of its KV it gives back to a version of its own or of a higher
+    priority that waits for memory.
     """
 
     deployment: str
@@ -188,6 +190,8 @@ class LoadedVersion:
     weight_bytes: int = 0
     kv_bytes: int = 0
     needed_bytes: int = 0
+    working_bytes: int = 0
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from services.core.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     canonical_json,
+    check_draft,
     check_manifest,
     digest_of,
     is_digest,
@@ -109,6 +110,7 @@ class RegistryService:
         IntegrityError where the joined chunks are not the file they claim to be.
         """
         check_manifest(manifest)
+        check_draft(manifest)
         body = canonical_json(manifest)
         if len(body) > MAX_MANIFEST_BYTES:
             raise InvalidInput(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes", field="manifest")

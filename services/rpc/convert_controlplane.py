@@ -191,6 +191,8 @@ def _loaded_to(loaded: LoadedVersion) -> worker_pb2.LoadedVersion:
         weight_bytes=loaded.weight_bytes,
         kv_bytes=loaded.kv_bytes,
         needed_bytes=loaded.needed_bytes,
+        working_bytes=loaded.working_bytes,
+        spare_bytes=loaded.spare_bytes,
     )
 
 

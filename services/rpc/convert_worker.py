@@ -274,6 +274,8 @@ def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
         weight_bytes=version.weight_bytes,
         kv_bytes=version.kv_bytes,
         needed_bytes=version.needed_bytes,
+        working_bytes=version.working_bytes,
+        spare_bytes=version.spare_bytes,
     )
 
 

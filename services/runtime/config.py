@@ -67,10 +67,11 @@ class Settings(BaseModel):
     token_budget: int = Field(default=512, ge=16, le=65536)
     max_sequences: int = Field(default=64, ge=1, le=4096)
     itl_target_s: float = Field(default=0.05, ge=0, le=60)
-    engine_mode: Literal["exact", "free"] = "exact"
+    engine_mode: Literal["auto", "exact", "free"] = "auto"
     engine_operators: Literal["auto", "native", "torch"] = "auto"
     prefix_cache: bool = True
-    speculation: Literal["off", "prompt_lookup"] = "off"
+    speculation: Literal["off", "prompt_lookup", "draft"] = "off"
+    max_proposals: int = Field(default=8, ge=1, le=64)
     null_step_s: float = Field(default=0.0, ge=0, le=60)
     model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +14,48 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Return where programs of this user keep what they can make again (XDG base directories)."""
     named = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     return Path(named) if named.startswith("/") else Path.home() / ".cache"
+
+
+def compile_folder(state_dir: Path, environ: Mapping[str, str] | None = None) -> Path:
+    """Return where this process keeps what it compiles: ``fairway`` of the user's cache folder.
+
+    Below ``state_dir`` where there is no such folder, it cannot be written to, or nothing in it may be run,
+    as in a container whose HOME is on a temporary file system.
+    """
+    try:
+        folder = cache_folder(environ) / "fairway"
+    except RuntimeError:  # no HOME, and the user is in no passwd file
+        return state_dir.absolute() / "compiled"
+    try:
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        usable = os.access(there, os.W_OK | os.X_OK) and not os.statvfs(there).f_flag & os.ST_NOEXEC
+    except OSError:  # a folder on the way to it is closed to this user
+        usable = False
+    return folder if usable else state_dir.absolute() / "compiled"
+
+
+def keep_newest(folder: Path, most_bytes: int, *, unused_s: float = 0.0) -> None:
+    """The folders in ``folder`` take at most so many bytes: the oldest went. Raises OSError.
+
+    Others may do the same at the same time, or use what is younger than ``unused_s``: that stays.
+    """
+    youngest_s = time.time() - unused_s
+    found: list[tuple[float, Path, int]] = []
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes = sum(path.stat().st_size for path in entry.rglob("*"))
+            found.append((entry.stat().st_mtime, entry, size_bytes))
+    left_bytes = sum(size_bytes for _, _, size_bytes in found)
+    for changed_s, entry, size_bytes in sorted(found):
+        if left_bytes <= most_bytes or changed_s > youngest_s:
+            return
+        shutil.rmtree(entry, ignore_errors=True)
+        left_bytes -= size_bytes
+
+
+def name_folder(variable: str, folder: Path) -> None:
+    """What asks ``variable`` in this process uses the folder, unless the environment names another."""
+    os.environ.setdefault(variable, str(folder))
 
 
 def folder_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,7 @@ from services.core.fleet import ReportSnapshot, TenantCounter
 from services.core.records import (
     ASSIGNMENTS,
     WORKERS,
+    AssignedVersion,
     Assignment,
     LoadedVersion,
     VersionState,
@@ -34,7 +35,18 @@ from services.runtime.registration import Registration
 from services.runtime.supervisor import Supervisor
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MemoryLedger
-from services.worker.policy.lifecycle import Discard, Drain, Fetch, Load, Phase, Undrain, plan, wanted
+from services.worker.policy.lifecycle import (
+    Discard,
+    Drain,
+    Fetch,
+    Load,
+    Phase,
+    Slot,
+    Undrain,
+    plan,
+    wanted,
+)
+from services.worker.policy.memory_shares import Share, kv_targets
 from services.worker.pool import PoolStats
 from services.worker.report import ReportIdentity, take_snapshot
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
@@ -247,12 +259,15 @@ class WorkerAgent:
         self._assigned = Assignment(self._identity.worker_id) if entry is None else entry.record
         for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
             del self._slots[digest]
-        observed = [slot.observed() for slot in self._slots.values()]
+        desired = wanted(self._assigned.versions)
+        observed = {digest: slot.observed() for digest, slot in self._slots.items()}
+        self._share_memory(desired, observed)
         actions = plan(
-            wanted(self._assigned.versions),
-            observed,
+            desired,
+            list(observed.values()),
             self._clock.monotonic_s(),
             free_bytes=self._ledger.free_bytes,
+            giving_back=any(slot.memory.gives_back for slot in self._slots.values()),
         )
         for action in actions:
             log.info("version.planned", action=type(action).__name__, digest=_digest(action))
@@ -268,6 +283,17 @@ class WorkerAgent:
                     self._slots[digest].undrain()
                 case Discard(digest):
                     self._slots[digest].discard()
+
+    def _share_memory(self, desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]) -> None:
+        """Have every pool move towards its share of the device."""
+        shares = [
+            share
+            for digest, slot in self._slots.items()
+            if (share := _share(slot, desired.get(digest), observed[digest])) is not None
+        ]
+        targets = kv_targets(self._ledger.total_bytes, shares)
+        for digest, slot in self._slots.items():
+            slot.share_memory(targets.get(digest))
 
     async def _publish_forever(self) -> None:
         """Write the public record when it changed, and follow the registration's incarnation."""
@@ -379,6 +405,15 @@ class WorkerAgent:
 
 def _assignment(entry: Entry) -> Assignment:
     return load(entry.value, Assignment)
+
+
+def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> Share | None:
+    """Return a version's claim on memory; of one that is leaving, or has no use for it, what it holds."""
+    stays = wanted is not None and wanted.executor == slot.version.executor and not observed.final
+    if slot.memory.granted is None and not (stays and observed.unbooked):
+        return None
+    rank = slot.version.priority.rank if wanted is None else wanted.priority.rank
+    return slot.memory.share(rank, movable=stays and slot.phase is Phase.READY)
 
 
 def _digest(action: Fetch | Load | Drain | Undrain | Discard) -> str:

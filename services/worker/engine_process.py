@@ -33,6 +33,7 @@ from services.worker.engine_protocol import (
     LoadFailed,
     Progress,
     Ready,
+    Resized,
     Shutdown,
     Stepped,
     encode,
@@ -64,10 +65,16 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class LoadRefused:
-    """The model cannot be loaded here, and a retry would meet the same."""
+    """The model cannot be loaded here, and a retry would meet the same.
+
+    Where it does not fit, the bytes say what it needs at least.
+    """
 
     reason: str
     message: str
+    weight_bytes: int = 0
+    working_bytes: int = 0
+    kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,7 @@ class EngineEvents:
     on_ready: Callable[[Ready], None]
     on_stepped: Callable[[Stepped], None]
     on_heartbeat: Callable[[Heartbeat], None]
+    on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
 
 
@@ -281,6 +289,8 @@ class EngineProcess:
                 self._events.on_stepped(event)
             case Heartbeat():
                 self._events.on_heartbeat(event)
+            case Resized():
+                self._events.on_resized(event)
             case Progress():
                 self._events.on_progress(event)
             case Ready():
@@ -288,7 +298,9 @@ class EngineProcess:
                 self._full_step_s = event.full_step_s
                 self._events.on_ready(event)
             case LoadFailed():
-                self._refused = LoadRefused(event.reason, event.message)
+                self._refused = LoadRefused(
+                    event.reason, event.message, event.weight_bytes, event.working_bytes, event.kv_bytes
+                )
 
     def _exit_of(self, code: int) -> EngineExit:
         if self._stopping:

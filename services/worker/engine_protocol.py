@@ -53,7 +53,9 @@ class Sampling(msgspec.Struct, frozen=True):
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine process is started with, as JSON on its command line.
 
-    ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``. Prefill is cut so that a step
+    ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``: the most that it may ever have.
+    ``memory_bytes`` bounds weights, working memory and KV together; 0: no bound but that.
+    Prefill is cut so that a step
     takes ``itl_target_s``; 0: no step is cut but by ``token_budget``. At most ``max_long_prefills`` long
     prompts prefill at a time. ``prefix/cache`` keeps KV for prompts that begin alike, where blocks divide the
     prefix blocks of ``core.prefix``; ``cache_domain_ratio`` of the pool is the share of an isolation domain.
@@ -62,9 +64,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model in ``draft_model_dir``; the tokens are the same with and
     without, where operators are exact.
     ``operators`` "auto" takes the C++ ones on a CPU where they can be compiled, "native" insists on them;
-    ``operators_cache`` is the folder of what was compiled, empty: the user's cache folder. ``mode`` "exact":
+    ``operators_cache`` is the folder of what was compiled, also by Triton, empty: the user's cache folder,
+    and Triton's own choice. ``mode`` "exact":
     what a request gets does not depend on what shares its steps, wherever the operators can promise it;
-    "free": bfloat16 linears are torch's, which are faster on some processors and do depend on it.
+    "free": products are the vendor's where those are faster, and do depend on it (of bfloat16 on a CPU, all
+    on CUDA). "auto" is exact on a CPU and free on CUDA.
     """
 
     socket_path: str
@@ -76,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     kv_blocks: int = 0
     kv_memory_bytes: int = 256 * 1024 * 1024
+    memory_bytes: int = 0
     token_budget: int = 512
     max_sequences: int = 64
     max_model_len: int = 0
@@ -89,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_proposals: int = 8
     operators: Literal["auto", "native", "torch"] = "auto"
     operators_cache: str = ""
-    mode: Literal["exact", "free"] = "exact"
+    mode: Literal["auto", "exact", "free"] = "auto"
     request_log_per_s: float = 200.0
 
 
@@ -129,11 +134,21 @@ class Cancel(Message, frozen=True):
     handles: list[int]
 
 
+class Resize(Message, frozen=True):
+    """Have a KV pool of so many blocks. ``Resized`` answers it, unless another one comes before.
+
+    Blocks beyond the end are given to nobody from now on; those that sequences hold are given back as they
+    are let go, and at each step one of their holders is preempted.
+    """
+
+    kv_blocks: int
+
+
 class Shutdown(Message, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Cancel | Shutdown
+Command = Submit | Credit | Cancel | Resize | Shutdown
 
 # --- engine to agent -----------------------------------------------------------------------------
 
@@ -156,13 +171,21 @@ class Ready(Message, frozen=True):
     weight_bytes: int
     # How long a step with all of its token budget takes, by the measure of the warm-up.
     full_step_s: float = 0.0
+    # What loading and the largest step took beside weights and KV.
+    working_bytes: int = 0
 
 
 class LoadFailed(Message, frozen=True):
-    """Loading ended with an error that a retry would meet again. The process exits after it."""
+    """Loading ended with an error that a retry would meet again. The process exits after it.
+
+    With the reason "does_not_fit" the bytes say what it needs at least.
+    """
 
     reason: str
     message: str
+    weight_bytes: int = 0
+    working_bytes: int = 0
+    kv_bytes: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -219,7 +242,16 @@ class Heartbeat(Message, frozen=True):
     waiting: int
 
 
-Event = Progress | Ready | LoadFailed | Stepped | Heartbeat
+class Resized(Message, frozen=True):
+    """The pool has ``kv_blocks_total`` blocks, and no memory for more of them.
+
+    More than were asked for where a sequence of ``max_model_len`` needs them, fewer where memory was short.
+    """
+
+    kv_blocks_total: int
+
+
+Event = Progress | Ready | LoadFailed | Stepped | Heartbeat | Resized
 
 
 def _as_list(value: object) -> list[int]:

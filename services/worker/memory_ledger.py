@@ -1,4 +1,4 @@
-"""The one ledger of a device's memory: what each engine process may use for weights and KV."""
+"""The one ledger of a device's memory: what each engine process may use for weights, its work and KV."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ MIN_KV_BYTES: Final = SLAB_BYTES
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrant:
-    """What one engine may use, bytes. ``label`` is its owner's name in messages."""
+    """What one engine may use, bytes. ``label`` is its owner's name in messages.
+
+    ``working_bytes`` are those of a step, and of what loading leaves beside the weights; 0 while unknown.
+    """
 
     owner: str
     label: str
     weight_bytes: int
+    working_bytes: int
     kv_bytes: int
 
     @property
+    def fixed_bytes(self) -> int:
+        """All but the KV."""
+        return self.weight_bytes + self.working_bytes
+
+    @property
     def bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes
+        return self.fixed_bytes + self.kv_bytes
 
 
 class MemoryLedger:
@@ -31,6 +40,10 @@ class MemoryLedger:
     def __init__(self, total_bytes: int) -> None:
         self._total = total_bytes
         self._grants: dict[str, MemoryGrant] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total
 
     @property
     def free_bytes(self) -> int:
@@ -46,32 +59,40 @@ class MemoryLedger:
         *,
         weight_bytes: int,
         kv_bytes: int,
+        working_bytes: int = 0,
         min_kv_bytes: int = MIN_KV_BYTES,
         label: str = "",
     ) -> MemoryGrant:
-        """Give an owner its weights whole and its KV pool whole, or what is left in slabs.
+        """Give an owner its weights and working memory whole and its KV pool whole, or what is left in slabs.
 
         Raises DoesNotFit, which says who holds what, when less than ``min_kv_bytes`` would be left.
         """
         assert owner not in self._grants, "an owner has one grant"
         free = self.free_bytes
-        room = free - weight_bytes
-        budget = kv_bytes if kv_bytes <= room else room // SLAB_BYTES * SLAB_BYTES
-        if budget < min(min_kv_bytes, kv_bytes):
-            raise self._refusal(owner, label or owner, weight_bytes, min(min_kv_bytes, kv_bytes), free)
-        grant = MemoryGrant(owner, label or owner, weight_bytes, budget)
+        room = free - weight_bytes - working_bytes
+        least = min(min_kv_bytes, kv_bytes)
+        budget = kv_bytes if kv_bytes <= room else max(least, room // SLAB_BYTES * SLAB_BYTES)
+        if budget > room:
+            wanted = MemoryGrant(owner, label or owner, weight_bytes, working_bytes, least)
+            raise self._refusal(wanted, free)
+        grant = MemoryGrant(owner, label or owner, weight_bytes, working_bytes, budget)
         self._grants[owner] = grant
         return grant
 
-    def settle(self, owner: str, *, weight_bytes: int, kv_bytes: int) -> MemoryGrant:
+    def settle(self, owner: str, *, weight_bytes: int, kv_bytes: int, working_bytes: int = 0) -> MemoryGrant:
         """Replace an owner's grant by what its engine really took. Raises DoesNotFit and keeps the grant."""
         before = self._grants[owner]
-        grant = MemoryGrant(owner, before.label, weight_bytes, kv_bytes)
+        grant = MemoryGrant(owner, before.label, weight_bytes, working_bytes, kv_bytes)
         if grant.bytes > before.bytes + self.free_bytes:
-            free_bytes = before.bytes + self.free_bytes
-            raise self._refusal(owner, before.label, weight_bytes, kv_bytes, free_bytes)
+            raise self._refusal(grant, before.bytes + self.free_bytes)
         self._grants[owner] = grant
         return grant
+
+    def settle_kv(self, owner: str, kv_bytes: int) -> MemoryGrant:
+        """Replace the KV of an owner's grant. Raises DoesNotFit and keeps the grant."""
+        grant = self._grants[owner]
+        fixed = {"weight_bytes": grant.weight_bytes, "working_bytes": grant.working_bytes}
+        return self.settle(owner, kv_bytes=kv_bytes, **fixed)
 
     def release(self, owner: str) -> None:
         """Give an owner's memory back; one without a grant is no error."""
@@ -80,18 +101,17 @@ class MemoryLedger:
     def check_integrity(self) -> None:
         assert self.free_bytes >= 0, "more memory was granted than there is"
 
-    def _refusal(
-        self, owner: str, label: str, weight_bytes: int, kv_bytes: int, free_bytes: int
-    ) -> DoesNotFit:
+    def _refusal(self, wanted: MemoryGrant, free_bytes: int) -> DoesNotFit:
         others = ", ".join(
             f"{grant.label} holds {_mib(grant.bytes)}"
             for name, grant in self._grants.items()
-            if name != owner
+            if name != wanted.owner
         )
         return DoesNotFit(
-            f"{label} needs {_mib(weight_bytes)} for weights and at least {_mib(kv_bytes)} for KV; "
+            f"{wanted.label} needs {_mib(wanted.weight_bytes)} for weights, {_mib(wanted.working_bytes)} for "
+            f"working memory and at least {_mib(wanted.kv_bytes)} for KV; "
             f"{_mib(free_bytes)} of {_mib(self._total)} are free" + (f" ({others})" if others else ""),
-            needed_bytes=weight_bytes + kv_bytes,
+            needed_bytes=wanted.bytes,
             free_bytes=free_bytes,
             total_bytes=self._total,
         )

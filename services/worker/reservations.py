@@ -30,6 +30,10 @@ class Reservations:
         self._total_blocks = limits.kv_blocks_total
         self._block_size = limits.block_size
 
+    def resize(self, total_blocks: int) -> None:
+        """Grant no more than so many from now on; what is reserved stays so."""
+        self._total_blocks = total_blocks
+
     def needed_blocks(self, spec: StartSpec) -> int:
         """Return the larger of the grant and what the tokens to prefill take."""
         return max(spec.grant.kv_blocks, -(-spec.prefill_tokens // self._block_size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from services.core.generation import FinishReason, SequenceEnd, StartSpec, TokenLogprobs
@@ -94,6 +95,13 @@ class SequenceTable:
     def stalled(self) -> bool:
         """The engine is silent: what runs waits for it, what comes goes elsewhere."""
         return self._silence.stalled
+
+    def resize(self, kv_blocks_total: int) -> None:
+        """The engine has, or is about to have, so many blocks. What runs keeps what it reserved."""
+        if kv_blocks_total != self.limits.kv_blocks_total:
+            self.limits = replace(self.limits, kv_blocks_total=kv_blocks_total)
+            self.kv.resize(kv_blocks_total)
+            self._changed()
 
     # --- the gateway's side ---------------------------------------------------------------------
 
@@ -212,6 +220,10 @@ class SequenceTable:
     def on_heartbeat(self, event: wire.Heartbeat) -> None:
         self._hear()
         self.stats.note_levels(event)
+
+    def on_resized(self, event: wire.Resized) -> None:
+        self._hear()
+        self.resize(event.kv_blocks_total)
 
     def forgive_silence(self) -> None:
         """This process stood still itself: what the engine said meanwhile is still to be read."""

@@ -315,7 +315,7 @@ _GAUGES: Final[tuple[tuple[str, str, _Join, Callable[[EngineLevels], float]], ..
     ),
     (
         "fairway_worker_device_memory_bytes",
-        "Device memory that the worker granted to an engine: weights and KV",
+        "Device memory that the worker granted to an engine: weights, working memory and KV",
         operator.add,
         lambda engine: float(engine.device_bytes),
     ),

@@ -15,6 +15,7 @@ from services.core.records import AssignedVersion, LoadedVersion, VersionState
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.worker.detokenizer import Vocabulary, load_vocabulary
+from services.worker.drafts import Speculation, draft_of, speculation_of
 from services.worker.engine_limits import limited, read_limits
 from services.worker.engine_process import (
     Crashed,
@@ -24,13 +25,22 @@ from services.worker.engine_process import (
     EngineTimeouts,
     LoadRefused,
 )
-from services.worker.engine_protocol import EngineConfig, Heartbeat, Progress, Ready, Stepped
+from services.worker.engine_protocol import (
+    EngineConfig,
+    Heartbeat,
+    Progress,
+    Ready,
+    Resize,
+    Resized,
+    Stepped,
+)
 from services.worker.host import SequenceHost
-from services.worker.memory_ledger import MIN_KV_BYTES, MemoryLedger
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
 from services.worker.pool import PoolLimits
 from services.worker.sequences import SequenceTable
 from services.worker.telemetry import WorkerTelemetry
+from services.worker.version_memory import VersionMemory
 from services.worker.weight_size import weight_bytes
 
 log = structlog.get_logger()
@@ -70,10 +80,12 @@ class EngineSettings:
     token_budget: int = 512
     max_sequences: int = 64
     itl_target_s: float = 0.05
-    mode: Literal["exact", "free"] = "exact"
+    mode: Literal["auto", "exact", "free"] = "auto"
     operators: Literal["auto", "native", "torch"] = "auto"
+    operators_cache: str = ""
     prefix_cache: bool = True
-    speculation: Literal["off", "prompt_lookup"] = "off"
+    speculation: Speculation = "off"
+    max_proposals: int = 8
     null_step_s: float = 0.0
     slow_reader_s: float = 30.0
     request_log_per_s: float = 200.0
@@ -113,9 +125,15 @@ class VersionSlot:
         self._failed = False  # BROKEN for a reason that a restart does not heal
         self._reason = ""  # of the last failure, until it is READY
         self._context = context
+        self.memory = VersionMemory(
+            version.version_digest,
+            version.deployment,
+            ledger=context.ledger,
+            wished_kv_bytes=context.settings.kv_memory_bytes,
+        )
+        self._kv_target: int | None = None  # bytes, as of the last division of the device's memory
         self._failures = 0
         self._too_large = ""  # why an engine that had loaded was stopped at once
-        self._weight_bytes = 0  # what its weights take, once known
         self._retry_at_s = 0.0
         self._retry_unix_s = 0.0
         self._drain_until_s = 0.0
@@ -149,9 +167,9 @@ class VersionSlot:
             has_files=self._folder is not None,
             retry_at_s=self._retry_at_s,
             drain_until_s=self._drain_until_s,
-            granted_bytes=0 if (grant := self._context.ledger.held_by(self.digest)) is None else grant.bytes,
+            granted_bytes=0 if (grant := self.memory.granted) is None else grant.bytes,
             unbooked=self.version.executor != "null" and grant is None,
-            needed_bytes=self._needed_bytes if self._reason == DoesNotFit.reason else 0,
+            needed_bytes=self.memory.needed_bytes if self._reason == DoesNotFit.reason else 0,
             final=self._failed and self._reason in FINAL_REASONS,
             restarting=not self._failed and self._folder is not None,
         )
@@ -159,8 +177,8 @@ class VersionSlot:
     def record(self, deployment: str) -> LoadedVersion:
         """Return what is published of it."""
         limits = None if self.table is None else self.table.limits
-        grant = self._context.ledger.held_by(self.digest)
-        broken = self.phase is Phase.BROKEN
+        grant = self.memory.granted
+        broken = self.phase is Phase.BROKEN and not self._expects_memory
         return LoadedVersion(
             deployment=deployment,
             model=self.version.model,
@@ -176,8 +194,10 @@ class VersionSlot:
             failed_attempts=0 if self.table is not None else self._failures,
             retry_unix_s=self._retry_unix_s if broken else 0.0,
             weight_bytes=0 if grant is None else grant.weight_bytes,
+            working_bytes=0 if grant is None else grant.working_bytes,
             kv_bytes=0 if grant is None else grant.kv_bytes,
-            needed_bytes=self._needed_bytes,
+            needed_bytes=self.memory.needed_bytes,
+            spare_bytes=self.memory.spare_bytes if self.phase is Phase.READY else 0,
         )
 
     # --- actions --------------------------------------------------------------------------------
@@ -190,6 +210,19 @@ class VersionSlot:
         assert self._folder is not None, "nothing to load"
         self._enter(Phase.LOADING, self.message if self.restarts else "")
         self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load(self._folder))
+
+    def share_memory(self, kv_bytes: int | None) -> None:
+        """Move towards the KV that it is to have; None: it waits in vain, or nobody knows what it needs."""
+        self._kv_target = kv_bytes
+        if self.phase is not Phase.READY or kv_bytes is None or self.table is None or self._engine is None:
+            return
+        blocks = self.memory.aim(kv_bytes)
+        if blocks is None:
+            return
+        if blocks < self.table.limits.kv_blocks_total:
+            self.table.resize(blocks)  # nobody is admitted beyond it
+        log.info("pool.resized", digest=self.digest, kv_blocks=blocks)
+        self._engine.send(Resize(blocks))
 
     def drain(self) -> None:
         self._drain_until_s = self._context.clock.monotonic_s() + self._context.settings.drain_s
@@ -213,7 +246,7 @@ class VersionSlot:
             await asyncio.wait({self._task})
         if self._engine is not None:
             await self._engine.stop()
-        self._context.ledger.release(self.digest)
+        self.memory.release()
         folder, self._folder = self._folder, None
         if folder is not None:
             self._context.files.unpin(folder)
@@ -223,7 +256,7 @@ class VersionSlot:
     # --- fetching and loading -------------------------------------------------------------------
 
     async def _fetch(self) -> None:
-        only = _without_weights if self.version.executor == "null" else None
+        only = without_weights if self.version.executor == "null" else None
         try:
             folder = await self._context.files.fetch(
                 self.version.model, self.digest, only=only, progress=self._note_progress
@@ -252,7 +285,7 @@ class VersionSlot:
             self._engine = engine
             await engine.start()
         except FairwayError as error:
-            self._context.ledger.release(self.digest)
+            self.memory.release()
             self._break(error.reason, error.message, failed=True)
 
     async def _config(self, folder: Path) -> EngineConfig:
@@ -260,17 +293,16 @@ class VersionSlot:
         settings = self._context.settings
         limits = await asyncio.to_thread(read_limits, folder)
         context = await self._context.files.max_context_tokens(self.version.model, self.digest)
-        kv_bytes = settings.kv_memory_bytes
+        memory_bytes = 0
+        draft: Path | None = None
         if self.version.executor != "null":  # a null engine allocates nothing
-            weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
-            self._weight_bytes = max(weights, self._weight_bytes)
-            grant = self._context.ledger.grant(
-                self.digest,
-                weight_bytes=self._weight_bytes,
-                kv_bytes=kv_bytes,
-                label=self.version.deployment,
-            )
-            kv_bytes = grant.kv_bytes
+            bytes_per_value = 4 if settings.dtype == "float32" else 2
+            weights = await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
+            if settings.speculation == "draft":
+                draft = await asyncio.to_thread(draft_of, folder)
+            if draft is not None:
+                weights += await asyncio.to_thread(weight_bytes, draft, bytes_per_value)
+            memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # others may wait for it to have its memory
         config = EngineConfig(
             socket_path="",
@@ -280,14 +312,18 @@ class VersionSlot:
             dtype=settings.dtype,
             threads=settings.threads,
             block_size=settings.block_size,
-            kv_memory_bytes=kv_bytes,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            memory_bytes=memory_bytes,
             token_budget=settings.token_budget,
             max_sequences=settings.max_sequences,
             itl_target_s=settings.itl_target_s,
             mode=settings.mode,
             operators=settings.operators,
+            operators_cache=settings.operators_cache,
             prefix_cache=settings.prefix_cache,
-            speculation=settings.speculation,
+            speculation=speculation_of(settings.speculation, draft),
+            draft_model_dir="" if draft is None else str(draft),
+            max_proposals=settings.max_proposals,
             null_step_s=settings.null_step_s,
             request_log_per_s=settings.request_log_per_s,
         )
@@ -303,6 +339,7 @@ class VersionSlot:
             on_ready=self._on_ready,
             on_stepped=self._on_stepped,
             on_heartbeat=self._on_heartbeat,
+            on_resized=self._on_resized,
             on_exit=self._on_exit,
         )
 
@@ -343,12 +380,10 @@ class VersionSlot:
         """Book what the engine really took; stop an engine that took what is not there."""
         if self.version.executor == "null":
             return True
-        kv_bytes = event.kv_blocks_total * event.kv_bytes_per_block
         try:
-            self._context.ledger.settle(self.digest, weight_bytes=event.weight_bytes, kv_bytes=kv_bytes)
+            self.memory.settle(event)
         except DoesNotFit as error:
             self._too_large = error.message
-            self._weight_bytes = max(event.weight_bytes, self._weight_bytes)
             self._context.supervisor.spawn(f"stop-{self.digest[:19]}", engine.stop())
             return False
         return True
@@ -363,9 +398,15 @@ class VersionSlot:
         if self.table is not None:
             self.table.on_heartbeat(event)
 
+    def _on_resized(self, event: Resized) -> None:
+        if self.table is not None:
+            self.table.on_resized(event)
+            self.memory.resized(event.kv_blocks_total)
+            self._context.woke()  # others may wait for what it gave back
+
     def _on_exit(self, exit_: EngineExit) -> None:
         self._engine = None
-        self._context.ledger.release(self.digest)
+        self.memory.release()
         table, self.table = self.table, None
         if table is not None:
             self._context.host.remove(table)
@@ -374,7 +415,8 @@ class VersionSlot:
         if table is not None and self._context.clock.monotonic_s() - self._ready_s > CALM_S:
             self._failures = 0
         match exit_:
-            case LoadRefused(reason, message):
+            case LoadRefused(reason, message, weight_bytes, working_bytes, kv_bytes):
+                self.memory.learn(weight_bytes=weight_bytes, working_bytes=working_bytes, kv_bytes=kv_bytes)
                 self._break(reason.upper(), message, failed=True)
             case Crashed(_, message):
                 self.restarts += 1
@@ -388,11 +430,10 @@ class VersionSlot:
     # --- inside ---------------------------------------------------------------------------------
 
     @property
-    def _needed_bytes(self) -> int:
-        """The least device memory that it runs with, 0 while unknown."""
-        if self.version.executor == "null" or not self._weight_bytes:
-            return 0
-        return self._weight_bytes + min(MIN_KV_BYTES, self._context.settings.kv_memory_bytes)
+    def _expects_memory(self) -> bool:
+        """Whether others are about to give back what it waits for."""
+        waits = self.phase is Phase.BROKEN and self._reason == DoesNotFit.reason
+        return waits and self._kv_target is not None
 
     def _break(self, reason: str, message: str, *, failed: bool) -> None:
         """Note what went wrong, and when it is tried again if time can heal it."""
@@ -447,6 +488,8 @@ class VersionSlot:
                 return VersionState.READY
             case Phase.DRAINING | Phase.STOPPING:
                 return VersionState.DRAINING
+            case Phase.BROKEN if self._expects_memory:
+                return VersionState.LOADING
             case Phase.BROKEN:
                 return VersionState.FAILED if self._failed else self._waiting_state()
 
@@ -454,5 +497,6 @@ class VersionSlot:
         return VersionState.FETCHING if self._folder is None else VersionState.RESTARTING
 
 
-def _without_weights(path: str) -> bool:
+def without_weights(path: str) -> bool:
+    """Return whether a null engine has a file fetched."""
     return not path.endswith(".safetensors")

@@ -29,6 +29,7 @@ class KvPool:
         if blocks_total < 1 or block_size < 1 or (cache and PREFIX_BLOCK_TOKENS % block_size):
             raise ValueError(f"{blocks_total} blocks of {block_size} tokens are no pool")
         self.blocks_total = blocks_total
+        self.blocks_open = blocks_total  # fewer while the pool shrinks
         self.block_size = block_size
         self._cache = cache
         self._each = PREFIX_BLOCK_TOKENS // block_size if cache else 1  # blocks of a prefix block
@@ -43,7 +44,7 @@ class KvPool:
     @property
     def blocks_free(self) -> int:
         """Blocks that nobody holds; those of idle prefixes are among them."""
-        return self.blocks_total - self.blocks_used
+        return max(0, self.blocks_open - self.blocks_used)
 
     @property
     def blocks_used(self) -> int:
@@ -61,8 +62,7 @@ class KvPool:
         if count > self.blocks_free:
             raise OutOfBlocks(f"{count} blocks asked for, {self.blocks_free} free")
         self._own += count
-        while self._own + len(self._holders) * self._each > self.blocks_total:
-            self._evict()
+        self._evict_beyond(self.blocks_open)
         return [OWN] * count
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -83,6 +83,32 @@ class KvPool:
             counted.update(table[: len(table) - of_table : self._each])
         gone = (name for name, count in counted.items() if count == self._holders[name] and name not in kept)
         return own + self._each * sum(1 for _ in gone)
+
+    @property
+    def is_closing(self) -> bool:
+        """See ``BlockManager``."""
+        return self.blocks_open < self.blocks_total
+
+    def holds_closed(self, table: Sequence[int]) -> bool:
+        """See ``BlockManager``. Which blocks are closed nobody knows here: any holder may give way."""
+        return self.is_closing and bool(table)
+
+    def grow(self, blocks: int) -> None:
+        """See ``BlockManager``."""
+        self.blocks_total = self.blocks_open = self.blocks_total + blocks
+
+    def shrink(self, blocks: int) -> int:
+        """See ``BlockManager``."""
+        self.blocks_open = min(self.blocks_open, max(1, self.blocks_total - blocks))
+        return self.drain()
+
+    def drain(self) -> int:
+        """See ``BlockManager``."""
+        self._evict_beyond(self.blocks_open)
+        held = self._own + len(self._holders) * self._each
+        given = self.blocks_total - max(self.blocks_open, held)
+        self.blocks_total -= given
+        return given
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
@@ -193,6 +219,11 @@ class KvPool:
         self._holders[name] -= 1
         if not self._holders[name]:
             self._idle[name] = None
+
+    def _evict_beyond(self, blocks: int) -> None:
+        """Evict what nobody holds until the pool holds so many blocks."""
+        while self._idle and self._own + len(self._holders) * self._each > blocks:
+            self._evict()
 
     def _evict(self) -> None:
         name = next(iter(self._idle))

@@ -40,7 +40,7 @@ MAX_WINDOW_STEPS: Final = 1024
 MAX_INBOX: Final = 1 << 16  # commands that an engine that hangs leaves unread
 
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
-Tell = Callable[[wire.Stepped | wire.Heartbeat], None]
+Tell = Callable[[wire.Stepped | wire.Heartbeat | wire.Resized], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class SimEngine:
             intake=self._intake,
         )
         self._planner = self._engine.planner
-        self._inbox: list[wire.Submit | wire.Credit | wire.Cancel] = []
+        self._inbox: list[wire.Submit | wire.Credit | wire.Cancel | wire.Resize] = []
         self._at_s = 0.0  # when the step under way began, or the next begins
         self._busy = False
         self._event: wire.Stepped | None = None  # of the step under way
@@ -219,6 +219,8 @@ class SimEngine:
         """Begin a step, or a window of them, at ``now_s``; rest when there is nothing to do."""
         if self._inbox:
             self._apply()
+        if (resized := self._engine.resized()) is not None:
+            self._tell(resized)
         if not self._engine.has_work:
             self._rest(now_s)
             return
@@ -358,9 +360,9 @@ class SimEngine:
             prefix_removed=removed,
         )
 
-    def _matters(self, command: wire.Submit | wire.Credit | wire.Cancel) -> bool:
+    def _matters(self, command: wire.Submit | wire.Credit | wire.Cancel | wire.Resize) -> bool:
         """Whether a command changes what the steps of the window would do."""
-        if isinstance(command, wire.Submit):
+        if isinstance(command, wire.Submit | wire.Resize):
             return True
         live = self._intake.live
         if isinstance(command, wire.Cancel):

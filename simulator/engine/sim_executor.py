@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from services.worker.engine.core import Intake
 from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.intake import Intake
 from services.worker.engine.keyed import sequence_key
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import ModelLimits, size_refusal
@@ -91,6 +91,9 @@ class SimExecutor:
             batch.prefill_tokens, len(batch.decodes), attended, prefill_attended
         )
         return Samples([self._sample(sequence) for sequence in batch.sampled])
+
+    def resize(self, blocks: int) -> None:
+        """See ``Runner``: there is no memory behind its blocks."""
 
     def decode_s(self, decodes: int, attended_tokens: int) -> float:
         """Return what a step of decodes takes."""

@@ -175,15 +175,18 @@ class SimSlot:
         if self.engine is not None:
             self.engine.check_integrity()
 
-    def _hear(self, event: wire.Stepped | wire.Heartbeat) -> None:
+    def _hear(self, event: wire.Stepped | wire.Heartbeat | wire.Resized) -> None:
         table = self.table
         if table is None:
             return
         self._heard_s = self._process.clock.monotonic_s()
-        if isinstance(event, wire.Stepped):
-            table.on_stepped(event)
-        else:
-            table.on_heartbeat(event)
+        match event:
+            case wire.Stepped():
+                table.on_stepped(event)
+            case wire.Heartbeat():
+                table.on_heartbeat(event)
+            case wire.Resized(blocks):
+                table.resize(blocks)
 
     def _call_at(self, when_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         process = self._process

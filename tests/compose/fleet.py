@@ -168,6 +168,17 @@ class Fleet:
         )
         return done.stdout + done.stderr
 
+    def events(self, service: str) -> list[dict[str, Any]]:
+        """Every event in a container's log; what an engine wrote is in its agent's, taken apart here."""
+        done = subprocess.run(["docker", "logs", self.container(service)], capture_output=True, text=True)
+        found: list[dict[str, Any]] = []
+        for line in (done.stdout + done.stderr).splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(event := json.loads(line))
+                if event.get("event") == "engine.stderr_written":
+                    found.append(json.loads(event["line"]))
+        return [event for event in found if "event" in event]
+
     def healthy(self, service: str) -> bool:
         state = self.inspect(service)["State"]
         return bool(state["Status"] == "running" and state["Health"]["Status"] == "healthy")

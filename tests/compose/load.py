@@ -14,7 +14,7 @@ from tests.compose.fleet import Fleet
 
 MODEL = "fairway-tiny"
 STREAMS = 8
-TOKENS = 300
+TOKENS = 900  # some seconds: a command to the Docker engine takes one; the model's context is 1,024
 
 
 @dataclass

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.fleet import ROLES, SERVICES, Failed, Fleet, command
+from tests.compose.fleet import ROLES, SERVICES, Failed, Fleet, command, wait
 
 SECRETS = ("admin_key", "internal_token", "ticket_key", "redis_password", "redis_acl", "api_key")
+PREBUILT = "/srv/fairway/services/worker/engine/native/prebuilt"
 GIVEN = {
     "registry": {"internal_token"},
     "controlplane": {"internal_token", "admin_key"},
@@ -55,7 +56,7 @@ def test_its_process_is_nobody_and_writes_nowhere_else(fleet: Fleet, service: st
     for path in ("/srv/fairway/x", "/etc/x", "/x"):
         with pytest.raises(Failed, match="Read-only file system"):
             fleet.execute(service, "touch", path)
-    for tool in ("cc", "gcc", "make"):
+    for tool in ("cc", "gcc", "c++", "g++", "make"):
         with pytest.raises(Failed):
             fleet.execute(service, "sh", "-c", f"command -v {tool}")
 
@@ -106,6 +107,32 @@ def test_redis_opens_to_the_password_alone_and_keeps_every_write(fleet: Fleet) -
         "maxmemory-policy": "noeviction",
     }.items():
         assert fleet.redis("config", "get", name).split() == [name, value]
+
+
+@pytest.mark.parametrize("worker", ["worker-0", "worker-1"])
+def test_engines_compute_with_the_operators_of_the_image(fleet: Fleet, worker: str) -> None:
+    """Torch's are slower and promise less: nothing but the log tells one from the other."""
+    wait("an engine loaded", lambda: "model.loaded" in {each["event"] for each in fleet.events(worker)})
+    about = [each for each in fleet.events(worker) if each["event"].startswith("operators.")]
+    assert {each["event"] for each in about} == {"operators.loaded"}, about
+    found = fleet.execute(worker, "find", PREBUILT, "-name", "*.so", "-printf", "%f %m %u\n").splitlines()
+    made = {line.split()[0]: line.split()[1:] for line in found}
+    assert {each["library"] for each in about} <= made.keys()
+    assert all(rest == ["555", "root"] for rest in made.values())
+    assert fleet.execute(worker, "find", "/srv/fairway", "-perm", "/022", "!", "-type", "l") == ""
+
+
+def test_what_an_engine_compiles_goes_where_it_may_be_run(fleet: Fleet) -> None:
+    """HOME is on the temporary file system, from which nothing runs."""
+    code = (
+        "from pathlib import Path; from services.runtime.folders import compile_folder;"
+        "print(compile_folder(Path('/var/lib/fairway')))"
+    )
+    assert fleet.execute("worker-0", "python", "-c", code).strip() == "/var/lib/fairway/compiled"
+    lines = fleet.execute("worker-0", "cat", "/proc/mounts").splitlines()
+    mounts = dict(line.split()[1:4:2] for line in lines)
+    assert "noexec" in mounts["/tmp"].split(",")
+    assert "noexec" not in mounts["/var/lib/fairway"].split(",")
 
 
 def test_an_engine_counts_the_processors_of_its_container(fleet: Fleet) -> None:

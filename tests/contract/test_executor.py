@@ -108,6 +108,16 @@ def test_neighbours_and_blocks_change_no_token(executor: Runner) -> None:
     assert tokens == alone
 
 
+def test_a_pool_that_changes_its_size_keeps_what_its_first_blocks_hold(executor: Runner) -> None:
+    expected = generate(executor, sequence(1, PROMPT, block=0), 6)
+    found = sequence(1, PROMPT, block=0)
+    tokens = generate(executor, found, 2)
+    for blocks in (4, 64, 5, 64):
+        executor.resize(blocks)
+        tokens.append(decode(executor, found, tokens[-1]))
+    assert tokens == expected
+
+
 def test_logprobs_are_of_the_rows_that_asked(executor: Runner) -> None:
     silent, asking = sequence(1, PROMPT[:3], block=0), sequence(2, PROMPT[:3], block=4, logprobs=0)
     samples = prefill(executor, (silent, 3), (asking, 3))

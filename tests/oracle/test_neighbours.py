@@ -1,4 +1,4 @@
-"""Bit for bit the same request, alone and in company: families, head counts, scalings of positions."""
+"""Bit for bit the same request, alone and in company: families, heads, scalings of positions, data types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_neighbours import compare_neighbours
+from tests.support.engine_neighbours import HAPPENED, compare_neighbours
 from tests.support.engine_oracle import Shape, save
 
 SHAPES = (
@@ -18,18 +18,24 @@ SHAPES = (
     Shape("Qwen2", 6, 2, 80, "linear", window=7),
     Shape("Qwen3", 3, 1, 40, "default"),
 )
+DTYPES = ("float32", "bfloat16")
 EXAMPLES = 60
 
-worked: Counter[str] = Counter()
+pytestmark = pytest.mark.timeout(900)
+
+worked: dict[str, Counter[str]] = {dtype: Counter() for dtype in DTYPES}
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_neighbour_changes_a_bit(shape: Shape, tmp_path: Path) -> None:
+def test_no_neighbour_changes_a_bit(shape: Shape, dtype: str, tmp_path: Path) -> None:
     save(shape, tmp_path)
-    worked.update(compare_neighbours(tmp_path, seed=sum(str(shape).encode()), examples=EXAMPLES))
+    seed = sum(f"{shape}-{dtype}".encode())
+    worked[dtype].update(compare_neighbours(tmp_path, seed=seed, examples=EXAMPLES, dtype=dtype))
 
 
-def test_every_mechanism_was_at_work() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_mechanism_was_at_work(dtype: str) -> None:
     """Runs last; prints how much of each there was."""
-    print(dict(worked))
-    assert min(worked[name] for name in ("cached", "preemptions", "mixed steps", "accepted")) > 0
+    print(dtype, dict(worked[dtype]))
+    assert min(worked[dtype][name] for name in (*HAPPENED, "preemptions", "mixed steps")) > 0

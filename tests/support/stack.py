@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,12 @@ class Stack:
         replicas: int,
         gateways: int = 1,
         settings: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> Iterator[Stack]:
-        """Bring it up, with FAIRWAY_ variables for all roles; check on the way out that nothing is left."""
+        """Bring it up, with FAIRWAY_ variables for all roles; check on the way out that nothing is left.
+
+        ``options`` are more of those of ``fairway up``.
+        """
         fairway(
             "up",
             "--detach",
@@ -78,6 +82,7 @@ class Stack:
             str(replicas),
             "--gateways",
             str(gateways),
+            *options,
             settings=settings,
         )
         try:

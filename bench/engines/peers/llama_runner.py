@@ -1,7 +1,7 @@
-"""llama.cpp's server as a runner: ``python -m bench.engines.peers.llama_runner GGUF SERVER``.
+"""llama.cpp's server as a runner: ``python -m bench.engines.peers.llama_runner GGUF SERVER SLOTS``.
 
-``SERVER`` is the ``llama-server`` binary, started as a child with 32 slots; requests go to it over HTTP, all
-of a load at once. Standard library only.
+``SERVER`` is the ``llama-server`` binary, started as a child that takes ``SLOTS`` requests at a time; those
+of a load go to it over HTTP, all at once. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing import Any, Final
 
 from bench.engines.peers.wire import Prompts, claim_output, die_with_parent, serve
 
-SLOTS: Final = 32
-CONTEXT_TOKENS: Final = 32768
+CONTEXT_TOKENS: Final = 1024  # of a slot
 START_S: Final = 60.0
 ANSWER_S: Final = 600.0
 
 
-def main(model: str, server: str) -> None:
+def main(model: str, server: str, slots: str) -> None:
     die_with_parent()
     out = claim_output()
     port, threads = free_port(), str(len(os.sched_getaffinity(0)))
-    options = f"-c {CONTEXT_TOKENS} -np {SLOTS} -b 2048 -ub 512 -fa on --no-webui"
+    options = f"-c {CONTEXT_TOKENS * int(slots)} -np {slots} -b 2048 -ub 512 -fa on --no-webui"
     options += f" -t {threads} -tb {threads} --host 127.0.0.1 --port {port}"
     libraries = {"LD_LIBRARY_PATH": str(Path(server).parent)}
     # The server dies with this process, which dies with the benchmark.
@@ -45,7 +44,7 @@ def main(model: str, server: str) -> None:
     try:
         address = f"http://127.0.0.1:{port}"
         wait_until_healthy(address, child)
-        with ThreadPoolExecutor(SLOTS) as pool:
+        with ThreadPoolExecutor(int(slots)) as pool:
 
             def run(prompts: Prompts, outputs: list[int]) -> Prompts:
                 return list(pool.map(partial(complete, address), prompts, outputs))

@@ -15,6 +15,7 @@ from services.app.roles.shared import open_directory, open_model_files
 from services.ports.clock import Clock
 from services.rpc.server import Service
 from services.runtime.config import Settings
+from services.runtime.folders import compile_folder
 from services.runtime.health import Check
 from services.runtime.machine import default_engine_threads, device_type
 from services.worker.agent import WorkerAgent, WorkerIdentity
@@ -111,8 +112,10 @@ def engine_settings(settings: Settings) -> EngineSettings:
         itl_target_s=settings.itl_target_s,
         mode=settings.engine_mode,
         operators=settings.engine_operators,
+        operators_cache=str(compile_folder(settings.state_dir)),
         prefix_cache=settings.prefix_cache,
         speculation=settings.speculation,
+        max_proposals=settings.max_proposals,
         null_step_s=settings.null_step_s,
         request_log_per_s=settings.request_log_per_s,
     )

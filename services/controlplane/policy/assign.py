@@ -204,18 +204,18 @@ def _leave_starved(deployment: Deployment, hosts: Sequence[_Host]) -> None:
     Such a replica serves nobody, so it need not wait for its replacement.
     """
     version = _version_of(deployment)
-    name, digest = version.deployment, version.version_digest
+    name, digest, rank = version.deployment, version.version_digest, version.priority.rank
     starved = [host for host in hosts if name in host.held and host.live and host.memory.starved(digest)]
     if not starved:
         return
     roomy = sum(
         not rejection(deployment, host.worker, host.node, host.held)
-        and host.memory.free_bytes(but=digest) >= host.memory.needed_bytes(version)
+        and host.memory.free_bytes(but=digest, rank=rank) >= host.memory.needed_bytes(version)
         for host in hosts
         if host.live
     )
     for host in starved[: max(0, roomy)]:
-        if host.memory.needed_bytes(version) > host.memory.free_bytes(but=digest):
+        if host.memory.needed_bytes(version) > host.memory.free_bytes(but=digest, rank=rank):
             _remove(host, name, "no memory")  # else its worker is about to load it
 
 
@@ -259,7 +259,8 @@ def _choose(
         if not why and version.version_digest in host.needs:
             memory = host.memory
             why = no_memory(memory, version)
-            crowded = memory.free_bytes(but=version.version_digest) < memory.needed_bytes(version)
+            free_bytes = memory.free_bytes(but=version.version_digest, rank=version.priority.rank)
+            crowded = free_bytes < memory.needed_bytes(version)
         if why:
             rejected.append((worker_id, why))
             continue

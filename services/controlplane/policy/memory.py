@@ -37,7 +37,13 @@ class MemoryView:
 
     def granted_bytes(self, digest: str) -> int:
         loaded = self._loaded(digest)
-        return 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
+        return 0 if loaded is None else loaded.weight_bytes + loaded.working_bytes + loaded.kv_bytes
+
+    def kept_bytes(self, digest: str, rank: int) -> int:
+        """Return what a version keeps when one of priority ``rank`` waits: it shrinks for its equals."""
+        loaded = self._loaded(digest)
+        yields = loaded is not None and self._ranks().get(digest, 0) <= rank
+        return self.granted_bytes(digest) - (loaded.spare_bytes if loaded is not None and yields else 0)
 
     def starved(self, digest: str) -> bool:
         """Whether the worker has no memory for a version that is assigned to it."""
@@ -49,18 +55,21 @@ class MemoryView:
             and not self.granted_bytes(digest)
         )
 
-    def free_bytes(self, *, but: str = "", held_from_rank: int = 0, due_from_rank: int = 0) -> int:
+    def free_bytes(
+        self, *, but: str = "", rank: int = -1, held_from_rank: int = 0, due_from_rank: int = 0
+    ) -> int:
         """Return what is left of the granted memory and of what assigned versions are still to have.
 
-        ``but`` is left out. Grants count from priority ``held_from_rank`` on, what is due from
-        ``due_from_rank`` on. What does not fit any more is not due.
+        ``but`` is left out; for one of priority ``rank`` others give back what they can spare. Grants count
+        from priority ``held_from_rank`` on, what is due from ``due_from_rank`` on. What does not fit any more
+        is not due.
         """
         if not self.worker.memory_bytes:
             return UNBOUNDED
         ranks = self._ranks()
         digests = sorted((digest for digest in ranks if digest != but), key=lambda d: (-ranks[d], d))
         left = self.worker.memory_bytes - sum(
-            self.granted_bytes(digest) for digest in digests if ranks[digest] >= held_from_rank
+            self.kept_bytes(digest, rank) for digest in digests if ranks[digest] >= held_from_rank
         )
         for digest in digests:
             due = self.needs.get(digest, 0)
@@ -88,12 +97,13 @@ class MemoryView:
         if self.granted_bytes(digest) or not needed_bytes:
             return ()
         ranks = self._ranks()
-        short = needed_bytes - self.free_bytes(but=digest, due_from_rank=ranks[digest])
+        rank = ranks[digest]
+        short = needed_bytes - self.free_bytes(but=digest, rank=rank, due_from_rank=rank)
         lower = sorted(
             (
-                (ranks[other], -self.granted_bytes(other), other)
+                (ranks[other], -self.kept_bytes(other, rank), other)
                 for other in ranks
-                if other != digest and ranks[other] < ranks[digest] and self.granted_bytes(other)
+                if other != digest and ranks[other] < rank and self.granted_bytes(other)
             ),
         )
         going: list[tuple[str, int]] = []
@@ -126,7 +136,7 @@ def no_memory(memory: MemoryView, version: AssignedVersion) -> str:
     """Return why the worker has no room for the version even if lower priorities yield, empty if it has."""
     rank = version.priority.rank
     needed_bytes = memory.needed_bytes(version)
-    free = memory.free_bytes(but=version.version_digest, held_from_rank=rank, due_from_rank=rank)
+    free = memory.free_bytes(but=version.version_digest, rank=rank, held_from_rank=rank, due_from_rank=rank)
     if not needed_bytes or needed_bytes <= free:
         return ""
     holders: dict[str, int] = {}

@@ -18,7 +18,13 @@ from services.worker.engine.spans import Span
 
 
 class Attention(Protocol):
-    """Owns the KV pool of one model."""
+    """Owns the KV pool of one model.
+
+    ``contexts_at_once``: of how many sequences it holds memory that grows with their contexts; 0: of none.
+    """
+
+    @property
+    def contexts_at_once(self) -> int: ...
 
     def begin(self, spans: Sequence[Span], slots: torch.Tensor) -> None:
         """Prepare a step: ``slots`` [rows] int64 is where each row's key and value go."""
@@ -40,6 +46,8 @@ class _Plan:
 class TorchAttention:
     """``windows[layer]`` limits how many positions the layer looks back over, itself included."""
 
+    contexts_at_once = 1  # one after the other is gathered
+
     def __init__(self, cache: KvCache, *, windows: Sequence[int | None], device: torch.device) -> None:
         self._cache = cache
         self._windows = tuple(windows)
@@ -49,7 +57,7 @@ class TorchAttention:
 
     def begin(self, spans: Sequence[Span], slots: torch.Tensor) -> None:
         """Masks and indices of the step are ready, once for all layers of a kind."""
-        self._slots = slots.to(self._device)
+        self._slots = slots.to(self._device, non_blocking=True)
         self._plans = {
             window: [self._plan(span, window) for span in spans] for window in dict.fromkeys(self._windows)
         }

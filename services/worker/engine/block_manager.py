@@ -30,6 +30,12 @@ class BlockPool(Protocol):
     def block_size(self) -> int: ...
 
     @property
+    def blocks_total(self) -> int: ...
+
+    @property
+    def is_closing(self) -> bool: ...
+
+    @property
     def blocks_free(self) -> int: ...
 
     @property
@@ -42,6 +48,14 @@ class BlockPool(Protocol):
     def release(self, blocks: Iterable[int]) -> None: ...
 
     def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int: ...
+
+    def holds_closed(self, table: Sequence[int]) -> bool: ...
+
+    def grow(self, blocks: int) -> None: ...
+
+    def shrink(self, blocks: int) -> int: ...
+
+    def drain(self) -> int: ...
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None: ...
 
@@ -105,6 +119,15 @@ class BlockManager:
         return sum(block < self.blocks_open and block not in kept for table in tables for block in table)
 
     # --- slabs ---------------------------------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether blocks that were asked back are still here."""
+        return self.blocks_open < self.blocks_total
+
+    def holds_closed(self, table: Sequence[int]) -> bool:
+        """Whether one of the blocks was asked back."""
+        return bool(table) and max(table) >= self.blocks_open
 
     def grow(self, blocks: int) -> None:
         """Have ``blocks`` more at the end; a shrink in progress is over, and what it closed is open."""

@@ -1,74 +1,35 @@
-"""Engine step: plan the batch, run it, commit the result. Torch lives behind ``Executor``."""
+"""Engine step: plan a batch, run it, commit what came of it. Torch lives behind ``Executor``.
+
+On a device that computes beside the processor the next batch is planned and submitted while one is computed:
+each sequence is taken where that batch's tokens will bring it, whatever they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from services.worker.engine.acceptance import accepted_proposals, standing_rows
 from services.worker.engine.block_manager import BlockPool
 from services.worker.engine.executor import Batch, Executor, Samples
+from services.worker.engine.intake import Intake
+from services.worker.engine.live_sequences import Flight, LiveSequences
+from services.worker.engine.outcome import Outcome, Work
 from services.worker.engine.planner import Planner, PlannerLimits
+from services.worker.engine.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
-from services.worker.engine.sequence import SequenceState, Status, sequence_of
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.validation import MAX_WAITING, ModelLimits, refusal
-from services.worker.engine_protocol import (
-    Cancel,
-    Credit,
-    FinishReason,
-    Heartbeat,
-    Stepped,
-    Submit,
-    TokenLogprobs,
-)
+from services.worker.engine.validation import MAX_WAITING, ModelLimits
+from services.worker.engine_protocol import Cancel, Credit, Heartbeat, Resize, Resized, Stepped, Submit
 from services.worker.policy.prefill_budget import PrefillBudget
-from services.worker.policy.speculation import Verified
 
-_HANDLE: Final = attrgetter("handle")
 _TOKENS: Final = attrgetter("tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a step is measured by: its decodes read ``attended_tokens`` of KV; ``cached`` is by handle what of
-    a prompt came from a cache, in the step that first computes it."""
-
-    decodes: int = 0
-    prefill_tokens: int = 0
-    attended_tokens: int = 0
-    cached: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What a step has to tell, in the columns of ``Stepped``."""
-
-    handles: list[int]
-    tokens: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    verified: list[Verified] = field(default_factory=list)
-
-
+_SEES_OUTPUT: Final = attrgetter("sees_output")
 NOTHING: Final = Samples([])
 
 
 class DuplicateHandle(Exception):
     """The agent used the handle of a live sequence again: neither could be told from the other."""
-
-
-class Intake:
-    """How a command becomes a sequence, or is refused. Another intake may keep less of a prompt."""
-
-    def refusal(self, command: Submit, model: ModelLimits) -> str | None:
-        """Return why the sequence cannot run, or None."""
-        return refusal(command, model)
-
-    def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
-        """Return the state of a sequence that is not refused."""
-        return sequence_of(command, arrival=arrival, eos_ids=eos_ids)
 
 
 class Engine:
@@ -99,17 +60,16 @@ class Engine:
         self._model = model
         self._eos_ids = eos_ids
         self._clock = clock
-        self._sequences: dict[int, SequenceState] = {}  # by handle, the live ones
+        self._live = LiveSequences(self._planner)
         self._arrivals = 0
         self._steps = 0
-        self._gone: list[int] = []  # of the present step
-        self._finished: dict[int, FinishReason] = {}  # of the present step
-        self._errors: dict[int, str] = {}
+        self._size = PoolSize(blocks, executor, speculation)
+        self._flight: Flight | None = None  # submitted while the batch before it was computed
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would compute or report anything."""
-        return bool(self._finished) or self._planner.has_work
+        return self._live.any_ended or self._flight is not None or self._planner.has_work
 
     @property
     def planner(self) -> Planner:
@@ -119,34 +79,36 @@ class Engine:
     def max_model_len(self) -> int:
         return self._model.max_model_len
 
-    def apply(self, command: Submit | Credit | Cancel) -> None:
+    def apply(self, command: Submit | Credit | Cancel | Resize) -> None:
         """Carry out a command between two steps. Raises DuplicateHandle."""
         match command:
             case Submit():
                 self._submit(command)
             case Credit():
                 for handle, limit in zip(command.handles, command.limits, strict=False):
-                    if (sequence := self._sequences.get(handle)) is not None:  # else it has just finished
-                        self._planner.credit(sequence, limit)
+                    self._live.credit(handle, limit)
             case Cancel():
                 for handle in command.handles:
-                    if (sequence := self._sequences.get(handle)) is not None:
-                        self._planner.remove(sequence)
-                        del self._sequences[handle]
-                        if self._speculation is not None:
-                            self._speculation.forget(handle)
-                    self._finished.pop(handle, None)
-                    self._errors.pop(handle, None)
+                    self._live.cancel(handle)
+                    if self._speculation is not None:
+                        self._speculation.forget(handle)
+            case Resize():
+                self._size.ask(command.kv_blocks)
+
+    def resized(self) -> Resized | None:
+        """Carry a ``Resize`` on between two steps; what to say once it has come to its end."""
+        blocks = self._size.settle() if self._flight is None else None
+        return None if blocks is None else Resized(blocks)
 
     def step(self) -> Stepped:
         """One forward pass. Same commands and same executor answers give the same events."""
-        started_s = self._clock()
-        batch = self._plan()
-        work, samples = self._run(batch)
-        outcome = self._commit(batch, samples)
-        step_s = self._clock() - started_s
-        self._learn(work, outcome, step_s)
-        return self._stepped(work, outcome, step_s)
+        flight = self._flight if self._flight is not None else self._launch()
+        self._flight = self._launch_next(flight) if self._may_run_ahead(flight) else None
+        samples = self._executor.collect() if flight.batch else NOTHING
+        outcome = self._live.commit(flight, samples)
+        step_s = self._ended(flight)
+        self._learn(flight.work, outcome, step_s)
+        return self._stepped(flight.work, outcome, step_s)
 
     def heartbeat(self) -> Heartbeat:
         """What to say while there is nothing to step."""
@@ -155,116 +117,95 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if a block leaked or a live sequence is nowhere planned."""
         self._planner.check_integrity()
-        assert len(self._sequences) == self._planner.running + self._planner.waiting, "a sequence was lost"
+        assert len(self._live) == self._planner.running + self._planner.waiting, "a sequence was lost"
 
     def _submit(self, command: Submit) -> None:
-        if command.handle in self._sequences:
+        if command.handle in self._live:
             raise DuplicateHandle(f"handle {command.handle} is live")
         reason = self._intake.refusal(command, self._model)
         if reason is None and self._planner.waiting >= MAX_WAITING:
             reason = f"{MAX_WAITING} sequences wait already"
         if reason is not None:
-            self._finished[command.handle] = "error"
-            self._errors[command.handle] = reason
+            self._live.end_at_once(command.handle, "error", reason)
         elif len(command.produced_ids) >= command.sampling.max_tokens:
-            self._finished[command.handle] = "length"  # the earlier run had just made its last token
+            self._live.end_at_once(command.handle, "length")  # the earlier run had just made its last token
         else:
             self._arrivals += 1
-            sequence = self._intake.sequence(command, arrival=self._arrivals, eos_ids=self._eos_ids)
-            self._sequences[command.handle] = sequence
-            self._planner.add(sequence)
+            self._live.add(self._intake.sequence(command, arrival=self._arrivals, eos_ids=self._eos_ids))
 
     def _plan(self) -> Batch:
         """Decide what to compute. The sequences that are handed back are among the events."""
         batch, handed_back = self._planner.plan()
-        for sequence in handed_back:
-            self._report(sequence, "preempted")
+        self._live.hand_back(handed_back)
         if self._speculation is None or not batch.decodes:
             return batch
         proposals = self._speculation.propose(batch.decodes, most_rows=self._planner.room(batch))
         return self._planner.with_proposals(batch, proposals)
 
-    def _run(self, batch: Batch) -> tuple[_Work, Samples]:
-        """Compute the batch; while the device does, take down what the step is measured by."""
-        if not (batch.decodes or batch.prefills):
-            return _Work(), NOTHING
+    def _launch(self) -> Flight:
+        """Plan a batch and submit it; while the device computes, take down what the step is measured by."""
+        began_s = self._clock()
+        batch = self._plan()
+        if not batch:
+            return Flight(batch, [], Work(), began_s)
         self._executor.submit(batch)
-        return self._work(batch), self._executor.collect()
+        return Flight(batch, batch.sampled, self._work(batch), began_s)
 
-    def _work(self, batch: Batch) -> _Work:
+    def _work(self, batch: Batch) -> Work:
         cached: dict[int, int] = {}
         if self._reuse is not None:
             cached = {c.sequence.handle: c.start for c in batch.prefills if c.start == c.sequence.cached}
         attended = sum(map(len, map(_TOKENS, batch.decodes)))
-        return _Work(len(batch.decodes), batch.prefill_tokens, attended, cached)
+        return Work(len(batch.decodes), batch.prefill_tokens, attended, cached)
 
-    def _commit(self, batch: Batch, samples: Samples) -> _Outcome:
-        """Append the tokens of the rows that stand, then finish, stall or keep each sequence."""
-        if batch.prefills:
-            self._planner.computed(batch.prefills)
-        sampled = batch.sampled
-        accepted = accepted_proposals(batch, samples)
-        rows = standing_rows(batch, accepted, len(sampled)) if accepted else range(len(sampled))
-        kept: list[int] = []
-        for row in rows:
-            sequence = sampled[row]
-            if sequence.status is not Status.DECODING:
-                continue  # an earlier row of it was its last
-            if samples.errors and row in samples.errors:
-                self._errors[sequence.handle] = samples.errors[row]
-                self._finish(sequence, "error")
-                continue
-            token, length = samples.tokens[row], len(sequence.tokens)
-            sequence.computed = length
-            sequence.tokens.append(token)
-            kept.append(row)
-            if length + 1 >= sequence.pause_at or token in sequence.stop_ids:
-                self._pause(sequence, token)
-        for index in accepted:
-            self._planner.give_back(batch.decodes[index])
-        if batch.prefills:
-            self._planner.publish(batch.prefills)
-        outcome = _outcome(sampled, samples, kept)
-        outcome.verified += (
-            Verified(batch.decodes[index].handle, len(batch.proposals[index]), count)
-            for index, count in accepted.items()
+    # --- ahead of the commit -------------------------------------------------------------------------
+
+    def _may_run_ahead(self, flight: Flight) -> bool:
+        """Whether the next batch can be planned without this one's tokens.
+
+        It cannot where the tokens decide more than who ends: what comes next is proposed or penalised by
+        them, or blocks are short, so that those which an end frees save others from being preempted. Nor
+        where it prefills what others may find in the cache, which is entered by its commit.
+        """
+        return (
+            self._executor.runs_ahead
+            and self._speculation is None
+            and not self._size.changing
+            and bool(flight.batch)
+            and not (flight.batch.prefills and self._reuse is not None)
+            and self._planner.has_blocks_after(flight.batch)
+            and not any(map(_SEES_OUTPUT, flight.sampled))
         )
-        return outcome
 
-    def _learn(self, work: _Work, outcome: _Outcome, step_s: float) -> None:
+    def _launch_next(self, flight: Flight) -> Flight | None:
+        """Plan and submit the batch after one that is computed; None if there is nothing to compute."""
+        self._live.foresee(flight)
+        following = self._launch()
+        return following if following.batch else None
+
+    # --- after a step --------------------------------------------------------------------------------
+
+    def _ended(self, flight: Flight) -> float:
+        """Return how long the step took; until its end the device had nothing of the one that follows."""
+        now_s = self._clock()
+        if self._flight is not None:
+            self._flight.began_s = now_s
+        return now_s - flight.began_s
+
+    def _learn(self, work: Work, outcome: Outcome, step_s: float) -> None:
         """Let the policies follow what the step took, and what became of its proposals."""
         self._planner.measured(work.prefill_tokens, step_s)
+        gone = self._live.take_gone()
         if self._speculation is not None:
             self._speculation.stepped(
                 work.decodes, outcome.verified, step_s, prefilled=work.prefill_tokens > 0
             )
-            for handle in self._gone:  # after the last that is learnt of them
+            for handle in gone:  # after the last that is learnt of them
                 self._speculation.forget(handle)
-        self._gone.clear()
 
-    def _pause(self, sequence: SequenceState, token: int) -> None:
-        """Finish or stall a sequence whose last token may be its last."""
-        produced = sequence.output_tokens
-        if token in sequence.stop_ids and produced > sequence.sampling.min_tokens:
-            self._finish(sequence, "stop")
-        elif produced >= sequence.sampling.max_tokens:
-            self._finish(sequence, "length")
-        elif not sequence.has_credit:
-            self._planner.stall(sequence)
-
-    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        self._planner.remove(sequence, is_sound=reason != "error")
-        self._report(sequence, reason)
-
-    def _report(self, sequence: SequenceState, reason: FinishReason) -> None:
-        del self._sequences[sequence.handle]
-        self._gone.append(sequence.handle)
-        self._finished[sequence.handle] = reason
-
-    def _stepped(self, work: _Work, outcome: _Outcome, step_s: float) -> Stepped:
+    def _stepped(self, work: Work, outcome: Outcome, step_s: float) -> Stepped:
         self._steps += 1
-        finished, self._finished = self._finished, {}
-        errors, self._errors = self._errors, {}
+        finished, errors = self._live.take_ended()
         added, removed = self._reuse.take_changes() if self._reuse is not None else ([], [])
         return Stepped(
             step=self._steps,
@@ -286,16 +227,3 @@ class Engine:
             proposed_tokens=sum(each.proposed for each in outcome.verified),
             accepted_tokens=sum(each.accepted for each in outcome.verified),
         )
-
-
-def _outcome(sampled: list[SequenceState], samples: Samples, kept: list[int]) -> _Outcome:
-    """Return the columns of the rows that were kept, of the sequences that were sampled."""
-    tokens = samples.tokens
-    if len(kept) < len(sampled):
-        sampled, tokens = [sampled[row] for row in kept], [tokens[row] for row in kept]
-    outcome = _Outcome(list(map(_HANDLE, sampled)), tokens)
-    if samples.logprobs:
-        for row, sequence in zip(kept, sampled, strict=True):
-            if row in samples.logprobs:
-                outcome.logprobs.setdefault(sequence.handle, []).append(samples.logprobs[row])
-    return outcome

@@ -31,12 +31,16 @@ class Batch:
     ``copies`` are pairs of KV blocks: what the first holds is copied to the second, in this order, before
     anything of the step is written. The second ones are among the blocks of its sequences.
     Rows that sample, in order: those of every decode, then every prefill chunk whose ``samples`` is true.
+    False without anything to compute.
     """
 
     decodes: list[SequenceState]
     prefills: list[Chunk]
     proposals: dict[int, list[int]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
 
     @property
     def decoded_rows(self) -> list[SequenceState]:
@@ -74,15 +78,37 @@ class Runner(Protocol):
     def run(self, batch: Batch) -> Samples:
         """Return one sample per sampling row. An exception ends the engine process."""
 
+    def resize(self, blocks: int) -> None:
+        """Have KV for so many blocks, between two batches; what the first ones hold is kept.
+
+        Memory of the others is given back to the system. Raises MemoryError where there is not so much: the
+        pool is as it was.
+        """
+
 
 class Executor(Protocol):
-    """Runs one batch at a time, perhaps while its caller does something else.
+    """Runs batches in the order in which they come, perhaps while its caller does something else.
 
-    From ``submit`` until ``collect`` returns, nobody changes the batch's sequences.
+    From ``submit`` until ``collect`` returns, nobody changes what of a batch's sequences it was made of.
     """
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a second batch may be submitted before the first is collected, and gains by it.
+
+        Its sequences then may have an ``unknown_token``: the one that a row of the batch before it samples.
+        """
+
     def submit(self, batch: Batch) -> None:
-        """Start a batch. The one before it was collected."""
+        """Start a batch, at most two that were not collected."""
 
     def collect(self) -> Samples:
-        """Wait for the batch that was submitted: as ``Runner.run``, with the exceptions of that."""
+        """Wait for the batch that was submitted first: as ``Runner.run``, with the exceptions of that."""
+
+    def resize(self, blocks: int) -> None:
+        """As ``Runner.resize``; every batch was collected."""
+
+
+def unknown_token(row: int) -> int:
+    """Return what stands for the token that the row samples, in the batch before the present one."""
+    return -1 - row

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,15 +16,22 @@ from services.worker.engine.config import ModelConfig, eos_ids, parse_config, re
 from services.worker.engine.core import Engine
 from services.worker.engine.executor import Executor
 from services.worker.engine.launch import Inline
+from services.worker.engine.memory_meter import MemoryMeter, meter_for
 from services.worker.engine.null_executor import NullExecutor
 from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
+from services.worker.engine.profiling import PROFILED_BLOCKS, largest_batches, sized
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.proposer import Proposer
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.unsupported import BadEngineConfig, positive_int
+from services.worker.engine.unsupported import (
+    BadCheckpoint,
+    BadEngineConfig,
+    UnsupportedModel,
+    positive_int,
+)
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
 from services.worker.policy.prefill_budget import PrefillBudget
@@ -49,8 +57,9 @@ def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
         raise BadEngineConfig(str(error)) from error
     if not 0.0 <= config.itl_target_s < 3600.0:
         raise BadEngineConfig(f"itl_target_s {config.itl_target_s} is no time for a step")
-    if config.block_size < 1 or config.kv_blocks < 0 or config.max_model_len < 0 or config.threads < 0:
-        raise BadEngineConfig("block_size, kv_blocks, max_model_len and threads are counts")
+    counts = (config.kv_blocks, config.max_model_len, config.threads, config.memory_bytes)
+    if config.block_size < 1 or min(counts) < 0:
+        raise BadEngineConfig("block_size, kv_blocks, max_model_len, threads and memory_bytes are counts")
     if not 0.0 < config.cache_domain_ratio <= 1.0:
         raise BadEngineConfig(f"cache_domain_ratio {config.cache_domain_ratio} is no share")
     if not 1 <= config.max_proposals <= MAX_PROPOSALS:
@@ -59,17 +68,16 @@ def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
         raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
     if config.draft_model_dir and config.executor == "null":
         raise BadEngineConfig("a null engine has no draft")
-    loaded: tuple[Executor, Ready, frozenset[int]] = (
-        _load_null(config) if config.executor == "null" else _load_torch(config, report)
+    loaded: tuple[Executor, Ready, frozenset[int], DraftModel | None] = (
+        (*_load_null(config), None) if config.executor == "null" else _load_measured(config, report)
     )
-    executor, ready, stop_ids = loaded
+    executor, ready, stop_ids, draft = loaded
     report("warm_up", 0.0)
     full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
     budget = _budget(config, full_step_s)
     cache = _prefix_cache(config, ready)
-    speculation, draft_bytes = _speculation(config, ready, report)
-    ready = msgspec.structs.replace(ready, weight_bytes=ready.weight_bytes + draft_bytes)
+    speculation = _speculation(config, draft)
     engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache)
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
 
@@ -80,39 +88,70 @@ def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:
     return PrefillBudget(config.itl_target_s, most_tokens=config.token_budget, full_step_s=full_step_s)
 
 
-def _speculation(config: EngineConfig, ready: Ready, report: Report) -> tuple[Speculator | None, int]:
-    """Return who proposes tokens, and the bytes of its weights."""
+def _speculation(config: EngineConfig, draft: DraftModel | None) -> Speculator | None:
+    """Return who proposes tokens."""
     if config.speculation == "off":
-        return None, 0
-    weight_bytes = 0
-    proposer: Proposer = PromptLookup(max_sequences=config.max_sequences)
-    if config.speculation == "draft":
-        proposer, weight_bytes = _load_draft(config, ready, report)
+        return None
+    proposer: Proposer = PromptLookup(max_sequences=config.max_sequences) if draft is None else draft
     policy = SpeculationPolicy(most_tokens=config.max_proposals)
-    return Speculator(proposer, policy, clock=time.monotonic), weight_bytes
+    return Speculator(proposer, policy, clock=time.monotonic)
 
 
-def _load_draft(config: EngineConfig, ready: Ready, report: Report) -> tuple[Proposer, int]:
-    """Return a proposer on the checkpoint in ``draft_model_dir``, with as many KV blocks as the model has."""
+def _load_measured(
+    config: EngineConfig, report: Report
+) -> tuple[TorchExecutor, Ready, frozenset[int], DraftModel | None]:
+    """Load the model and its draft, run the largest steps, and give them the pool that is left."""
+    with meter_for(config.device) as meter:
+        executor, most, stop_ids = _load_torch(config, report, meter)
+        runners = [(executor, config, most)]
+        if config.draft_model_dir:
+            runners.append(_load_draft(config, most, report, meter))
+        report("profile", 0.0)
+        for runner, limits, model in runners:
+            for batch in largest_batches(limits, model, contexts_at_once=runner.contexts_at_once):
+                meter.run(partial(runner.run, batch))
+        weight_bytes = sum(model.weight_bytes for _, _, model in runners)
+        moving_bytes = sum(runner.moving_bytes(most.kv_blocks_total) for runner, _, _ in runners)
+        most = msgspec.structs.replace(most, weight_bytes=weight_bytes)
+        profiled_bytes = weight_bytes + PROFILED_BLOCKS * most.kv_bytes_per_block
+        ready = sized(config, most, meter.peak_bytes - profiled_bytes + moving_bytes)
+        for runner, _, _ in runners:
+            runner.resize(ready.kv_blocks_total, warm=True)
+        report("profile", 1.0)
+    return executor, ready, stop_ids, _draft(config, ready, runners[1:])
+
+
+def _load_draft(
+    config: EngineConfig, ready: Ready, report: Report, meter: MemoryMeter
+) -> tuple[TorchExecutor, EngineConfig, Ready]:
+    """Return the checkpoint in ``draft_model_dir``, which may have as many KV blocks as the model."""
     draft = msgspec.structs.replace(
         config,
         model_dir=config.draft_model_dir,
         draft_model_dir="",
+        speculation="off",
         kv_blocks=ready.kv_blocks_total,
         max_model_len=0,
     )
-    runner, found, _ = _load_torch(draft, report)
-    if found.vocab_size != ready.vocab_size:
-        raise BadEngineConfig(
-            f"the draft model's vocabulary of {found.vocab_size} is not the model's {ready.vocab_size}"
+    try:
+        runner, found, _ = _load_torch(draft, report, meter)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"the draft model: {error}") from error
+    return runner, draft, found
+
+
+def _draft(
+    config: EngineConfig, ready: Ready, loaded: Sequence[tuple[TorchExecutor, EngineConfig, Ready]]
+) -> DraftModel | None:
+    """Return the proposer on a draft that was loaded, with the model's number of KV blocks."""
+    for runner, _, found in loaded:
+        return DraftModel(
+            runner,
+            blocks=BlockManager(ready.kv_blocks_total, found.block_size),
+            max_model_len=found.max_model_len,
+            token_budget=config.token_budget,
         )
-    proposer = DraftModel(
-        runner,
-        blocks=BlockManager(found.kv_blocks_total, found.block_size),
-        max_model_len=found.max_model_len,
-        token_budget=config.token_budget,
-    )
-    return proposer, found.weight_bytes
+    return None
 
 
 def _engine(
@@ -201,7 +240,10 @@ def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:
     return Inline(executor), ready, stop_ids
 
 
-def _load_torch(config: EngineConfig, report: Report) -> tuple[TorchExecutor, Ready, frozenset[int]]:
+def _load_torch(
+    config: EngineConfig, report: Report, meter: MemoryMeter | None = None
+) -> tuple[TorchExecutor, Ready, frozenset[int]]:
+    """Return the executor with its whole pool, or with PROFILED_BLOCKS of it if it is metered."""
     model_dir = Path(config.model_dir)
     fields = read_json(model_dir / "config.json")
     model = parse_config(fields)
@@ -213,12 +255,28 @@ def _load_torch(config: EngineConfig, report: Report) -> tuple[TorchExecutor, Re
     report("import", 1.0)
     block_bytes = torch_loading.block_bytes(model, config)
     if config.draft_model_dir:  # a block of the pool is one of the draft's as well
-        draft = parse_config(read_json(Path(config.draft_model_dir) / "config.json"))
-        block_bytes += torch_loading.block_bytes(draft, config)
+        block_bytes += torch_loading.block_bytes(_draft_of(config, model), config)
+    torch_loading.device_of(config)
+    if meter is not None:
+        meter.begin()
     weights = torch_loading.load_weights_of(model, model_dir, config, report)
     ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
-    executor = torch_loading.executor_of(model, weights, config, ready)
+    blocks = ready.kv_blocks_total if meter is None else PROFILED_BLOCKS
+    executor = torch_loading.executor_of(model, weights, config, ready, blocks=blocks)
     return executor, ready, stop_ids
+
+
+def _draft_of(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the draft's shape. Raises UnsupportedModel, BadEngineConfig where it has other tokens."""
+    try:
+        draft = parse_config(read_json(Path(config.draft_model_dir) / "config.json"))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"the draft model's {error.field}", error.value) from error
+    if draft.vocab_size != model.vocab_size:
+        raise BadEngineConfig(
+            f"the draft model's vocabulary of {draft.vocab_size} is not the model's {model.vocab_size}"
+        )
+    return draft
 
 
 def _longest(config: EngineConfig, model: ModelConfig) -> int:

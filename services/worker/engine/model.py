@@ -64,11 +64,12 @@ class Decoder:
     ) -> torch.Tensor:
         """Write the KV of all rows; return float32 logits [logit rows, vocabulary].
 
-        The arguments are int64 on the CPU, the first three [rows]; the attention's ``begin`` has been called.
+        The arguments are int64, the first three [rows], on the CPU but for ``tokens``, which may be anywhere;
+        the attention's ``begin`` has been called.
         """
         device, norm = self._weights.embedding.device, self._operators.norm
         cos, sin = self._rope.cos_sin(positions, prompt_tokens)
-        x = F.embedding(tokens.to(device), self._weights.embedding)
+        x = F.embedding(tokens.to(device, non_blocking=True), self._weights.embedding)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
             attended = self._attend(index, layer, norm(x, layer.input_norm), cos, sin)
@@ -76,7 +77,7 @@ class Decoder:
                 # All KV is written: from here on only the rows that sample are of use.
                 if not len(logit_rows):
                     return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
-                chosen = logit_rows.to(device)
+                chosen = logit_rows.to(device, non_blocking=True)
                 x, attended = x.index_select(0, chosen), attended.index_select(0, chosen)
             x = layer.output.add_to(x, attended)
             x = layer.down.add_to(x, layer.gate_up(norm(x, layer.mlp_norm)))

@@ -50,6 +50,9 @@ class NullExecutor:
             self._pace()
         return Samples(tokens, logprobs)
 
+    def resize(self, blocks: int) -> None:
+        """See ``Runner``: there is no memory behind its blocks."""
+
     def _not_eos(self, token: int) -> int:
         while token in self._eos_ids:
             token = (token + 1) % self._vocab_size

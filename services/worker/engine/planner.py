@@ -8,21 +8,25 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
 
-from services.core.fleet import LONG_PROMPT_TOKENS
+from services.worker.engine.admission import Admission
 from services.worker.engine.block_manager import BlockPool
+from services.worker.engine.block_tables import clear, cut, extend
 from services.worker.engine.executor import Batch, Chunk
+from services.worker.engine.places import Places
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.prefix.shared_prefill import claims
 from services.worker.engine.sequence import SequenceState, Status
-from services.worker.engine.wait_queue import WaitQueue
 from services.worker.policy.prefill_budget import PrefillBudget
 from services.worker.policy.prefill_share import shares
 
 MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
 MAX_LONG_PREFILLS = 2
+_ORDER: Final = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +64,50 @@ class Planner:
         self._limits = limits
         self._budget = budget
         self._reuse = reuse
-        self._waiting = WaitQueue()
-        self._preempted = WaitQueue()
-        self._decoding: list[SequenceState] = []
-        self._prefilling: list[SequenceState] = []
-        self._stalled: list[SequenceState] = []
-        self._long_prefills = 0  # of those that prefill
+        self._places = Places()
+        self._admission = Admission(
+            self._places,
+            blocks,
+            max_sequences=limits.max_sequences,
+            max_long_prefills=limits.max_long_prefills,
+            reuse=reuse,
+        )
         self._copies: list[tuple[int, int]] = []  # of the step that is planned
         self.preemptions = 0
-        self._parked: dict[int, SequenceState] = {}  # by handle; as many as the agent submits without credit
 
     @property
     def running(self) -> int:
         """How many sequences hold KV."""
-        return len(self._decoding) + len(self._prefilling) + len(self._stalled)
+        return self._places.with_kv
 
     @property
     def waiting(self) -> int:
         """How many sequences hold none."""
-        return len(self._waiting) + len(self._preempted) + len(self._parked)
+        return self._places.without_kv
 
     @property
     def has_work(self) -> bool:
         """Whether ``plan`` would return a batch."""
-        return bool(self._decoding or self._prefilling) or self._admissible() is not None
+        places = self._places
+        return bool(places.decoding or places.prefilling or self._closed_holders()) or (
+            self._admission.head() is not None
+        )
 
     @property
     def decoding(self) -> Sequence[SequenceState]:
         """Those that decode in the next step, to be read before it is planned."""
-        return self._decoding
+        return self._places.decoding
 
     @property
     def only_decodes(self) -> bool:
         """Whether the next step decodes and nothing else: nobody prefills, nobody can start."""
-        return bool(self._decoding) and not self._prefilling and self._admissible() is None
+        if self._places.prefilling or self._blocks.is_closing:
+            return False
+        return bool(self._places.decoding) and self._admission.head() is None
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence; the planner owns it from now on."""
-        self._enqueue(sequence)
+        self._admission.line_up(sequence)
 
     def credit(self, sequence: SequenceState, limit: int) -> None:
         """Raise the output limit; the sequence is planned again if it waited for that."""
@@ -105,11 +115,10 @@ class Planner:
         if not sequence.has_credit:
             return
         if sequence.status is Status.STALLED:
-            self._stalled.remove(sequence)
-            self._decode(sequence)
+            self._places.move(sequence, Status.DECODING)
         elif sequence.status is Status.PARKED:
-            del self._parked[sequence.handle]
-            self._enqueue(sequence)
+            self._places.take(sequence)
+            self._admission.line_up(sequence)
 
     def plan(self) -> tuple[Batch, list[SequenceState]]:
         """Return the next batch, with its blocks reserved, and the sequences that are handed back.
@@ -118,12 +127,13 @@ class Planner:
         from the younger, never the reverse, so the oldest always moves and everything finishes; those
         without credit give way to all of them, so that a slow reader holds nobody up. Whoever has a place
         prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
-        wait behind a long one and a long one is never starved.
+        wait behind a long one and a long one is never starved. While the pool shrinks, one holder of blocks
+        beyond its end gives way in each plan.
         """
-        handed_back = self._grow()
-        decodes = list(self._decoding)
-        while (admitted := self._admissible()) is not None and self._make_room(admitted, handed_back):
-            self._admit(admitted)
+        handed_back = [*self._give_closed_back(), *self._grow()]
+        decodes = list(self._places.decoding)
+        while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
+            self._copies += self._admission.admit(head)
         copies, self._copies = self._copies, []
         return Batch(decodes, self._chunks(len(decodes)), copies=copies), handed_back
 
@@ -144,37 +154,30 @@ class Planner:
             missing = self._blocks.blocks_for(sequence.computed + 1 + len(tokens)) - len(sequence.blocks)
             taken = min(missing, self._blocks.blocks_free)
             if taken > 0:
-                self._reserve(sequence, taken)
+                extend(sequence, taken, self._blocks)
             fitting = tokens[: len(sequence.blocks) * size - sequence.computed - 1]
             if fitting:
                 kept[index] = fitting
         return Batch(batch.decodes, batch.prefills, kept, batch.copies)
 
     def give_back(self, sequence: SequenceState) -> None:
-        """Free the blocks beyond its computed tokens: those of proposals that were not accepted."""
-        blocks = sequence.blocks
-        kept = self._blocks.blocks_for(sequence.computed)
-        if kept < len(blocks):
-            self._blocks.release(blocks[kept:])
-            del blocks[kept:]
-            sequence.table_version += 1
-            sequence.capacity = kept * self._blocks.block_size
-            sequence.contiguous = blocks == list(range(blocks[0], blocks[0] + kept))
+        """Free the blocks of proposals that were not accepted."""
+        cut(sequence, self._blocks)
 
     def blocks_ahead(self, steps: int) -> int:
         """Return how many more blocks the decoding sequences take for ``steps`` steps."""
         return sum(
             self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
-            for sequence in self._decoding
+            for sequence in self._places.decoding
             if sequence.computed + steps > sequence.capacity
         )
 
     def grow_ahead(self, steps: int) -> None:
         """Reserve the blocks of ``blocks_ahead``, which are free."""
-        for sequence in self._decoding:
+        for sequence in self._places.decoding:
             missing = self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
             if missing > 0:
-                self._reserve(sequence, missing)
+                extend(sequence, missing, self._blocks)
 
     def measured(self, prefill_tokens: int, step_s: float) -> None:
         """Note what a step took: the prefill budget follows it."""
@@ -182,13 +185,17 @@ class Planner:
             self._budget.measured(prefill_tokens, step_s)
 
     def computed(self, prefills: list[Chunk]) -> None:
-        """Record that the chunks have run; those that reached their last token decode from now on."""
+        """Record that the chunks have run; those that reached their last token decode from now on.
+
+        Chunks of sequences that were removed meanwhile mean nothing.
+        """
         for chunk in prefills:
             sequence = chunk.sequence
+            if sequence.status is Status.FINISHED:
+                continue
             sequence.computed = chunk.end
             if chunk.samples:
-                self._detach(sequence)
-                self._decode(sequence)
+                self._places.move(sequence, Status.DECODING)
 
     def publish(self, prefills: list[Chunk]) -> None:
         """Let others find what the chunks computed, once it is known which of their sequences failed."""
@@ -196,50 +203,59 @@ class Planner:
             for chunk in prefills:
                 self._reuse.publish(chunk.sequence)
 
+    def has_blocks_after(self, batch: Batch) -> bool:
+        """Whether all can go on after a batch that is computed, without a block of anybody's."""
+        return self.blocks_ahead(2) + len(batch.prefills) <= self._blocks.blocks_free
+
+    def hold(self, sequence: SequenceState) -> None:
+        """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
+        self._places.move(sequence, Status.HELD)
+
     def stall(self, sequence: SequenceState) -> None:
         """Take a decoding sequence out of the plan, with its blocks, until it has credit."""
-        self._decoding.remove(sequence)
-        sequence.status = Status.STALLED
-        self._stalled.append(sequence)
+        self._places.move(sequence, Status.STALLED)
 
     def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
         """Forget the sequence, whatever it was doing; its blocks are free.
 
         What it computed is kept for others if it ``is_sound``.
         """
-        self._detach(sequence)
+        self._places.move(sequence, Status.FINISHED)
         if self._reuse is not None and not is_sound:
             self._reuse.discard(sequence)
         self._release(sequence)
-        sequence.status = Status.FINISHED
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks leaked, a status lies or a bound is exceeded."""
-        holders = [*self._decoding, *self._prefilling, *self._stalled]
+        places, holders = self._places, self._places.holders()
+        places.check_integrity()
         self._blocks.check_integrity(sequence.blocks for sequence in holders)
         assert len(holders) <= self._limits.max_sequences, "more sequences hold KV than allowed"
-        for status, group in (
-            (Status.DECODING, self._decoding),
-            (Status.PREFILLING, self._prefilling),
-            (Status.STALLED, self._stalled),
-            (Status.PARKED, list(self._parked.values())),
-        ):
-            assert all(sequence.status is status for sequence in group), f"a status is not {status}"
-        long_prefills = sum(sequence.is_long for sequence in self._prefilling)
-        assert self._long_prefills == long_prefills <= self._limits.max_long_prefills, (
-            "too many long prefills"
-        )
+        assert places.long_prefills <= self._limits.max_long_prefills, "too many long prefills"
         for sequence in holders:
             assert sequence.computed <= sequence.capacity == len(sequence.blocks) * self._blocks.block_size
-        assert all(not sequence.blocks for sequence in self._parked.values()), "a parked sequence holds KV"
 
     # --- blocks --------------------------------------------------------------------------------------
+
+    def _closed_holders(self) -> list[SequenceState]:
+        """Return those that hold a block which the pool asked back."""
+        if not self._blocks.is_closing:
+            return []
+        return [sequence for sequence in self._places.holders() if self._blocks.holds_closed(sequence.blocks)]
+
+    def _give_closed_back(self) -> list[SequenceState]:
+        """Preempt the youngest holder of a closed block, so that a shrink ends; return it if handed back."""
+        holders = self._closed_holders()
+        if not holders:
+            return []
+        victim = max(holders, key=_ORDER)
+        return [victim] if self._preempt(victim) else []
 
     def _grow(self) -> list[SequenceState]:
         """Give a block to every decode that needs one, oldest first; return those handed back."""
         handed_back: list[SequenceState] = []
-        needy = [sequence for sequence in self._decoding if sequence.computed == sequence.capacity]
-        needy.sort(key=_order)
+        needy = [sequence for sequence in self._places.decoding if sequence.computed == sequence.capacity]
+        needy.sort(key=_ORDER)
         for sequence in needy:
             # An older one of this loop may have taken this one's blocks.
             while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
@@ -247,7 +263,7 @@ class Planner:
                 if self._preempt(victim):
                     handed_back.append(victim)
             if sequence.status is Status.DECODING:
-                self._reserve(sequence, 1)
+                extend(sequence, 1, self._blocks)
         return handed_back
 
     def _victim(self) -> SequenceState:
@@ -255,174 +271,46 @@ class Planner:
 
         Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
         """
-        if self._blocks.freed_by([sequence.blocks for sequence in self._stalled]):
-            return self._stalled_victim()
-        return max((*self._decoding, *self._prefilling), key=_order)
-
-    def _stalled_victim(self, kept: Collection[int] = ()) -> SequenceState:
-        """Return the youngest of the stalled that frees a block not in ``kept``, else the youngest."""
-        youngest_first = sorted(self._stalled, key=_order, reverse=True)
-        freeing = (each for each in youngest_first if self._blocks.freed_by([each.blocks], kept=kept))
-        return next(freeing, youngest_first[0])
-
-    def _reserve(self, sequence: SequenceState, count: int) -> None:
-        held = sequence.blocks
-        last = held[-1] if held else None
-        most = self._blocks.blocks_for(sequence.prompt_tokens + sequence.sampling.max_tokens)
-        expected = 0 if sequence.capacity else most - len(held)  # it starts: all that it may come to need
-        added = self._blocks.allocate(count, after=last, expected=expected)
-        runs = added[-1] - added[0] == count - 1 and (last is None or added[0] == last + 1)
-        sequence.contiguous = runs and (last is None or sequence.contiguous)
-        held += added
-        sequence.table_version += 1
-        sequence.capacity = len(held) * self._blocks.block_size
+        if self._blocks.freed_by([sequence.blocks for sequence in self._places.stalled]):
+            return self._admission.stalled_victim()
+        return max((*self._places.decoding, *self._places.prefilling), key=_ORDER)
 
     def _release(self, sequence: SequenceState) -> None:
         if self._reuse is not None:
             self._reuse.retain(sequence)
-        self._blocks.release(sequence.blocks)
-        sequence.blocks.clear()
-        sequence.table_version += 1
-        sequence.capacity = 0
-        sequence.computed = 0
-        sequence.cached = 0
+        clear(sequence, self._blocks)
 
     def _preempt(self, victim: SequenceState) -> bool:
         """Take the victim's KV; it is computed again later. Return whether it is handed back instead."""
-        self._detach(victim)
+        assert victim.tokens[-1] >= 0, "its next token is being computed"
+        self._places.take(victim)
         victim.preemptions += victim.computed > victim.cached  # one that had not begun loses nothing
         self._release(victim)
         self.preemptions += 1
         if victim.preemptions >= MAX_PREEMPTIONS:
-            victim.status = Status.FINISHED
+            self._places.put(victim, Status.FINISHED)
             return True
-        self._enqueue(victim)
+        self._admission.line_up(victim)
         return False
-
-    # --- places --------------------------------------------------------------------------------------
-
-    def _admissible(self) -> SequenceState | None:
-        """Return the head of the line if it may start now, once those without credit gave way to it.
-
-        Preempted ones go first and nobody overtakes, but for long prompts while as many of them as may
-        prefill do: those behind pass.
-        """
-        long = self._long_prefills < self._limits.max_long_prefills
-        head = self._preempted.head(long=long) or self._waiting.head(long=long)
-        while head is not None and not long and self._has_long_rest(head):
-            self._detach(head)  # what it was to find in the cache is gone
-            self._enqueue(head)
-            head = self._preempted.head(long=long) or self._waiting.head(long=long)
-        if head is None:
-            return None
-        places = self._limits.max_sequences - self.running
-        missing = self._missing(head)
-        if places > 0 and missing <= 0:
-            return head
-        return head if places + len(self._stalled) > 0 and missing <= self._freed_for(head, missing) else None
-
-    def _freed_for(self, head: SequenceState, wanted: int) -> int:
-        """Return how many blocks all without credit would free for ``head``; 0 where ``wanted`` is beyond it.
-
-        What they share with those that run stays held, and what ``head`` would share is no room for it.
-        """
-        tables = [sequence.blocks for sequence in self._stalled]
-        if not 0 < wanted <= sum(map(len, tables)):
-            return 0
-        return self._blocks.freed_by(tables, kept=self._found(head))
-
-    def _found(self, head: SequenceState) -> frozenset[int]:
-        """Return the cached blocks that it would start with."""
-        return frozenset() if self._reuse is None else frozenset(self._reuse.found(head))
-
-    def _missing(self, head: SequenceState) -> int:
-        """Return how many free blocks its start lacks.
-
-        All blocks of the prefill are reserved at once, so that none is preempted half way for lack of them;
-        and each running sequence keeps a block in reach, or admissions would cause preemptions.
-        """
-        held_by_others = 0 if self._reuse is None else self._reuse.reusable(head)[1]
-        needed = self._blocks.blocks_for(len(head.tokens)) - held_by_others
-        return needed + len(self._decoding) + len(self._prefilling) - self._blocks.blocks_free
 
     def _make_room(self, head: SequenceState, handed_back: list[SequenceState]) -> bool:
         """Let those without credit give way, the youngest first, until ``head`` fits; whether it does."""
-        while self.running >= self._limits.max_sequences or self._missing(head) > 0:
-            if not self._stalled:
+        while not self._admission.fits(head):
+            if not self._places.stalled:
                 return False
-            victim = self._stalled_victim(self._found(head))
+            victim = self._admission.stalled_victim(kept=self._admission.found(head))
             if self._preempt(victim):
                 handed_back.append(victim)
         return True
 
-    def _admit(self, sequence: SequenceState) -> None:
-        self._detach(sequence)
-        copied = None
-        if self._reuse is not None:
-            held, sequence.cached, copied = self._reuse.attach(sequence)
-            sequence.blocks += held
-            sequence.computed = sequence.cached
-            sequence.contiguous = not held or held == list(range(held[0], held[0] + len(held)))
-        missing = self._blocks.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-        self._reserve(sequence, missing)
-        if copied is not None:
-            self._copies.append((copied, sequence.blocks[-missing]))
-        sequence.status = Status.PREFILLING
-        sequence.is_long = len(sequence.tokens) - sequence.computed >= LONG_PROMPT_TOKENS
-        self._long_prefills += sequence.is_long
-        self._prefilling.append(sequence)
-
     def _chunks(self, decodes: int) -> list[Chunk]:
         """Return this step's chunks, in the order in which their sequences got their places."""
-        movers, claimed = claims(self._prefilling, self._reuse)
+        movers, claimed = claims(self._places.prefilling, self._reuse)
         budget = self._limits.token_budget - decodes
-        if self._budget is not None and (decodes or self._long_prefills):
+        if self._budget is not None and (decodes or self._places.long_prefills):
             budget = min(budget, self._budget.tokens)
         return [
             Chunk(sequence, sequence.computed, sequence.computed + tokens)
             for sequence, tokens in zip(movers, shares(claimed, budget), strict=True)
             if tokens
         ]
-
-    def _decode(self, sequence: SequenceState) -> None:
-        sequence.status = Status.DECODING
-        self._decoding.append(sequence)
-
-    def _enqueue(self, sequence: SequenceState) -> None:
-        if not sequence.has_credit:
-            sequence.status = Status.PARKED
-            self._parked[sequence.handle] = sequence
-            return
-        sequence.is_long = self._has_long_rest(sequence)
-        sequence.status = Status.PREEMPTED if sequence.preemptions else Status.WAITING
-        (self._preempted if sequence.preemptions else self._waiting).push(sequence)
-
-    def _has_long_rest(self, sequence: SequenceState) -> bool:
-        """Whether its prefill would be a long one, with what is cached now."""
-        rest = len(sequence.tokens)
-        if rest >= LONG_PROMPT_TOKENS and self._reuse is not None:
-            rest -= self._reuse.reusable(sequence)[0]
-        return rest >= LONG_PROMPT_TOKENS
-
-    def _detach(self, sequence: SequenceState) -> None:
-        """Take it out of the list that its status names."""
-        match sequence.status:
-            case Status.WAITING:
-                self._waiting.remove(sequence)
-            case Status.PREEMPTED:
-                self._preempted.remove(sequence)
-            case Status.PARKED:
-                del self._parked[sequence.handle]
-            case Status.PREFILLING:
-                self._prefilling.remove(sequence)
-                self._long_prefills -= sequence.is_long
-            case Status.DECODING:
-                self._decoding.remove(sequence)
-            case Status.STALLED:
-                self._stalled.remove(sequence)
-            case Status.FINISHED:
-                raise AssertionError(f"sequence {sequence.handle} has finished")
-
-
-def _order(sequence: SequenceState) -> tuple[int, int]:
-    return sequence.order

@@ -24,7 +24,7 @@ from services.runtime.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle, Engine
 from services.worker.engine.loading import load
-from services.worker.engine.unsupported import LoadError
+from services.worker.engine.unsupported import LoadError, TooLittleMemory
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
 
 HEARTBEAT_S: Final = 1.0
@@ -80,14 +80,20 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
     except Exception as error:  # the process's top: whatever it is, the agent has to hear of it
         reason = error.reason if isinstance(error, LoadError) else _reason(error)
         log.error("model.load_failed", reason=reason, exc_info=not isinstance(error, LoadError))
-        _send(
-            connection,
-            LoadFailed(reason, str(error) if isinstance(error, LoadError) else type(error).__name__),
-        )
+        message = str(error) if isinstance(error, LoadError) else type(error).__name__
+        needed = (0, 0, 0)
+        if isinstance(error, TooLittleMemory):
+            needed = (error.weight_bytes, error.working_bytes, error.kv_bytes)
+        _send(connection, LoadFailed(reason, message, *needed))
         return ExitCode.LOAD_FAILED
     gc.freeze()  # what was loaded stays: collections need not walk it
     _send(connection, ready)
-    log.info("model.loaded", kv_blocks_total=ready.kv_blocks_total, weight_bytes=ready.weight_bytes)
+    log.info(
+        "model.loaded",
+        kv_blocks_total=ready.kv_blocks_total,
+        weight_bytes=ready.weight_bytes,
+        working_bytes=ready.working_bytes,
+    )
     return step_until_told(engine, connection, lines_per_s=config.request_log_per_s)
 
 
@@ -114,6 +120,9 @@ def serve(
     spoken_s = clock()
     checked_step = -1
     while True:
+        if (resized := engine.resized()) is not None:
+            _send(connection, resized)
+            spoken_s = clock()
         if engine.has_work:
             commands = connection.receive_ready()
         else:

@@ -41,7 +41,7 @@ class Rope:
             lengths = torch.maximum(positions + 1, prompt_tokens)
             if int(lengths.max()) > self._config.original_positions:
                 return self._rotation(positions[:, None] * self._frequencies_at(lengths))
-        on_device = positions.to(self._device)
+        on_device = positions.to(self._device, non_blocking=True)
         return self._cos.index_select(0, on_device), self._sin.index_select(0, on_device)
 
     def _rotation(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

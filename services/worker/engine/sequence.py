@@ -12,13 +12,14 @@ from services.worker.engine_protocol import Sampling, Submit
 
 
 class Status(Enum):
-    """Where a sequence is. Those that hold KV blocks: PREFILLING, DECODING, STALLED."""
+    """Where a sequence is. Those that hold KV blocks: PREFILLING, DECODING, HELD, STALLED."""
 
     WAITING = auto()  # new, no KV
     PREEMPTED = auto()  # lost its KV, goes before new ones
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
     DECODING = auto()
+    HELD = auto()  # its next token is being computed, and may be its last
     STALLED = auto()  # holds KV, has no credit
     FINISHED = auto()
 
@@ -33,7 +34,7 @@ class SequenceState:
     the computed ones came from a cache. ``is_long``: what was left to compute of the prompt was long when the
     sequence was queued, or got its place. ``table_version`` moves with each change of ``blocks``.
     ``prefix_names`` are the root of its chain in a prefix cache and the names that are known so far; empty:
-    nothing of it is to be found or kept.
+    nothing of it is to be found or kept. ``sees_output``: how it is sampled depends on what its output is.
     """
 
     handle: int
@@ -55,6 +56,7 @@ class SequenceState:
     is_long: bool = False
     table_version: int = 0
     prefix_names: list[int] = field(default_factory=list)
+    sees_output: bool = False
 
     @property
     def output_tokens(self) -> int:
@@ -86,6 +88,8 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         order=(submit.priority, arrival),
         credit_limit=submit.credit_limit,
         prefix_names=[submit.prefix_root, *names] if submit.prefix_root else [],
+        sees_output=bool(sampling.presence_penalty or sampling.frequency_penalty)
+        or sampling.repetition_penalty != 1.0,
     )
     sequence.set_credit(submit.credit_limit)
     return sequence

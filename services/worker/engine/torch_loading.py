@@ -13,7 +13,8 @@ from services.runtime.folders import cache_folder
 from services.worker.engine.attention import Attention, TorchAttention
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda import backend as cuda_backend
-from services.worker.engine.kv_cache import KvCache, KvPool, kv_shape
+from services.worker.engine.cuda.kernel_cache import keep_kernels_in
+from services.worker.engine.kv_cache import KvCache, kv_shape
 from services.worker.engine.model import Decoder, Weights, load_weights
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import BuildFailed
@@ -45,7 +46,9 @@ def load_weights_of(
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = _device(config)
+    device = device_of(config)
+    if device.type == "cuda" and config.operators_cache:
+        keep_kernels_in(Path(config.operators_cache))
     with torch.inference_mode(), Checkpoint(model_dir, model) as checkpoint:
         report("operators", 0.0)
         operators = operators_of(model, config, device)
@@ -60,23 +63,41 @@ def load_weights_of(
         )
 
 
-def executor_of(model: ModelConfig, weights: Weights, config: EngineConfig, ready: Ready) -> TorchExecutor:
-    """Return the executor with its KV pool allocated."""
-    device, dtype = _device(config), DTYPES[config.dtype]
+def executor_of(
+    model: ModelConfig, weights: Weights, config: EngineConfig, ready: Ready, *, blocks: int | None = None
+) -> TorchExecutor:
+    """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
+    device, dtype = device_of(config), DTYPES[config.dtype]
+    has_kernels = cuda_backend.has_kernels(device)
     with torch.inference_mode():
-        attention, cache = _attention(model, weights.operators, config, ready)
         rope = Rope(model.rope, max_model_len=ready.max_model_len, dtype=dtype, device=device)
-        decoder: Forward = Decoder(model, weights, rope=rope, attention=attention)
-        if cuda_backend.has_kernels(device):
-            decoder = cuda_backend.graphed(decoder, attention, model, config, device)
-    return TorchExecutor(decoder, attention, cache)
+        first = ready.kv_blocks_total if blocks is None else blocks
+        cache = _pool(model, weights.operators, config, ready, blocks=first)
+
+    def build(warm: bool) -> tuple[Forward, Attention]:
+        with torch.inference_mode():
+            attention = _attention(model, weights.operators, config, cache, has_kernels=has_kernels)
+            decoder: Forward = Decoder(model, weights, rope=rope, attention=attention)
+            if has_kernels:
+                decoder = cuda_backend.graphed(decoder, attention, model, config, device, warm=warm)
+        return decoder, attention
+
+    return TorchExecutor(
+        *build(True),
+        cache,
+        cuda_backend.reductions_of(config, device),
+        rebuild=build,
+        runs_ahead=device.type == "cuda",
+    )
 
 
 def operators_of(model: ModelConfig, config: EngineConfig, device: torch.device) -> Operators:
     """Return C++ operators on a CPU, fused ones on CUDA, where they can be had. Raises BadEngineConfig."""
     if config.operators == "auto" and cuda_backend.has_kernels(device):
-        return cuda_backend.fused_operators(model)
+        return cuda_backend.fused_operators(model, config)
     fallback = TorchOperators(kv_heads=model.kv_heads, eps=model.norm_eps)
+    if config.mode == "exact" and (config.operators == "torch" or device.type != "cpu"):
+        raise BadEngineConfig(f"torch's operators on {device} cannot promise mode 'exact'; 'auto' takes them")
     if config.operators == "torch" or (config.operators == "auto" and device.type != "cpu"):
         return fallback
     dtype = DTYPES[config.dtype]
@@ -85,12 +106,12 @@ def operators_of(model: ModelConfig, config: EngineConfig, device: torch.device)
             raise BuildFailed(f"they are for the CPU, not for {device}")
         library = load_library(_operators_folder(config), dtype)
     except BuildFailed as error:
-        if config.operators == "native":
+        if config.operators == "native" or config.mode == "exact":
             raise BadEngineConfig(f"no native operators: {error}") from error
         log.warning("operators.not_built", reason=str(error))
         return fallback
     threads = torch.get_num_threads()
-    log.info("operators.loaded", threads=threads, mode=config.mode)
+    log.info("operators.loaded", library=library.name, threads=threads, mode=config.mode)
     # Where processors multiply bfloat16 matrices, torch's linears are the faster ones.
     linears = fallback if config.mode == "free" and dtype is torch.bfloat16 else None
     return NativeOperators(
@@ -108,25 +129,40 @@ def _operators_folder(config: EngineConfig) -> Path:
         raise BuildFailed(f"operators_cache is empty, and there is no cache folder: {error}") from error
 
 
-def _attention(
-    model: ModelConfig, operators: Operators, config: EngineConfig, ready: Ready
-) -> tuple[Attention, KvPool]:
-    """Return the backend that goes with the operators, and its pool."""
+def _pool(
+    model: ModelConfig, operators: Operators, config: EngineConfig, ready: Ready, *, blocks: int
+) -> NativeKvCache | KvCache:
+    """Return the pool as the backend that goes with the operators reads it."""
     shape = kv_shape(model, block_size=ready.block_size, dtype=DTYPES[config.dtype])
+    most = ready.kv_blocks_total
     if isinstance(operators, NativeOperators):
-        pool = NativeKvCache(shape, ready.kv_blocks_total)
-        native = NativeAttention(
-            operators.library, pool, windows=model.windows, threads=torch.get_num_threads()
-        )
-        return native, pool
-    device = _device(config)
-    if cuda_backend.has_kernels(device):
-        return cuda_backend.paged_attention(model, shape, config, ready, device)
-    cache = KvCache(shape, ready.kv_blocks_total, device)
-    return TorchAttention(cache, windows=model.windows, device=device), cache
+        return NativeKvCache(shape, blocks, most_blocks=most)
+    device = device_of(config)
+    spare = cuda_backend.PADDING_BLOCKS if cuda_backend.has_kernels(device) else 0
+    return KvCache(shape, blocks, device, most_blocks=most, spare_blocks=spare)
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _attention(
+    model: ModelConfig,
+    operators: Operators,
+    config: EngineConfig,
+    cache: NativeKvCache | KvCache,
+    *,
+    has_kernels: bool,
+) -> Attention:
+    """Return the backend that goes with the operators, over its pool of the present size."""
+    if isinstance(cache, NativeKvCache):
+        assert isinstance(operators, NativeOperators), "the pool is theirs"
+        threads = torch.get_num_threads()
+        return NativeAttention(operators.library, cache, windows=model.windows, threads=threads)
+    device = device_of(config)
+    if has_kernels:
+        return cuda_backend.paged_attention(model, cache, config, device)
+    return TorchAttention(cache, windows=model.windows, device=device)
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Return the configured device, which computes. Raises BadEngineConfig."""
     try:
         device = torch.device(config.device)
         torch.empty(1, device=device)

@@ -16,7 +16,8 @@ class LoadError(Exception):
     LoadError
     ├── UnsupportedModel   the configuration asks for what this engine does not compute
     ├── BadCheckpoint      the weights are not those that the configuration implies
-    └── BadEngineConfig    the model does not fit the limits that the process was started with
+    ├── BadEngineConfig    the model does not fit the limits that the process was started with
+    └── TooLittleMemory    weights and working memory leave too little for KV
     """
 
     reason = "load_failed"
@@ -37,6 +38,18 @@ class BadCheckpoint(LoadError):
 
 class BadEngineConfig(LoadError):
     reason = "bad_engine_config"
+
+
+class TooLittleMemory(LoadError):
+    """The bytes say what is needed at least."""
+
+    reason = "does_not_fit"
+
+    def __init__(self, message: str, *, weight_bytes: int, working_bytes: int, kv_bytes: int) -> None:
+        super().__init__(message)
+        self.weight_bytes = weight_bytes
+        self.working_bytes = working_bytes
+        self.kv_bytes = kv_bytes
 
 
 def positive_int(fields: Mapping[str, Any], name: str, *, most: int = MAX_SIZE) -> int:

@@ -103,12 +103,18 @@ def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
 
 
 def plan(
-    desired: Mapping[str, AssignedVersion], observed: Sequence[Slot], now_s: float, *, free_bytes: int = 0
+    desired: Mapping[str, AssignedVersion],
+    observed: Sequence[Slot],
+    now_s: float,
+    *,
+    free_bytes: int = 0,
+    giving_back: bool = False,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``observed`` towards ``desired``: what frees memory first.
 
     ``free_bytes`` of device memory are granted to nobody. Fetches are never held up, loads are by a version
-    of a higher priority that waits for memory.
+    of a higher priority that waits for memory. While others are ``giving_back`` memory, who waits for it
+    goes on waiting: it would get a part.
     """
     leaving: list[Action] = []
     coming: list[Action] = []
@@ -120,7 +126,7 @@ def plan(
         else:
             leaving += _remove(slot, now_s)
     for rank, slot in sorted(kept, key=lambda each: -each[0]):
-        action = _keep(slot, now_s, free_bytes)
+        action = _keep(slot, now_s, 0 if giving_back else free_bytes)
         if isinstance(action, Load) and slot.unbooked and _is_held(rank, kept, observed, free_bytes):
             continue
         coming += [] if action is None else [action]

@@ -279,9 +279,13 @@ class Harness:
 
 
 async def start_harness(
-    model_dir: Path, settings: EngineSettings | None = None, *, assign: bool = True
+    model_dir: Path,
+    settings: EngineSettings | None = None,
+    *,
+    assign: bool = True,
+    memory_bytes: int = 2 * 1024**3,
 ) -> Harness:
-    """Start a worker with the null executor."""
+    """Start a worker with the null executor, or with none until it is assigned a version."""
     clock = SystemClock()
     supervisor = Supervisor(clock)
     host = SequenceHost(changed=lambda: None)
@@ -289,7 +293,7 @@ async def start_harness(
     address = f"127.0.0.1:{embedded.free_port()}"
     files = FolderSource(model_dir)
     agent = WorkerAgent(
-        WorkerIdentity("w1", address),
+        WorkerIdentity("w1", address, memory_bytes=memory_bytes),
         settings=settings
         or EngineSettings(null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)),
         host=host,

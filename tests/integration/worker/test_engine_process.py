@@ -46,6 +46,7 @@ class Heard:
             on_ready=lambda event: self.events.append("ready"),
             on_stepped=self._stepped,
             on_heartbeat=lambda event: self.events.append("heartbeat"),
+            on_resized=lambda event: self.events.append(f"resized {event.kv_blocks_total}"),
             on_exit=self._exited,
         )
 
@@ -139,6 +140,21 @@ async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
     await engine.stop()
     assert await heard.ended() == Stopped()
     assert not engine.send(submit(2))
+
+
+async def test_it_says_what_size_its_pool_has_become(start: Start) -> None:
+    engine, heard = await start()
+    await heard.ready()
+    for blocks in (300, 301):
+        assert engine.send(wire.Resize(blocks))
+        async with asyncio.timeout(5):
+            while f"resized {blocks}" not in heard.events:
+                await asyncio.sleep(0.01)
+
+
+async def test_what_does_not_fit_says_what_it_needs(start: Start) -> None:
+    _, heard = await start("say(wire.LoadFailed('does_not_fit', 'why', 5, 7, 9)); sys.exit(3)")
+    assert await heard.ended() == LoadRefused("does_not_fit", "why", 5, 7, 9)
 
 
 async def test_the_socket_is_private_and_does_not_outlive_the_engine(start: Start) -> None:
@@ -260,7 +276,7 @@ async def main():
     clock = SystemClock()
     ready = asyncio.Event()
     ignore = lambda event: None
-    events = EngineEvents(ignore, lambda event: ready.set(), ignore, ignore, ignore)
+    events = EngineEvents(ignore, lambda event: ready.set(), ignore, ignore, ignore, ignore)
     config = wire.EngineConfig(socket_path="", model_dir=sys.argv[1], executor="null", null_step_s=0.01)
     engine = EngineProcess(config, events=events, clock=clock, supervisor=Supervisor(clock))
     await engine.start()

@@ -137,6 +137,16 @@ def same(script: list[tuple[float, Any]], spec: SimEngineSpec = SPEC) -> tuple[T
     return one_by_one, together
 
 
+def test_a_pool_changes_its_size_in_a_window_as_it_does_between_steps() -> None:
+    script: list[tuple[float, Any]] = [
+        (0.0, submit(handle, 60, length=400, max_tokens=90)) for handle in range(1, 6)
+    ]
+    script += [(0.31, wire.Resize(14)), (0.9, wire.Resize(60)), (1.1, wire.Resize(30))]
+    together, _ = same(script)
+    assert together.preemptions > 0
+    assert {handle for handle, *_ in together.finished} == {1, 2, 3, 4, 5}
+
+
 times = st.floats(0.0, 3.0, allow_nan=False, width=32)
 scripts = st.lists(
     st.tuples(

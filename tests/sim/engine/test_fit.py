@@ -153,7 +153,7 @@ def test_a_real_engine_is_fitted(tiny_engine: Engine) -> None:
         )
     found = fit(rows, PRESETS["tiny-cpu"], name="tiny-cpu")
     assert found.median_error < 0.2
-    assert found.held_out_error < 0.25
+    assert found.held_out_error < 0.35
     assert found.model.base_s > 0.0
     assert found.model.prefill_token_s > 0.0
 

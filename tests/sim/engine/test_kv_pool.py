@@ -40,8 +40,34 @@ def test_without_prefixes_it_counts_as_the_block_manager_does(drawn: list[tuple[
             mine, theirs = tables.pop(number % len(tables))
             real.release(mine)
             counted.release(theirs)
-        assert (real.blocks_free, real.blocks_used) == (counted.blocks_free, counted.blocks_used)
+        elif number:
+            change(real, counted, number)
+        if not real.is_closing:
+            assert real.blocks_total == counted.blocks_total
+            assert (real.blocks_free, real.blocks_used) == (counted.blocks_free, counted.blocks_used)
         counted.check_integrity(table for _, table in tables)
+
+
+def change(real: BlockManager, counted: KvPool, number: int) -> None:
+    """Shrink by a third of the number or grow by it; nothing is held, so the shrink is over at once."""
+    for pool in (real, counted):
+        if number % 3:
+            pool.grow(number)
+        else:
+            assert pool.shrink(number // 3) == min(number // 3, pool.blocks_total + number // 3 - 1)
+
+
+def test_a_pool_that_shrinks_waits_for_its_holders_and_evicts_the_rest() -> None:
+    pool = KvPool(10, 4, cache=False)
+    tables = [pool.allocate(4), pool.allocate(3)]
+    assert pool.shrink(7) == 3
+    assert (pool.blocks_total, pool.blocks_free, pool.is_closing) == (7, 0, True)
+    assert all(map(pool.holds_closed, tables))
+    pool.release(tables.pop())
+    assert (pool.drain(), pool.blocks_total, pool.blocks_free) == (3, 4, 0)
+    pool.grow(2)
+    assert (pool.blocks_total, pool.blocks_free, pool.is_closing) == (6, 2, False)
+    pool.check_integrity(tables)
 
 
 @dataclass

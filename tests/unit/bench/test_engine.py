@@ -125,11 +125,11 @@ def test_latencies_are_taken_from_the_submission() -> None:
 
 
 def test_the_plot_is_a_file_of_its_own() -> None:
-    arrival = Arrival([(-0.2, 0.02), (0.1, 0.05), (1.0, 0.02)], 0.02, 0.05, 1.0)
+    arrival = Arrival([(-0.2, 0.02), (0.1, 0.05), (1.0, 0.02)], 0.015, 0.02, 0.05, 1.0)
     assert arrival.ratio == pytest.approx(2.5)
-    root = ET.fromstring(plot(arrival, arrival))
+    root = ET.fromstring(plot({"in chunks": arrival, "in one step": arrival}))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "in chunks" in {element.text for element in root.iter()}
+    assert {"in chunks", "in one step"} <= {element.text for element in root.iter()}
 
 
 def test_a_gguf_file_names_every_tensor() -> None:

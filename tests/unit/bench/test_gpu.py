@@ -116,6 +116,12 @@ def test_the_driver_measures(own: OwnEngine) -> None:
     assert tokens_per_s(own, [Request([5] * 10, 4)] * 2) > 0
 
 
+def test_exact_is_measured_against_free() -> None:
+    assert (gpu.config_of(CPU).mode, gpu.config_of(CPU, "exact").mode) == ("free", "exact")
+    assert gpu.over(0.2, 0.8) == pytest.approx(0.25)
+    assert gpu.over(0.2, None) is None
+
+
 def test_the_workload_fits_the_engine_that_is_measured() -> None:
     config = gpu.config_of(CPU)
     requests = gpu.workload()

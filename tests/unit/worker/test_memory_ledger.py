@@ -34,6 +34,22 @@ def test_a_refusal_names_the_need_the_room_and_who_holds_it() -> None:
     assert ledger.grant("v2", weight_bytes=100 * MIB, kv_bytes=16 * MIB).bytes == 116 * MIB
 
 
+def test_working_memory_counts_and_is_named() -> None:
+    ledger = MemoryLedger(TOTAL)
+    grant = ledger.grant("v1", weight_bytes=100 * MIB, working_bytes=50 * MIB, kv_bytes=200 * MIB)
+    assert (grant.fixed_bytes, grant.kv_bytes) == (150 * MIB, 96 * MIB), "106 MiB are left: six slabs"
+    with pytest.raises(
+        DoesNotFit, match=r"v2 needs 1 MiB for weights, 5 MiB for working memory and at least 16 MiB for KV"
+    ) as refused:
+        ledger.grant("v2", weight_bytes=1 * MIB, working_bytes=5 * MIB, kv_bytes=16 * MIB)
+    assert refused.value.metadata["needed_bytes"] == str(22 * MIB)
+    ledger.settle_kv("v1", 80 * MIB)
+    assert ledger.free_bytes == 26 * MIB
+    with pytest.raises(DoesNotFit):
+        ledger.settle_kv("v1", 107 * MIB)
+    assert ledger.free_bytes == 26 * MIB
+
+
 def test_settling_books_what_was_taken_and_refuses_what_is_not_there() -> None:
     ledger = MemoryLedger(TOTAL)
     ledger.grant("v1", weight_bytes=100 * MIB, kv_bytes=64 * MIB)

@@ -118,6 +118,24 @@ def test_room_is_total_less_reserved_at_the_larger_of_grant_and_use(bench: Bench
     assert reader.refused == {3: NotAdmittedReason.NO_ROOM, 5: NotAdmittedReason.NO_ROOM}
 
 
+def test_a_pool_that_shrinks_admits_nobody_beyond_its_end_and_what_runs_stays(
+    bench: Bench, reader: Reader
+) -> None:
+    reader.stream.start(1, bench.spec(blocks=6))
+    changes = bench.changes
+    bench.table.resize(7)
+    assert bench.changes == changes + 1, "the scheduler hears of it"
+    reader.stream.start(2, bench.spec(blocks=2))
+    bench.table.resize(5)
+    assert (bench.table.kv.blocks, bench.table.limits.kv_blocks_total) == (6, 5)
+    bench.stepped({1: A})
+    bench.table.resize(12)
+    reader.stream.start(3, bench.spec(blocks=6))
+    reader.read()
+    assert (reader.accepted, reader.refused) == ([1, 3], {2: NotAdmittedReason.NO_ROOM})
+    bench.table.check_integrity()
+
+
 def test_the_number_of_sequences_is_bounded(bench: Bench, reader: Reader) -> None:
     for handle in range(9):
         reader.stream.start(handle, bench.spec(blocks=1, prompt=1))

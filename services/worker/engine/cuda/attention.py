@@ -8,6 +8,7 @@ keys, their own key and value go to a slot that nobody owns.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -76,6 +77,8 @@ class TritonAttention:
         self._padding = padding
         self._torch_prefills = torch_prefills and not cutting.exact
         self._segments: Segments | None = None
+        # Exact cuts are at fixed positions: the longer the contexts, the more partial results.
+        self.contexts_at_once = sys.maxsize if cutting.exact else 0
         self._widen = device.type != "cuda"  # only the interpreter runs elsewhere
         self._static = self._static_buffer()
         self._tables: _Tables | None = None
@@ -161,7 +164,7 @@ class TritonAttention:
             np.concatenate([padded(*each) for each in zip(columns, sizes, strict=True)])
         )
         if self.shape is None:
-            on_device = packed.to(self._device)
+            on_device = packed.to(self._device, non_blocking=True)
         else:  # where the graphs read
             on_device = self._static[: len(packed)].copy_(packed)
         places = zip(torch.split(on_device, sizes), columns, strict=True)

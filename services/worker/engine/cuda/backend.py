@@ -18,8 +18,9 @@ from services.worker.engine.cuda.graphs import CudaCapture, GraphedDecoder, batc
 from services.worker.engine.cuda.plan import Cutting, Padding, cutting_for
 from services.worker.engine.kv_cache import KvCache, KvShape
 from services.worker.engine.operators import Operators
+from services.worker.engine.reductions import Reductions, TorchReductions
 from services.worker.engine.torch_executor import Forward
-from services.worker.engine_protocol import EngineConfig, Ready
+from services.worker.engine_protocol import EngineConfig
 
 if TYPE_CHECKING:  # importing it imports Triton
     from services.worker.engine.cuda.attention import TritonAttention
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # importing it imports Triton
 log = structlog.get_logger()
 
 CAPABILITY: Final = (8, 0)  # Ampere
+PADDING_BLOCKS: Final = 1  # that no planner gives away: rows of padding write there
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -51,35 +53,46 @@ def _launches(device: torch.device) -> bool:
     return bool(torch.allclose(found, expected, rtol=1e-3))
 
 
-def fused_operators(model: ModelConfig) -> Operators:
-    """Return the operators whose elementwise steps are Triton's."""
+def fused_operators(model: ModelConfig, config: EngineConfig) -> Operators:
+    """Return Triton's operators: all of them in mode "exact", else those between cuBLAS's products."""
+    from services.worker.engine.cuda.exact import ExactOperators
     from services.worker.engine.cuda.operators import TritonOperators
 
-    return TritonOperators(kv_heads=model.kv_heads, eps=model.norm_eps)
+    kind = ExactOperators if config.mode == "exact" else TritonOperators
+    return kind(kv_heads=model.kv_heads, eps=model.norm_eps)
 
 
-def cutting_of(head_dim: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> Cutting:
+def reductions_of(config: EngineConfig, device: torch.device) -> Reductions:
+    """Return what the sampler sums rows with."""
+    if config.mode != "exact" or not has_kernels(device):
+        return TorchReductions()
+    from services.worker.engine.cuda.exact import TritonReductions
+
+    return TritonReductions()
+
+
+def cutting_of(shape: KvShape, device: torch.device, *, exact: bool) -> Cutting:
     """Return how attention is cut for this device."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return cutting_for(dtype.itemsize, head_dim, kv_heads=kv_heads, processors=processors, exact=False)
+    return cutting_for(
+        shape.dtype.itemsize, shape.head_dim, kv_heads=shape.kv_heads, processors=processors, exact=exact
+    )
 
 
 def paged_attention(
-    model: ModelConfig, shape: KvShape, config: EngineConfig, ready: Ready, device: torch.device
-) -> tuple[TritonAttention, KvCache]:
-    """Return the backend and its pool, which has a block more than the planner gives away: for padding."""
+    model: ModelConfig, cache: KvCache, config: EngineConfig, device: torch.device
+) -> TritonAttention:
+    """Return the backend over a pool of its present size, with PADDING_BLOCKS after those of the planner."""
     from services.worker.engine.cuda.attention import TritonAttention
 
-    blocks = ready.kv_blocks_total
-    cache = KvCache(shape, blocks + 1, device)
-    cutting = cutting_of(shape.head_dim, shape.kv_heads, shape.dtype, device)
+    shape, blocks = cache.shape, cache.blocks
+    cutting = cutting_of(shape, device, exact=config.mode == "exact")
     padding = Padding(
         batch_sizes(config.max_sequences),
         scratch_slot=blocks * shape.block_size,
         table_entries=blocks + config.max_sequences,
     )
-    attention = TritonAttention(cache, windows=model.windows, device=device, cutting=cutting, padding=padding)
-    return attention, cache
+    return TritonAttention(cache, windows=model.windows, device=device, cutting=cutting, padding=padding)
 
 
 def graphed(
@@ -88,8 +101,10 @@ def graphed(
     model: ModelConfig,
     config: EngineConfig,
     device: torch.device,
+    *,
+    warm: bool,
 ) -> Forward:
-    """Return the decoder with graphs of all batch sizes captured, or as it is where it has none."""
+    """Return the decoder with graphs, or as it is where it has none; ``warm``: of all batch sizes at once."""
     from services.worker.engine.cuda.attention import TritonAttention
 
     if model.rope.depends_on_length or not isinstance(attention, TritonAttention):
@@ -102,5 +117,6 @@ def graphed(
         device=device,
         capture=CudaCapture(),
     )
-    result.warm_up()
+    if warm:
+        result.warm_up()
     return result

@@ -98,13 +98,16 @@ class GraphedDecoder:
         if shape is None or (graph := self._graph(shape)) is None:
             return self._decoder.forward(tokens, positions, prompt_tokens, logit_rows)
         count = len(tokens)
+        here = tokens.device == positions.device  # else some are known on the device alone
         rows = torch.zeros(3, shape.rows, dtype=torch.int64)
-        torch.stack((tokens, positions, prompt_tokens), out=rows[:, :count])
-        self._inputs[: 3 * shape.rows].copy_(rows.view(-1))
+        torch.stack((tokens if here else positions, positions, prompt_tokens), out=rows[:, :count])
+        self._inputs[: 3 * shape.rows].copy_(rows.view(-1), non_blocking=True)
+        if not here:
+            self._inputs[:count].copy_(tokens)
         graph.replay()
         if len(logit_rows) == count:
             return self._logits[:count]
-        return self._logits.index_select(0, logit_rows.to(self._device))
+        return self._logits.index_select(0, logit_rows.to(self._device, non_blocking=True))
 
     def _graph(self, shape: StepShape) -> Graph | None:
         if shape not in self._graphs:
@@ -114,6 +117,7 @@ class GraphedDecoder:
         return self._graphs[shape]
 
     def _captured(self, shape: StepShape) -> Graph | None:
+        self._inputs.zero_()  # steps of other sizes left positions and tokens at other places
         tokens, positions, prompt_tokens = self._inputs[: 3 * shape.rows].view(3, shape.rows)
 
         def run() -> None:

@@ -27,7 +27,7 @@ def _slots(blocks, positions, inside, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, WIDEN: tl.constexpr):
+def dot(a, b, WIDEN: tl.constexpr):
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -39,14 +39,14 @@ def _fold(q, k, v, scale, visible, most, total, sums, MASKED: tl.constexpr, WIDE
 
     A row that has seen no key yet keeps a maximum of -inf; 0 stands for it in the differences.
     """
-    scores = _dot(q, tl.trans(k), WIDEN) * scale
+    scores = dot(q, tl.trans(k), WIDEN) * scale
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     greatest = tl.maximum(most, tl.max(scores, 1))
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(most - base)
-    sums = sums * shrink[:, None] + _dot(weights.to(v.dtype), v, WIDEN)
+    sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v, WIDEN)
     return greatest, total * shrink + tl.sum(weights, 1), sums
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.kv_cache import KvShape
+from services.worker.engine.kv_cache import KvShape, copy_blocks
 from services.worker.engine.native.library import AttentionCall, Library
+from services.worker.engine.reserved_memory import ReservedTensors
 from services.worker.engine.spans import Ints, Span, Spans, Table
 
 PAIRS: Final = 32  # rows times the query heads of a KV head that a tile holds
@@ -30,18 +31,31 @@ class NativeKvCache:
     that neighbouring keys are neighbours in memory, and values [kv_heads, block_size, head_dim].
     """
 
-    def __init__(self, shape: KvShape, blocks: int) -> None:
+    def __init__(self, shape: KvShape, blocks: int, *, most_blocks: int = 0) -> None:
+        """Of ``blocks``, at most ``most_blocks`` at any time; 0: what it begins with."""
         self.shape = shape
         self.block_size = shape.block_size
-        per_block = (shape.kv_heads, shape.head_dim * shape.block_size)
-        self.keys = torch.zeros((shape.layers, blocks, *per_block), dtype=shape.dtype)
-        self.values = torch.zeros((shape.layers, blocks, *per_block), dtype=shape.dtype)
+        self._most = max(blocks, most_blocks)
+        row = (shape.kv_heads, shape.head_dim * shape.block_size)
+        self._reserved = tuple(
+            ReservedTensors(shape.layers, self._most, row, shape.dtype) for _ in ("keys", "values")
+        )
+        self.keys, self.values = (each.tensor for each in self._reserved)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (from, to), in all layers, one after the other."""
-        for source, target in copies:
-            self.keys[:, target] = self.keys[:, source]
-            self.values[:, target] = self.values[:, source]
+        """See ``KvPool``."""
+        copy_blocks(self.keys, self.values, copies)
+
+    def resize(self, blocks: int) -> None:
+        """See ``KvPool``. Nothing moves: the addresses are those of its largest size."""
+        if blocks > self._most:
+            raise MemoryError(f"{blocks} blocks of a pool of at most {self._most}")
+        for each in self._reserved:
+            each.release_from(blocks)
+
+    def moving_bytes(self, blocks: int) -> int:
+        """See ``KvPool``: nothing moves."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,8 @@ class _Step:
 
 class NativeAttention:
     """Implements ``attention.Attention``. ``windows[layer]`` is as for ``TorchAttention``."""
+
+    contexts_at_once = 0
 
     def __init__(
         self, library: Library, cache: NativeKvCache, *, windows: Sequence[int | None], threads: int

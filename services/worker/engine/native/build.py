@@ -19,7 +19,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,6 +32,7 @@ COMPILERS: Final = ("g++", "c++", "clang++")
 # No contraction: the source says where products and sums fuse, and every path has to do the same.
 FLAGS: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 X86: Final = frozenset({"x86_64", "AMD64", "i686"})
+NATIVE: Final = "native"
 BUILD_TIMEOUT_S: Final = 100.0  # an agent bears 300 s of silence from an engine that loads
 VERSION_TIMEOUT_S: Final = 10.0
 ABANDONED_S: Final = 3600.0  # no build takes so long
@@ -49,12 +50,14 @@ class BuildFailed(Exception):
 class Toolchain:
     """``openmp`` is the runtime that the process has loaded: a second one would keep threads of its own.
 
-    ``timeout_s`` is for all compilers together.
+    ``timeout_s`` is for all compilers together. ``level`` is what the compilers call the processors that
+    the code is for, "native" this one.
     """
 
     compilers: Sequence[str] = COMPILERS
     openmp: Path | None = None
     timeout_s: float = BUILD_TIMEOUT_S
+    level: str = NATIVE
 
 
 def build(cache: Path, toolchain: Toolchain, source: Path = SOURCE) -> Path:
@@ -62,24 +65,41 @@ def build(cache: Path, toolchain: Toolchain, source: Path = SOURCE) -> Path:
 
     The compilers are tried in turn until one is left with no time; two names of one program are tried once.
     """
+    try:
+        make_private(cache)
+        return _by_some_compiler(
+            toolchain, lambda compiler, ends_s: _built(cache, compiler, toolchain, source, ends_s)
+        )
+    except OSError as error:
+        raise BuildFailed(f"{error.filename or cache}: {error.strerror}") from error
+
+
+def compile_into(library: Path, toolchain: Toolchain, source: Path = SOURCE) -> Path:
+    """Return that file once it is the sealed library, whatever was there. Raises BuildFailed, OSError."""
+
+    def compiled(compiler: str, ends_s: float) -> Path:
+        _compile(compiler, library, toolchain, source, ends_s)
+        return library
+
+    return _by_some_compiler(toolchain, compiled)
+
+
+def _by_some_compiler(toolchain: Toolchain, compiled: Callable[[str, float], Path]) -> Path:
+    """Return what the first compiler that can makes until its deadline."""
     ends_s = time.monotonic() + toolchain.timeout_s
     reasons: list[str] = []
     failed: set[str] = set()
-    try:
-        make_private(cache)
-        for name in toolchain.compilers:
-            if (compiler := shutil.which(name)) is None:
-                reasons.append(f"{name} is not installed")
-                continue
-            if (program := os.path.realpath(compiler)) in failed:
-                continue
-            try:
-                return _built(cache, compiler, toolchain, source, ends_s)
-            except BuildFailed as error:
-                failed.add(program)
-                reasons.append(f"{name}: {error}")
-    except OSError as error:
-        raise BuildFailed(f"{error.filename or cache}: {error.strerror}") from error
+    for name in toolchain.compilers:
+        if (compiler := shutil.which(name)) is None:
+            reasons.append(f"{name} is not installed")
+            continue
+        if (program := os.path.realpath(compiler)) in failed:
+            continue
+        try:
+            return compiled(compiler, ends_s)
+        except BuildFailed as error:
+            failed.add(program)
+            reasons.append(f"{name}: {error}")
     raise BuildFailed("; ".join(reasons))
 
 
@@ -87,16 +107,22 @@ def make_private(folder: Path) -> None:
     """The folder exists, and only this user can write to it or replace it. Raises BuildFailed, OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     resolved = folder.resolve()
-    mine, mode = _owner(resolved)
+    mine, mode = owner_of(resolved)
     if mine != os.geteuid() or mode & (OTHERS_WRITE | stat.S_IRWXO | stat.S_IRWXG):
         raise BuildFailed(f"{folder} is not private to this user")
-    for parent in resolved.parents:
-        owner, mode = _owner(parent)
+    check_above(resolved)
+
+
+def check_above(folder: Path) -> None:
+    """Nobody but root and this user can put another in the place of the resolved folder, or it raises."""
+    for parent in folder.parents:
+        owner, mode = owner_of(parent)
         if owner not in (0, os.geteuid()) or (mode & OTHERS_WRITE and not mode & stat.S_ISVTX):
             raise BuildFailed(f"others can replace {folder}: {parent} is not protected")
 
 
-def _owner(path: Path) -> tuple[int, int]:
+def owner_of(path: Path) -> tuple[int, int]:
+    """Return the user that a path belongs to and its mode, of a link its own. Raises OSError."""
     status = path.stat(follow_symlinks=False)
     return status.st_uid, status.st_mode
 
@@ -106,10 +132,10 @@ def _built(cache: Path, compiler: str, toolchain: Toolchain, source: Path, ends_
     if not (library.is_symlink() or library.exists()):
         _compile(compiler, library, toolchain, source, ends_s)
         _forget_old(cache, library)
-    owner, mode = _owner(library)
+    owner, mode = owner_of(library)
     if owner != os.geteuid() or not stat.S_ISREG(mode) or mode & OTHERS_WRITE:
         raise BuildFailed(f"{library} is not a file that only this user can write to")
-    if not _is_whole(library):
+    if not is_whole(library):
         _compile(compiler, library, toolchain, source, ends_s)
     return library
 
@@ -123,7 +149,8 @@ def _seal(library: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _is_whole(library: Path) -> bool:
+def is_whole(library: Path) -> bool:
+    """Return whether a library ends with the digest of what comes before. Raises OSError."""
     content = library.read_bytes()
     return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
@@ -133,9 +160,9 @@ def _compile(compiler: str, library: Path, toolchain: Toolchain, source: Path, e
     try:
         _forget_abandoned(folder)
         unit, result = folder / "operators.o", folder / library.name
-        threads = ["-fopenmp"] if toolchain.openmp else ["-Wno-unknown-pragmas"]
+        flags = [*_flags(toolchain.level), "-fopenmp" if toolchain.openmp else "-Wno-unknown-pragmas"]
         link = [str(toolchain.openmp)] if toolchain.openmp else []
-        _run([compiler, *_flags(), *threads, "-c", str(source / MAIN), "-o", str(unit)], ends_s)
+        _run([compiler, *flags, "-c", str(source / MAIN), "-o", str(unit)], ends_s)
         # -z defs: a missing symbol is an error here and not at the first call.
         _run([compiler, "-shared", "-Wl,-z,defs", str(unit), *link, "-o", str(result)], ends_s)
         _seal(result)
@@ -177,18 +204,26 @@ def _run(command: Sequence[str], ends_s: float) -> str:
 
 
 def _digest(compiler: str, toolchain: Toolchain, source: Path, ends_s: float) -> str:
+    version = _run([compiler, "--version"], min(ends_s, time.monotonic() + VERSION_TIMEOUT_S))
+    openmp = str(toolchain.openmp.resolve()) if toolchain.openmp else ""
+    return digest_of(
+        source, os.path.realpath(compiler), version, *_flags(toolchain.level), openmp, _processor()
+    )
+
+
+def digest_of(source: Path, *parts: str) -> str:
+    """Return 32 hex digits that the files of the source and the parts decide."""
     digest = hashlib.sha256()
     for path in sorted(source.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = _run([compiler, "--version"], min(ends_s, time.monotonic() + VERSION_TIMEOUT_S))
-    openmp = str(toolchain.openmp.resolve()) if toolchain.openmp else ""
-    for part in (os.path.realpath(compiler), version, *_flags(), openmp, _processor()):
+    for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
 
-def _flags() -> list[str]:
-    return [*FLAGS, "-march=native" if platform.machine() in X86 else "-mcpu=native"]
+def _flags(level: str) -> list[str]:
+    is_arm_native = level == NATIVE and platform.machine() not in X86
+    return [*FLAGS, "-mcpu=native" if is_arm_native else f"-march={level}"]
 
 
 def _processor() -> str:

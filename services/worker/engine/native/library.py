@@ -82,6 +82,7 @@ class Library:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         """Raises OSError where the file is no library, AttributeError where it is another one."""
+        self.name = path.name
         library, suffix = ctypes.CDLL(str(path)), SUFFIX[dtype]
 
         def function(name: str, *arguments: Any) -> Any:

@@ -136,6 +136,15 @@ class PrefixCache:
 
     # --- slabs ---------------------------------------------------------------------------------------
 
+    @property
+    def is_closing(self) -> bool:
+        """See ``BlockManager``."""
+        return self._blocks.is_closing
+
+    def holds_closed(self, table: Sequence[int]) -> bool:
+        """See ``BlockManager``."""
+        return self._blocks.holds_closed(table)
+
     def grow(self, blocks: int) -> None:
         """See ``BlockManager``."""
         self._blocks.grow(blocks)

@@ -65,6 +65,17 @@ class DraftModel:
         if draft is not None:
             self._blocks.release(draft.state.blocks)
 
+    def resize(self, blocks: int) -> None:
+        """See ``Proposer``. What was computed of the texts is forgotten: it is computed again."""
+        for handle in list(self._drafts):
+            self.forget(handle)
+        self._runner.resize(blocks)
+        change = blocks - self._blocks.blocks_total
+        if change > 0:
+            self._blocks.grow(change)
+        else:
+            self._blocks.shrink(-change)
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a block leaked."""
         self._blocks.check_integrity(draft.state.blocks for draft in self._drafts.values())

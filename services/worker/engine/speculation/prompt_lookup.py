@@ -37,6 +37,9 @@ class PromptLookup:
         """See ``Proposer``."""
         self._indexes.pop(handle, None)
 
+    def resize(self, blocks: int) -> None:
+        """See ``Proposer``: it has no pool."""
+
     def _index(self, handle: int) -> SuffixIndex:
         index = self._indexes.get(handle)
         if index is None:

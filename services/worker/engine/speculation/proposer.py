@@ -16,3 +16,6 @@ class Proposer(Protocol):
 
     def forget(self, handle: int) -> None:
         """Drop what is kept of a sequence that is gone; there may be nothing."""
+
+    def resize(self, blocks: int) -> None:
+        """Have a KV pool of so many blocks, if it has one. Raises MemoryError as ``Runner.resize``."""

@@ -1,6 +1,7 @@
 """The part of a step that speculates: the policy says how many tokens to propose, the proposer which ones.
 
-Nothing here can change a token of the output: proposals are verified. What it decides is time.
+Proposals are verified: where operators are exact, nothing here changes a token of the output. What it decides
+is time.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Speculator:
             proposing_s=self._proposing_s,
             prefilled=prefilled,
         )
+
+    def resize(self, blocks: int) -> None:
+        """The proposer's pool is as large as the target's. Raises MemoryError as ``Runner.resize``."""
+        self._proposer.resize(blocks)
 
     def forget(self, handle: int) -> None:
         """A sequence is gone."""

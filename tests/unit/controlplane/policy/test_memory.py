@@ -208,6 +208,30 @@ def test_equal_priorities_do_not_yield() -> None:
     assert (world.ready("first"), world.ready("second")) == (["w0"], [])
 
 
+def test_what_its_equals_can_spare_is_room_and_nobody_has_to_go_for_it() -> None:
+    held = [AssignedVersion("a", "m", "da", priority=Priority.STANDARD)]
+    held += [AssignedVersion("b", "m", "db", priority=Priority.BATCH)]
+    loaded = tuple(
+        LoadedVersion(one.deployment, "m", one.version_digest, VersionState.READY, "", 1.0, weight_bytes=50,
+                      working_bytes=10, kv_bytes=60, spare_bytes=40)
+        for one in held
+    )  # fmt: skip
+    worker = Worker("w", "x", memory_bytes=250, versions=loaded)
+    for priority, free in (
+        (Priority.BATCH, 10 + 40),
+        (Priority.STANDARD, 10 + 40 + 40),
+        (Priority.INTERACTIVE, 10 + 40 + 40),
+    ):
+        new = AssignedVersion("new", "m", "dn", priority=priority)
+        memory = MemoryView(worker, [*held, new], {"dn": free})
+        assert memory.free_bytes(but="dn", rank=priority.rank) == free
+        assert no_memory(memory, new) == ""
+        assert memory.yielding(new) == ()
+    urgent = AssignedVersion("new", "m", "dn", priority=Priority.INTERACTIVE)
+    more = MemoryView(worker, [*held, urgent], {"dn": 91})
+    assert more.yielding(urgent) == (("db", 80),), "what is left of it when it has shrunk"
+
+
 def test_nothing_yields_when_it_would_not_help() -> None:
     low, giant = deployment("low", Priority.BATCH), deployment("giant", Priority.INTERACTIVE)
     world = fleet([low, giant], [300], {"low": 100, "giant": 400})

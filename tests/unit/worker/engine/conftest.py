@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.executor import Batch, Executor, Runner, Samples
 from services.worker.engine.launch import Inline
 from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit, TokenLogprobs
+from tests.support.engine_agent import Agent
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -39,6 +41,7 @@ class CheckingExecutor:
     slots: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     prefilled: int = 0
     errors: dict[int, str] = field(default_factory=dict)  # by handle
+    memory_blocks: int = UNLIMITED  # for which there is memory
 
     def run(self, batch: Batch) -> Samples:
         proposed = sum(map(len, batch.proposals.values()))
@@ -76,6 +79,12 @@ class CheckingExecutor:
         }
         return Samples(tokens, logprobs, errors)
 
+    def resize(self, blocks: int) -> None:
+        """What was beyond the end is gone."""
+        if blocks > self.memory_blocks:
+            raise MemoryError
+        self.slots = {slot: entry for slot, entry in self.slots.items() if slot < blocks * self.block_size}
+
 
 def _ahead(batch: Batch) -> list[int]:
     """Return how many proposals each sampling row takes for output."""
@@ -91,6 +100,8 @@ class Bench:
 
     engine: Engine
     executor: CheckingExecutor
+    launch: Any  # the Executor around it
+    preemptions: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -98,6 +109,7 @@ class Bench:
     def step(self) -> Any:
         event = self.engine.step()
         self.engine.check_integrity()
+        self.preemptions = event.preemptions
         for handle, token in zip(event.handles, event.tokens, strict=True):
             assert handle not in self.finished, "a token after the end"
             self.tokens.setdefault(handle, []).append(token)
@@ -130,10 +142,12 @@ def make_bench() -> Callable[..., Bench]:
         eos_ids: frozenset[int] = frozenset(),
         speculation: Speculator | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        launch: Callable[[Runner], Executor] = Inline,
     ) -> Bench:
         executor = CheckingExecutor(token_budget, block_size)
+        launched = launch(executor)
         engine = Engine(
-            Inline(executor),
+            launched,
             blocks=BlockManager(blocks, block_size),
             limits=PlannerLimits(token_budget, max_sequences),
             model=ModelLimits(vocab_size, max_model_len or blocks * block_size),
@@ -141,7 +155,7 @@ def make_bench() -> Callable[..., Bench]:
             clock=clock,
             speculation=speculation,
         )
-        return Bench(engine, executor)
+        return Bench(engine, executor, launched)
 
     return make
 
@@ -272,3 +286,23 @@ def drive() -> Callable[..., Outcome]:
         raise AssertionError("the engine does not come to an end")
 
     return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    """Start an engine process: a null one unless told."""
+    agents: list[Agent] = []
+
+    def run(model_dir: Path | None = None, **options: Any) -> Agent:
+        folder = tmp_path / f"agent{len(agents)}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 1000, "eos_token_id": 2}))
+        defaults: dict[str, Any] = {"executor": "null" if model_dir is None else "torch", "kv_blocks": 64}
+        defaults |= {"threads": 1, "block_size": 4, "token_budget": 32, "max_sequences": 8}
+        config = EngineConfig(socket_path="", model_dir=str(model_dir or folder), **(defaults | options))
+        agents.append(Agent(folder, config))
+        return agents[-1]
+
+    yield run
+    for agent in agents:
+        agent.close()

@@ -1,42 +1,37 @@
-"""Both ways to run a batch: in the caller's thread and in another. What holds for one holds for the other."""
+"""A runner as an executor, in the caller's own thread."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from services.worker.engine.executor import Batch, Executor, Samples
-from services.worker.engine.launch import Inline, Threaded
+from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.launch import Inline
 
 
 class Runner:
     def __init__(self) -> None:
-        self.threads: list[int] = []
-        self.may_go = threading.Event()
-        self.may_go.set()
+        self.sizes: list[int] = []
 
     def run(self, batch: Batch) -> Samples:
-        self.threads.append(threading.get_ident())
-        assert self.may_go.wait(10)
         if batch.proposals:
             raise RuntimeError("the device is gone")
         return Samples([len(batch.decodes)])
 
+    def resize(self, blocks: int) -> None:
+        if blocks > 100:
+            raise MemoryError
+        self.sizes.append(blocks)
 
-@pytest.mark.parametrize("launch", [Inline, Threaded])
-def test_what_is_submitted_is_what_is_collected(launch: Callable[[Any], Executor]) -> None:
-    executor = launch(Runner())
+
+def test_what_is_submitted_is_what_is_collected() -> None:
+    executor = Inline(Runner())
     for _ in range(3):
         executor.submit(Batch([], []))
         assert executor.collect().tokens == [0]
 
 
-@pytest.mark.parametrize("launch", [Inline, Threaded])
-def test_a_failure_is_the_collectors(launch: Callable[[Any], Executor]) -> None:
-    executor = launch(Runner())
+def test_a_failure_is_the_collectors() -> None:
+    executor = Inline(Runner())
     executor.submit(Batch([], [], {0: [1]}))
     with pytest.raises(RuntimeError, match="device"):
         executor.collect()
@@ -44,11 +39,12 @@ def test_a_failure_is_the_collectors(launch: Callable[[Any], Executor]) -> None:
     assert executor.collect().tokens == [0]
 
 
-def test_a_thread_of_its_own_runs_while_the_caller_goes_on() -> None:
+def test_a_resize_is_over_when_it_returns_and_its_failure_is_the_callers() -> None:
     runner = Runner()
-    runner.may_go.clear()
-    executor = Threaded(runner)
+    executor = Inline(runner)
+    executor.resize(7)
+    assert runner.sizes == [7]
+    with pytest.raises(MemoryError):
+        executor.resize(101)
     executor.submit(Batch([], []))
-    runner.may_go.set()  # reached although the batch waits for it
     assert executor.collect().tokens == [0]
-    assert runner.threads != [threading.get_ident()]

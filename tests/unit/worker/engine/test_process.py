@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,97 +24,17 @@ from services.worker.engine_protocol import (
     Cancel,
     Credit,
     EngineConfig,
-    Event,
     Heartbeat,
     LoadFailed,
-    Message,
     Progress,
     Ready,
+    Sampling,
     Shutdown,
-    Stepped,
-    decode_event,
+    Submit,
+    TokenLogprobs,
     encode,
 )
-
-ROOT = Path(__file__).parents[4]
-PATIENCE_S = 60.0
-
-
-class Agent:
-    """The other end of the socket, as plain as possible."""
-
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        path = folder / "s"
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(str(path))
-        self.server.listen(1)
-        self.server.settimeout(PATIENCE_S)
-        config = msgspec.structs.replace(config, socket_path=str(path))
-        command = [sys.executable, "-m", "services.worker.engine.process", "--config"]
-        self.log = folder / "stderr"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, msgspec.json.encode(config).decode()], cwd=ROOT, stderr=log
-            )
-        self.channel, _ = self.server.accept()
-        self.channel.settimeout(PATIENCE_S)
-        self.stream = self.channel.makefile("rb")
-
-    def send(self, message: Message) -> None:
-        self.channel.sendall(encode(message))
-
-    def receive(self) -> Event:
-        (length,) = LENGTH_PREFIX.unpack(self.stream.read(LENGTH_PREFIX.size))
-        return decode_event(self.stream.read(length))
-
-    def ready(self) -> Ready:
-        while isinstance(event := self.receive(), Progress):
-            assert 0.0 <= event.done_ratio <= 1.0
-        assert isinstance(event, Ready), event
-        return event
-
-    def until(self, done: Callable[[Stepped], bool]) -> list[Stepped]:
-        steps = []
-        while True:
-            event = self.receive()
-            if isinstance(event, Stepped):
-                steps.append(event)
-                if done(event):
-                    return steps
-
-    def exit_code(self) -> int:
-        return self.process.wait(timeout=PATIENCE_S)
-
-    def hang_up(self) -> None:
-        self.stream.close()
-        self.channel.close()
-
-    def close(self) -> None:
-        self.hang_up()
-        self.server.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(timeout=PATIENCE_S)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
-    """Start an engine process: a null one unless told."""
-    agents: list[Agent] = []
-
-    def run(model_dir: Path | None = None, **options: Any) -> Agent:
-        folder = tmp_path / f"agent{len(agents)}"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"vocab_size": 1000, "eos_token_id": 2}))
-        defaults: dict[str, Any] = {"executor": "null" if model_dir is None else "torch", "kv_blocks": 64}
-        defaults |= {"threads": 1, "block_size": 4, "token_budget": 32, "max_sequences": 8}
-        config = EngineConfig(socket_path="", model_dir=str(model_dir or folder), **(defaults | options))
-        agents.append(Agent(folder, config))
-        return agents[-1]
-
-    yield run
-    for agent in agents:
-        agent.close()
+from tests.support.engine_agent import PATIENCE_S, ROOT, Agent
 
 
 def test_a_null_engine_streams_and_shuts_down(start: Any, submit: Any) -> None:
@@ -388,3 +308,33 @@ def check_prefix_is_found(agent: Agent, submit: Any) -> int:
 def header_bytes(folder: Path) -> int:
     with (folder / "model.safetensors").open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_stream_goes_on_in_another_process_to_the_last_bit(
+    start: Callable[..., Agent], save_model: Callable[..., Any], temperature: float
+) -> None:
+    """The other has other threads, blocks, chunks and company; it computes again what the first had."""
+    _, folder = save_model("Llama")
+    sampling = Sampling(seed=7, temperature=temperature, logprobs=5, max_tokens=40, ignore_eos=True)
+    prompt = [3 + place % 90 for place in range(50)]
+    first = start(folder, threads=1, block_size=4, token_budget=16)
+    first.ready()
+    first.send(Submit(1, prompt, sampling, 1 << 30))
+    tokens, logprobs = _output(first, 1)
+    second = start(folder, threads=2, block_size=16, token_budget=96)
+    second.ready()
+    for handle in range(2, 6):
+        noise = Sampling(seed=handle, temperature=1.2, max_tokens=60, ignore_eos=True)
+        second.send(Submit(handle, [handle] * 9 * handle, noise, 1 << 30))
+    second.send(Submit(1, prompt, sampling, 1 << 30, produced_ids=tokens[:17]))
+    assert _output(second, 1) == (tokens[17:], logprobs[17:])
+
+
+def _output(agent: Agent, handle: int) -> tuple[list[int], list[TokenLogprobs]]:
+    """Return the tokens and log-probabilities of one sequence, once it has ended by its length."""
+    steps = agent.until(lambda step: handle in step.finished)
+    assert steps[-1].finished[handle] == "length", steps[-1].errors
+    pairs = ((mine, token) for step in steps for mine, token in zip(step.handles, step.tokens, strict=True))
+    logprobs = [entry for step in steps for entry in step.logprobs.get(handle, [])]
+    return [token for mine, token in pairs if mine == handle], logprobs

@@ -257,6 +257,14 @@ def test_min_tokens_rules_out_every_stop_until_then(sequence: Any) -> None:
     assert sample(logits, states).tokens == [5, EOS, EOS, EOS, 5]
 
 
+def test_equal_logprobs_come_in_the_same_order_whatever_a_neighbour_asks_for(sequence: Any) -> None:
+    logits = (random_logits(2, vocab=2000) * 2).round() / 2  # many of them are equal
+    alone = sample(logits[:1].clone(), [sequence(logprobs=5, temperature=0.0)]).logprobs[0]
+    for wanted in (1, 20, 128):
+        others = [sequence(logprobs=5, temperature=0.0), sequence(logprobs=wanted, temperature=0.0)]
+        assert sample(logits.clone(), others).logprobs[0] == alone
+
+
 def test_logprobs_are_those_before_temperature_and_filters(sequence: Any) -> None:
     logits = random_logits(3)
     states = [

@@ -154,6 +154,15 @@ def test_what_does_not_fit_waits_for_memory_and_not_for_time() -> None:
     assert plan({"d1": version}, [slot], NOW_S, free_bytes=10) == (Load("d1"),)
 
 
+def test_who_waits_for_memory_waits_until_all_of_it_is_given_back() -> None:
+    version = AssignedVersion("x", "m", "d1")
+    slot = Slot(version, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
+    assert plan({"d1": version}, [slot], NOW_S, free_bytes=10, giving_back=True) == ()
+    assert plan({"d1": version}, [replace(slot, phase=Phase.FETCHED)], NOW_S, giving_back=True) == (
+        Load("d1"),
+    )
+
+
 LOW = AssignedVersion("low", "m", "low", priority=Priority.BATCH)
 HIGH = AssignedVersion("high", "m", "high", priority=Priority.INTERACTIVE)
 COMING = Slot(LOW, Phase.FETCHED, has_files=True, unbooked=True)

@@ -21,6 +21,7 @@ class Adding:
     """A decoder: the logits of a row are made of what came in for it."""
 
     runs: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # the greatest of each run
 
     def forward(
         self,
@@ -30,6 +31,7 @@ class Adding:
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         self.runs.append(len(tokens))
+        self.positions.append(int(positions.max()))
         rows = (tokens * 10000 + positions * 100 + prompt_tokens).float()
         return rows[logit_rows][:, None] + torch.arange(VOCABULARY)
 
@@ -134,6 +136,16 @@ def test_steps_of_any_size_answer_as_without_graphs() -> None:
     assert rig.capture.captured == 3
     rig.step(5, 99)  # too many for a graph
     assert rig.capture.captured == 3
+
+
+def test_a_capture_amid_serving_sees_nothing_of_earlier_steps() -> None:
+    """What is a token in a step of one size lies where the positions of another are, and is none."""
+    rig = Rig()
+    rig.step(4, 0)
+    rig.plain.positions.clear()
+    rig.step(1, 1)
+    captured, replayed = rig.plain.positions
+    assert captured == 0 < replayed
 
 
 def test_only_some_rows_are_sampled() -> None:

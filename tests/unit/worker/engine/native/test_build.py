@@ -18,30 +18,6 @@ from services.worker.engine.native.loading import load_library
 
 MakeCompiler = Callable[..., Toolchain]
 
-# A compiler that notes each use; what it makes is its source's text.
-COMPILER = """#!/bin/sh
-echo "$@" >> "{log}"
-case "$1" in --version) echo "fake {version}"; exit 0;; esac
-{body}
-while [ $# -gt 0 ]; do case "$1" in -o) out="$2"; shift;; esac; shift; done
-echo compiled > "$out"
-"""
-
-
-@pytest.fixture
-def compiler(tmp_path: Path) -> MakeCompiler:
-    """Return a toolchain of one scripted compiler; ``log`` beside it has a line per use."""
-
-    def make(
-        body: str = ":", *, version: int = 1, name: str = "compiler", timeout_s: float = 20.0
-    ) -> Toolchain:
-        script = tmp_path / name
-        script.write_text(COMPILER.format(log=tmp_path / "log", version=version, body=body))
-        script.chmod(0o755)
-        return Toolchain((str(script),), timeout_s=timeout_s)
-
-    return make
-
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:

@@ -77,12 +77,19 @@ def test_an_agent_is_told_before_and_after_operators_are_made(folder: Path, libr
     load(config, lambda phase, ratio: told.append((phase, ratio)))
     assert [ratio for phase, ratio in told if phase == "operators"] == [0.0, 1.0]
     phases = list(dict.fromkeys(phase for phase, _ in told))
-    assert phases == ["import", "operators", "weights", "warm_up"]
+    assert phases == ["import", "operators", "weights", "profile", "warm_up"]
 
 
 def test_native_means_native(folder: Path, load_engine: Any, unusable: str) -> None:
     with pytest.raises(BadEngineConfig, match="Not a directory"):
         load_engine(folder, operators="native", operators_cache=unusable)
+
+
+def test_what_cannot_be_exact_says_so(folder: Path, load_engine: Any, unusable: str) -> None:
+    with pytest.raises(BadEngineConfig, match="cannot promise mode 'exact'"):
+        load_engine(folder, operators="torch", mode="exact")
+    with pytest.raises(BadEngineConfig, match="no native operators"):
+        load_engine(folder, mode="exact", operators_cache=unusable)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +99,10 @@ def test_both_answer_alike(
     folder: Path, load_engine: Any, submit: Any, drive: Any, library_file: Path, dtype: str, mode: str
 ) -> None:
     answers = []
-    for operators in ("native", "torch"):
+    for operators, promised in (("native", mode), ("torch", "auto")):
         cache = str(library_file.parent)
         engine = load_engine(
-            folder, operators=operators, operators_cache=cache, dtype=dtype, mode=mode, token_budget=8
+            folder, operators=operators, operators_cache=cache, dtype=dtype, mode=promised, token_budget=8
         )
         answers.append(drive(engine, [submit(i, [9 + i] * (3 + 7 * i), 1, logprobs=3) for i in range(4)]))
     native, torch = answers

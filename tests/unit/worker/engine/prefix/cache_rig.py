@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.core.prefix import prefix_chain
 from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.executor import Batch, Executor, Runner, Samples
 from services.worker.engine.launch import Inline
 from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.prefix.cache import PrefixCache
@@ -47,6 +47,9 @@ class ContentExecutor:
         sampled = batch.sampled
         errors = {row: "not finite" for row, s in enumerate(sampled) if s.handle in self.broken}
         return Samples([sample(domain_of(s), s.tokens) for s in sampled], {}, errors)
+
+    def resize(self, blocks: int) -> None:
+        self.slots = {slot: entry for slot, entry in self.slots.items() if slot < blocks * self.block_size}
 
     def _compute(self, sequence: SequenceState, start: int, end: int) -> None:
         blocks, size = sequence.blocks, self.block_size
@@ -118,6 +121,7 @@ class CacheRig:
         max_model_len: int | None = None,
         ratio: float = 0.5,
         attention_half_tokens: int = 1 << 30,
+        launch: Callable[[Runner], Executor] = Inline,
     ) -> None:
         longest = max_model_len or blocks * block_size
         least = -(-longest // block_size)
@@ -127,7 +131,7 @@ class CacheRig:
         )
         self.executor = ContentExecutor(block_size)
         self.engine = Engine(
-            Inline(self.executor),
+            launch(self.executor),
             blocks=self.cache,
             limits=PlannerLimits(token_budget, max_sequences),
             model=ModelLimits(VOCABULARY, longest),
@@ -140,10 +144,18 @@ class CacheRig:
         self.finished: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.prefilled: dict[int, int] = {}
+        self.sizes: list[int] = []  # that the pool was said to have
+
+    def settle(self) -> None:
+        """What a process does between two steps."""
+        if (resized := self.engine.resized()) is not None:
+            assert resized.kv_blocks_total == self.cache.blocks_total
+            self.sizes.append(resized.kv_blocks_total)
 
     def step(self) -> Stepped:
         event = self.engine.step()
         self.engine.check_integrity()
+        self.settle()
         added, removed = set(event.prefix_added), set(event.prefix_removed)
         assert not added & removed
         assert not added & self.names

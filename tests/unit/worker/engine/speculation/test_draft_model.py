@@ -49,6 +49,9 @@ class Rig:
         self.texts |= {state.handle: list(state.tokens) for state in batch.sampled}
         return self.runner.run(batch)
 
+    def resize(self, blocks: int) -> None:
+        self.runner.resize(blocks)
+
     def propose(self, *wanted: tuple[SequenceState, int]) -> list[list[int]]:
         self.texts.clear()
         found = self.draft.propose(wanted)
@@ -135,6 +138,16 @@ def test_nothing_is_proposed_after_an_end() -> None:
     assert rig.propose((state, 4)) == [expected(state, 2)]
 
 
+def test_a_draft_whose_pool_changes_forgets_and_proposes_the_same() -> None:
+    rig, state = Rig(), sequence(1, 5)
+    before = rig.propose((state, 3))
+    for blocks in (rig.blocks // 2, rig.blocks * 2):
+        rig.draft.resize(blocks)
+        assert (rig.pool.blocks_total, rig.pool.blocks_used) == (blocks, 0)
+        assert rig.propose((state, 3)) == before
+        rig.draft.check_integrity()
+
+
 @pytest.mark.parametrize("logprobs", [None, 3])
 def test_the_draft_samples_as_the_target_does(logprobs: int | None) -> None:
     seen: list[Sampling] = []
@@ -146,6 +159,8 @@ def test_the_draft_samples_as_the_target_does(logprobs: int | None) -> None:
             seen.extend(each.sampling for each in batch.sampled)
             assert {each.key for each in batch.sampled} == {state.key}
             return run(batch)
+
+        def resize(self, blocks: int) -> None: ...
 
     draft = DraftModel(Watching(), blocks=rig.pool, max_model_len=99, token_budget=400)
     draft.propose([(state, 2)])

@@ -7,6 +7,7 @@ text, from the model itself as its own draft, and from a rig that knows the answ
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -26,7 +27,7 @@ from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.proposer import Proposer
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.unsupported import BadEngineConfig
+from services.worker.engine.unsupported import BadEngineConfig, LoadError
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Submit
 from services.worker.policy.speculation import SpeculationPolicy
@@ -61,6 +62,8 @@ class Spoiled:
         return [self._after(sequence, most) for sequence, most in wanted]
 
     def forget(self, handle: int) -> None: ...
+
+    def resize(self, blocks: int) -> None: ...
 
     def _after(self, sequence: SequenceState, most: int) -> list[int]:
         answer = self._answers.get(sequence.handle, [])[sequence.output_tokens :][:most]
@@ -180,8 +183,24 @@ def test_a_draft_of_another_vocabulary_is_refused(
     folder: Path, load_engine: Any, save_model: Callable[..., Any]
 ) -> None:
     other = save_model("Llama", vocab_size=50, num_hidden_layers=1)[1]
-    with pytest.raises(BadEngineConfig, match="vocabulary"):
+    with pytest.raises(BadEngineConfig, match="draft model's vocabulary of 50 is not the model's 101"):
         load_engine(folder, speculation="draft", draft_model_dir=str(other))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.json", b"{}", "the draft model's architectures: None is not supported"),
+        ("model.safetensors", b"", "the draft model: model.safetensors is no valid"),
+    ],
+)
+def test_what_is_wrong_with_a_draft_is_said_of_the_draft(
+    folder: Path, load_engine: Any, tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
+    draft = Path(shutil.copytree(folder, tmp_path / "draft"))
+    (draft / name).write_bytes(content)
+    with pytest.raises(LoadError, match=problem):
+        load_engine(folder, speculation="draft", draft_model_dir=str(draft))
 
 
 def test_a_model_that_drafts_for_itself_is_always_accepted(build: Any, submit: Any) -> None:

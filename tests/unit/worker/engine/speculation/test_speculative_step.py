@@ -39,6 +39,8 @@ class Guesses:
             for sequence, most in wanted
         ]
 
+    def resize(self, blocks: int) -> None: ...
+
     def forget(self, handle: int) -> None:
         self.forgotten.append(handle)
 

@@ -1,0 +1,182 @@
+"""The sequences that live in an engine: what a batch does to each of them, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.worker.engine.acceptance import accepted_proposals, standing_rows
+from services.worker.engine.executor import Batch, Samples, unknown_token
+from services.worker.engine.outcome import Outcome, Work, outcome_of
+from services.worker.engine.planner import Planner
+from services.worker.engine.sequence import SequenceState, Status
+from services.worker.engine_protocol import FinishReason
+from services.worker.policy.speculation import Verified
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch, and the sequence of each row that it samples. It began when it was planned, or when the one
+    before it had ended.
+
+    ``foreseen``: its sequences are where its tokens bring them, with unknown ones in their place.
+    """
+
+    batch: Batch
+    sampled: list[SequenceState]
+    work: Work
+    began_s: float
+    foreseen: bool = False
+
+
+class LiveSequences:
+    """By handle. Those that ended are told once, by ``take_ended`` and ``take_gone``."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._live: dict[int, SequenceState] = {}
+        self._finished: dict[int, FinishReason] = {}
+        self._errors: dict[int, str] = {}
+        self._gone: list[int] = []  # of those that were live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._live
+
+    @property
+    def any_ended(self) -> bool:
+        return bool(self._finished)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Plan a sequence from now on."""
+        self._live[sequence.handle] = sequence
+        self._planner.add(sequence)
+
+    def end_at_once(self, handle: int, reason: FinishReason, error: str = "") -> None:
+        """Tell the end of a sequence that never ran."""
+        self._finished[handle] = reason
+        if error:
+            self._errors[handle] = error
+
+    def credit(self, handle: int, limit: int) -> None:
+        """Raise the output limit of a sequence, if it has not just finished."""
+        if (sequence := self._live.get(handle)) is not None:
+            self._planner.credit(sequence, limit)
+
+    def cancel(self, handle: int) -> None:
+        """Forget a sequence and its end: nothing is told of it."""
+        if (sequence := self._live.pop(handle, None)) is not None:
+            self._planner.remove(sequence)
+        self._finished.pop(handle, None)
+        self._errors.pop(handle, None)
+
+    def hand_back(self, sequences: Iterable[SequenceState]) -> None:
+        """Tell of those that the planner took out of its books."""
+        for sequence in sequences:
+            self._report(sequence, "preempted")
+
+    def take_ended(self) -> tuple[dict[int, FinishReason], dict[int, str]]:
+        """Return the reasons and the errors by handle, since the call before."""
+        ended = self._finished, self._errors
+        self._finished, self._errors = {}, {}
+        return ended
+
+    def take_gone(self) -> list[int]:
+        """Return the handles of those that were live, since the call before."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    # --- what a batch does ---------------------------------------------------------------------------
+
+    def commit(self, flight: Flight, samples: Samples) -> Outcome:
+        """Append the tokens of the rows that stand, then finish, stall or keep each sequence."""
+        if flight.foreseen:
+            return self._commit_foreseen(flight, samples)
+        batch, sampled = flight.batch, flight.sampled
+        self._planner.computed(batch.prefills)
+        accepted = accepted_proposals(batch, samples)
+        rows = standing_rows(batch, accepted, len(sampled)) if accepted else range(len(sampled))
+        kept: list[int] = []
+        for row in rows:
+            sequence = sampled[row]
+            if sequence.status is not Status.DECODING:
+                continue  # an earlier row of it was its last, or a command came
+            if samples.errors and row in samples.errors:
+                self._fail(sequence, samples.errors[row])
+                continue
+            token, length = samples.tokens[row], len(sequence.tokens)
+            sequence.computed = length
+            sequence.tokens.append(token)
+            kept.append(row)
+            if length + 1 >= sequence.pause_at or token in sequence.stop_ids:
+                self._pause(sequence, token)
+        for index in accepted:
+            self._planner.give_back(batch.decodes[index])
+        if batch.prefills:
+            self._planner.publish(batch.prefills)
+        outcome = outcome_of(sampled, samples, kept)
+        outcome.verified += (
+            Verified(batch.decodes[index].handle, len(batch.proposals[index]), count)
+            for index, count in accepted.items()
+        )
+        return outcome
+
+    def foresee(self, flight: Flight) -> None:
+        """Bring the sequences to where the batch brings them. Those that may end by it are not planned."""
+        flight.foreseen = True
+        self._planner.computed(flight.batch.prefills)
+        for row, sequence in enumerate(flight.sampled):
+            if sequence.status is Status.FINISHED:
+                continue  # by a command, or by the token before this one
+            length = len(sequence.tokens)
+            sequence.computed = length
+            sequence.tokens.append(unknown_token(row))
+            if length + 1 >= sequence.pause_at:
+                self._planner.hold(sequence)
+
+    def _commit_foreseen(self, flight: Flight, samples: Samples) -> Outcome:
+        """Put the tokens in their places, then finish or stall whom they end or leave without credit.
+
+        A row of the batch that follows, whose sequence ends here, is computed for nothing.
+        """
+        kept: list[int] = []
+        for row, sequence in enumerate(flight.sampled):
+            if sequence.status is Status.FINISHED:
+                continue
+            if samples.errors and row in samples.errors:
+                self._fail(sequence, samples.errors[row])
+                continue
+            token = sequence.tokens[-1] = samples.tokens[row]
+            kept.append(row)
+            if sequence.status is Status.HELD or token in sequence.stop_ids:
+                self._pause(sequence, token)
+        if flight.batch.prefills:
+            self._planner.publish(flight.batch.prefills)
+        return outcome_of(flight.sampled, samples, kept)
+
+    # --- ends ----------------------------------------------------------------------------------------
+
+    def _pause(self, sequence: SequenceState, token: int) -> None:
+        """Finish or stall a sequence whose last token may be its last."""
+        produced = sequence.output_tokens
+        if token in sequence.stop_ids and produced > sequence.sampling.min_tokens:
+            self._finish(sequence, "stop")
+        elif produced >= sequence.sampling.max_tokens:
+            self._finish(sequence, "length")
+        elif not sequence.has_credit:
+            self._planner.stall(sequence)
+
+    def _fail(self, sequence: SequenceState, why: str) -> None:
+        self._errors[sequence.handle] = why
+        self._finish(sequence, "error")
+
+    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
+        self._planner.remove(sequence, is_sound=reason != "error")
+        self._report(sequence, reason)
+
+    def _report(self, sequence: SequenceState, reason: FinishReason) -> None:
+        del self._live[sequence.handle]
+        self._gone.append(sequence.handle)
+        self._finished[sequence.handle] = reason

@@ -1,0 +1,84 @@
+"""The other end of an engine process's socket, as plain as possible."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from services.worker.engine_protocol import (
+    LENGTH_PREFIX,
+    EngineConfig,
+    Event,
+    Message,
+    Progress,
+    Ready,
+    Stepped,
+    decode_event,
+    encode,
+)
+
+ROOT: Final = Path(__file__).parents[2]
+PATIENCE_S: Final = 60.0
+
+
+class Agent:
+    """Starts a process and speaks with it; ``close`` ends it."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        path = folder / "s"
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(path))
+        self.server.listen(1)
+        self.server.settimeout(PATIENCE_S)
+        config = msgspec.structs.replace(config, socket_path=str(path))
+        command = [sys.executable, "-m", "services.worker.engine.process", "--config"]
+        self.log = folder / "stderr"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, msgspec.json.encode(config).decode()], cwd=ROOT, stderr=log
+            )
+        self.channel, _ = self.server.accept()
+        self.channel.settimeout(PATIENCE_S)
+        self.stream = self.channel.makefile("rb")
+
+    def send(self, message: Message) -> None:
+        self.channel.sendall(encode(message))
+
+    def receive(self) -> Event:
+        (length,) = LENGTH_PREFIX.unpack(self.stream.read(LENGTH_PREFIX.size))
+        return decode_event(self.stream.read(length))
+
+    def ready(self) -> Ready:
+        while isinstance(event := self.receive(), Progress):
+            assert 0.0 <= event.done_ratio <= 1.0
+        assert isinstance(event, Ready), event
+        return event
+
+    def until(self, done: Callable[[Stepped], bool]) -> list[Stepped]:
+        steps = []
+        while True:
+            event = self.receive()
+            if isinstance(event, Stepped):
+                steps.append(event)
+                if done(event):
+                    return steps
+
+    def exit_code(self) -> int:
+        return self.process.wait(timeout=PATIENCE_S)
+
+    def hang_up(self) -> None:
+        self.stream.close()
+        self.channel.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self.server.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=PATIENCE_S)
