@@ -33,6 +33,7 @@ from services.runtime.lease import LeaseHolder
 from services.runtime.machine import resident_bytes
 from services.runtime.registration import Registration
 from services.runtime.supervisor import Supervisor
+from services.worker.engine_settings import EngineSettings
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import (
@@ -50,7 +51,7 @@ from services.worker.policy.memory_shares import Share, kv_targets
 from services.worker.pool import PoolStats
 from services.worker.report import ReportIdentity, take_snapshot
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
-from services.worker.version_slot import EngineSettings, ModelSource, SlotContext, VersionSlot
+from services.worker.version_slot import ModelSource, SlotContext, VersionSlot
 
 log = structlog.get_logger()
 

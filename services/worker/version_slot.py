@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import structlog
 
@@ -15,14 +15,13 @@ from services.core.records import AssignedVersion, LoadedVersion, VersionState
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.worker.detokenizer import Vocabulary, load_vocabulary
-from services.worker.drafts import Speculation, draft_of, speculation_of
+from services.worker.drafts import draft_of
 from services.worker.engine_limits import limited, read_limits
 from services.worker.engine_process import (
     Crashed,
     EngineEvents,
     EngineExit,
     EngineProcess,
-    EngineTimeouts,
     LoadRefused,
 )
 from services.worker.engine_protocol import (
@@ -34,6 +33,7 @@ from services.worker.engine_protocol import (
     Resized,
     Stepped,
 )
+from services.worker.engine_settings import EngineSettings, Executor
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
@@ -66,35 +66,6 @@ class ModelSource(Protocol):
     def pin(self, folder: Path) -> None: ...
 
     def unpin(self, folder: Path) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """How engines of this worker are started. Sizes in bytes, times in seconds."""
-
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = 0
-    block_size: int = 16
-    kv_memory_bytes: int = 256 * 1024 * 1024
-    token_budget: int = 512
-    max_sequences: int = 64
-    itl_target_s: float = 0.05
-    mode: Literal["auto", "exact", "free"] = "auto"
-    operators: Literal["auto", "native", "torch"] = "auto"
-    operators_cache: str = ""
-    prefix_cache: bool = True
-    speculation: Speculation = "off"
-    max_proposals: int = 8
-    null_step_s: float = 0.0
-    slow_reader_s: float = 30.0
-    request_log_per_s: float = 200.0
-    drain_s: float = 30.0
-    crash_backoff_first_s: float = 0.5
-    crash_backoff_most_s: float = 30.0
-    failed_backoff_first_s: float = 2.0
-    failed_backoff_most_s: float = 60.0
-    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,29 +275,8 @@ class VersionSlot:
                 weights += await asyncio.to_thread(weight_bytes, draft, bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # others may wait for it to have its memory
-        config = EngineConfig(
-            socket_path="",
-            model_dir=str(folder),
-            executor="null" if self.version.executor == "null" else "torch",
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            block_size=settings.block_size,
-            kv_memory_bytes=settings.kv_memory_bytes,
-            memory_bytes=memory_bytes,
-            token_budget=settings.token_budget,
-            max_sequences=settings.max_sequences,
-            itl_target_s=settings.itl_target_s,
-            mode=settings.mode,
-            operators=settings.operators,
-            operators_cache=settings.operators_cache,
-            prefix_cache=settings.prefix_cache,
-            speculation=speculation_of(settings.speculation, draft),
-            draft_model_dir="" if draft is None else str(draft),
-            max_proposals=settings.max_proposals,
-            null_step_s=settings.null_step_s,
-            request_log_per_s=settings.request_log_per_s,
-        )
+        executor: Executor = "null" if self.version.executor == "null" else "torch"
+        config = settings.config(folder, executor, memory_bytes=memory_bytes, draft=draft)
         config = limited(config, limits, max_context_tokens=context)
         self._max_sequences = config.max_sequences
         return config

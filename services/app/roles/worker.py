@@ -19,11 +19,11 @@ from services.runtime.folders import compile_folder
 from services.runtime.health import Check
 from services.runtime.machine import default_engine_threads, device_type
 from services.worker.agent import WorkerAgent, WorkerIdentity
+from services.worker.engine_settings import EngineSettings
 from services.worker.fallback import FallbackAdmission, FallbackRules
 from services.worker.host import SequenceHost
 from services.worker.servicer import WorkerServicer
 from services.worker.telemetry import WorkerTelemetry, export_levels
-from services.worker.version_slot import EngineSettings
 
 
 def worker(environment: Environment) -> Role:

@@ -66,9 +66,9 @@ class Sampled:
         """Begin to copy them to the host: what is submitted behind them does not keep them from it."""
         if not self.tokens.is_cuda:
             return self
-        parts = (self.tokens, self.own, *self.top) if self.logged else (self.tokens,) * 4
-        here = {id(part): part.to("cpu", non_blocking=True) for part in parts}
-        tokens, own, values, ids = (here[id(part)] for part in parts)
+        tokens = own = values = ids = _begin_copy(self.tokens)
+        if self.logged:
+            own, (values, ids) = _begin_copy(self.own), map(_begin_copy, self.top)
         copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return Sampled(tokens, self.logged, self.wanted, own, (values, ids), copied)
@@ -198,6 +198,11 @@ def _draw(
 def _column(values: Floats, like: torch.Tensor) -> torch.Tensor:
     """Return the values as [rows, 1] of the tensor's type and device."""
     return torch.from_numpy(values)[:, None].to(like.device, like.dtype, non_blocking=True)
+
+
+def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the host that is what this one is once the stream got so far."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def _on(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def executor_of(
     with torch.inference_mode():
         rope = Rope(model.rope, max_model_len=ready.max_model_len, dtype=dtype, device=device)
         first = ready.kv_blocks_total if blocks is None else blocks
-        cache = _pool(model, weights.operators, config, ready, blocks=first)
+        cache = _pool(model, weights.operators, config, ready, blocks=first, has_kernels=has_kernels)
 
     def build(warm: bool) -> tuple[Forward, Attention]:
         with torch.inference_mode():
@@ -85,7 +85,7 @@ def executor_of(
     return TorchExecutor(
         *build(True),
         cache,
-        cuda_backend.reductions_of(config, device),
+        cuda_backend.reductions_of(config, has_kernels=has_kernels),
         rebuild=build,
         runs_ahead=device.type == "cuda",
     )
@@ -130,16 +130,21 @@ def _operators_folder(config: EngineConfig) -> Path:
 
 
 def _pool(
-    model: ModelConfig, operators: Operators, config: EngineConfig, ready: Ready, *, blocks: int
+    model: ModelConfig,
+    operators: Operators,
+    config: EngineConfig,
+    ready: Ready,
+    *,
+    blocks: int,
+    has_kernels: bool,
 ) -> NativeKvCache | KvCache:
     """Return the pool as the backend that goes with the operators reads it."""
     shape = kv_shape(model, block_size=ready.block_size, dtype=DTYPES[config.dtype])
     most = ready.kv_blocks_total
     if isinstance(operators, NativeOperators):
         return NativeKvCache(shape, blocks, most_blocks=most)
-    device = device_of(config)
-    spare = cuda_backend.PADDING_BLOCKS if cuda_backend.has_kernels(device) else 0
-    return KvCache(shape, blocks, device, most_blocks=most, spare_blocks=spare)
+    spare = cuda_backend.PADDING_BLOCKS if has_kernels else 0
+    return KvCache(shape, blocks, device_of(config), most_blocks=most, spare_blocks=spare)
 
 
 def _attention(

@@ -43,10 +43,10 @@ from services.runtime.supervisor import Supervisor
 from services.worker.agent import WorkerAgent, WorkerIdentity
 from services.worker.detokenizer import byte_of_char
 from services.worker.engine_process import EngineTimeouts
+from services.worker.engine_settings import EngineSettings
 from services.worker.host import SequenceHost
 from services.worker.sequences import SequenceTable
 from services.worker.servicer import WorkerServicer
-from services.worker.version_slot import EngineSettings
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512

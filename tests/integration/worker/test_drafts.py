@@ -13,7 +13,7 @@ import transformers
 
 from services.core.records import AssignedVersion, VersionState
 from services.worker.engine_process import EngineTimeouts
-from services.worker.version_slot import EngineSettings
+from services.worker.engine_settings import EngineSettings
 from tests.integration.worker.harness import VOCAB, Harness, Sink, Starter, eventually
 
 DRAFTS = EngineSettings(

@@ -19,7 +19,7 @@ from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.core.records import WORKERS, AssignedVersion, VersionState, Worker
 from services.worker.engine_process import EngineTimeouts
-from services.worker.version_slot import EngineSettings
+from services.worker.engine_settings import EngineSettings
 from tests.integration.worker.harness import Harness, Sink, Starter, eventually
 
 SLOW = EngineSettings(

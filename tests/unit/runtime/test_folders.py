@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,17 +58,6 @@ def test_where_nothing_can_be_written_it_is_below_the_state(
 def test_without_a_home_it_is_below_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert compile_folder(Path("state"), {}) == tmp_path / "state" / "compiled"
-
-
-@pytest.fixture
-def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user that no passwd file has, as in many containers, without HOME."""
-
-    def unknown(uid: int) -> None:
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    monkeypatch.delenv("HOME", raising=False)
 
 
 def test_the_oldest_go_until_the_rest_is_within_the_bound(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def fused_operators(model: ModelConfig, config: EngineConfig) -> Operators:
     return kind(kv_heads=model.kv_heads, eps=model.norm_eps)
 
 
-def reductions_of(config: EngineConfig, device: torch.device) -> Reductions:
+def reductions_of(config: EngineConfig, *, has_kernels: bool) -> Reductions:
     """Return what the sampler sums rows with."""
-    if config.mode != "exact" or not has_kernels(device):
+    if config.mode != "exact" or not has_kernels:
         return TorchReductions()
     from services.worker.engine.cuda.exact import TritonReductions
 

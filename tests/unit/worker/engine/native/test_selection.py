@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pwd
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,6 @@ def test_without_a_cache_torch_takes_over_and_says_why(
     assert line["event"] == "operators.not_built"
     assert "Not a directory" in line["reason"]
     assert drive(engine, [submit(0, [5, 6, 7], 4)]).finished == {0: "length"}
-
-
-@pytest.fixture
-def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user that no passwd file has, as in many containers, without HOME."""
-
-    def unknown(uid: int) -> None:
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
 @pytest.mark.usefixtures("homeless")
