@@ -4,7 +4,8 @@ A proposal makes a step longer by a row and saves a step of its sequence if it i
 whose proposals are accepted with probability ``a`` each, the ``j``-th is of use with ``a**j``; it pays while
 that is more than what a row costs over what a token costs. Both are measured: the time of steps against their
 rows, the time that proposing takes, and acceptance as a decayed mean of each sequence, drawn to that of all
-where little is known of it.
+where little is known of it. What a row costs can be told only beside steps that propose nothing, so there
+are such steps between: at once after a probe, and the rarer the more speculation gains.
 
 An account bounds what a wrong estimate can cost. Steps pay in ``ALLOWANCE_RATIO`` of their time, accepted
 tokens what they saved, and every proposal takes out what it costs; without means nothing is proposed. So
@@ -37,6 +38,7 @@ PRIOR_WEIGHT: Final = 2.0  # proposals that the common mean counts as
 FIRST_ACCEPTANCE: Final = 0.5
 MOST_ACCEPTANCE: Final = 0.98
 LEAST_ACCEPTANCE: Final = 0.01
+FORGONE_RATIO: Final = 0.02  # of the time: what plain steps among those that speculate may forgo
 PROBE_TOKENS: Final = 2
 PROBES_RATIO: Final = 1 / 8  # of the sequences, in one step
 LEAST_PROBES: Final = 4
@@ -134,6 +136,7 @@ class SpeculationPolicy:
         self._cost = StepCost()
         self._proposal_s = 0.0  # what proposing a token takes
         self._balance_s = 0.0
+        self._since_plain = 0  # steps that proposed, since one that did not
         self._common = _Acceptance()
         self._sequences: dict[int, _Acceptance] = {}
         self._step = 0
@@ -146,9 +149,12 @@ class SpeculationPolicy:
     def counts(self, handles: Sequence[int], *, most_rows: int) -> dict[int, int]:
         """Return how many tokens to propose, by index in ``handles``, without those that get none.
 
-        In all at most ``most_rows``, and no more than the account holds.
+        In all at most ``most_rows``, and no more than the account holds. Nothing where a plain step is due:
+        what rows cost is known only beside those.
         """
-        found = self._paying(handles)
+        found, gain = self._paying(handles)
+        if self._since_plain and gain - 1.0 <= FORGONE_RATIO * self._since_plain:
+            return {}
         left = min(most_rows, int(self._balance_s / self._token_s))
         counts: dict[int, int] = {}
         for index in sorted(found, key=lambda each: -found[each]):
@@ -176,6 +182,7 @@ class SpeculationPolicy:
             self._cost.measured(decodes, decodes + proposed, step_s)
         if not self._cost.known:
             return
+        self._since_plain = self._since_plain + 1 if proposed else 0
         if proposed:
             self._proposal_s += LEVEL_WEIGHT * (proposing_s / proposed - self._proposal_s)
         for each in verified:
@@ -199,21 +206,22 @@ class SpeculationPolicy:
     def _token_s(self) -> float:
         return self._cost.row_s + self._proposal_s
 
-    def _paying(self, handles: Sequence[int]) -> dict[int, int]:
-        """Return by index how many proposals pay for themselves, where any does.
+    def _paying(self, handles: Sequence[int]) -> tuple[dict[int, int], float]:
+        """Return by index how many proposals pay for themselves, where any does, and how much faster that is.
 
         What a token costs falls as proposals are accepted, so the bar is set a second time.
         """
         acceptance = [self.acceptance(handle) for handle in handles]
         plain = len(handles)
-        step_s, tokens = self._cost.step_s(plain), float(plain)
+        plain_s = step_s = self._cost.step_s(plain)
+        tokens = float(plain)
         found: dict[int, int] = {}
         for _ in range(2):
             bar = (1.0 + CAUTION_RATIO) * self._token_s * tokens / step_s
             found = {index: count for index, a in enumerate(acceptance) if (count := self._worth(a, bar))}
             tokens = plain + sum(_expected(acceptance[index], count) for index, count in found.items())
-            step_s = self._cost.step_s(plain) + self._token_s * sum(found.values())
-        return found
+            step_s = plain_s + self._token_s * sum(found.values())
+        return found, tokens / plain * plain_s / step_s
 
     def _worth(self, acceptance: float, bar: float) -> int:
         """Return how many proposals in a row are of use with at least the probability ``bar``."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.policy.speculation import SpeculationPolicy, Verified
@@ -91,6 +91,9 @@ COMMON = settings(max_examples=30, deadline=None)
     found=st.sampled_from([0.1, 1.0]),
     seed=st.integers(0, 1000),
 )
+# The first step is slower than those after it: beside it rows seem to cost nothing.
+@example(sequences=16, row_ratio=0.01, noise=0.03, life=15, proposing_ratio=0.0, found=1.0, seed=2)
+@example(sequences=64, row_ratio=0.01, noise=0.03, life=1 << 30, proposing_ratio=0.001, found=1.0, seed=811)
 def test_where_nothing_is_accepted_little_is_lost(
     sequences: int, row_ratio: float, noise: float, life: int, proposing_ratio: float, found: float, seed: int
 ) -> None:
@@ -101,6 +104,7 @@ def test_where_nothing_is_accepted_little_is_lost(
 
 @COMMON
 @given(sequences=SEQUENCES, row_ratio=ROW_RATIOS, acceptance=st.floats(0.0, 1.0), seed=st.integers(0, 1000))
+@example(sequences=64, row_ratio=1.0, acceptance=0.7490831890272415, seed=647)
 def test_whatever_is_accepted_little_is_lost(
     sequences: int, row_ratio: float, acceptance: float, seed: int
 ) -> None:
@@ -135,17 +139,19 @@ def test_text_that_stops_repeating_is_seen_within_50_steps(sequences: int, row_r
 def test_of_several_sequences_those_that_repeat_speculate() -> None:
     policy = SpeculationPolicy(most_tokens=MOST)
     handles = list(range(10))
-    for _ in range(120):
+    whole = 0  # steps in which all that repeat are asked for all they can have
+    for step in range(120):
         counts = policy.counts(handles, most_rows=100) if policy.may_propose else {}
         verified = [
             Verified(handles[index], count, count if handles[index] < 3 else 0)
             for index, count in counts.items()
         ]
+        whole += step >= 60 and all(counts.get(handle) == MOST for handle in range(3))
         rows = len(handles) + sum(counts.values())
         policy.measured(10, verified, step_s=0.01 + 0.0005 * rows, proposing_s=0.0, prefilled=False)
     assert all(policy.acceptance(handle) > 0.9 for handle in range(3))
     assert all(policy.acceptance(handle) < 0.4 for handle in range(3, 10))
-    assert all(policy.counts(handles, most_rows=100)[handle] == MOST for handle in range(3))
+    assert whole >= 55, "of 60, some of which show what a plain step takes"
 
 
 def test_the_rows_of_a_step_are_a_bound() -> None:
