@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from services.worker.engine.native.huge_pages import huge_tensor
 from services.worker.engine.native.library import Library, LinearCall, RotateCall
 from services.worker.engine.operators import Gated, HeadNorms, Heads, Operators, Projection
 
@@ -108,7 +109,7 @@ class _Packed:
         rows, self._k = weight.shape
         self._columns = rows // 2 if gated else rows
         panels = -(-self._columns // (LANES if gated else PANEL))
-        self._weight = torch.empty(panels * PANEL * self._k, dtype=weight.dtype)
+        self._weight = huge_tensor(panels * PANEL * self._k, weight.dtype)
         contiguous = weight.contiguous()
         owner.library.pack(contiguous.data_ptr(), self._weight.data_ptr(), rows, self._k, gated)
         self._bias = None if bias is None else bias.contiguous()

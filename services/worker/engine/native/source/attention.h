@@ -60,13 +60,22 @@ void write_kv(const AttentionCall& call, int64_t row) {
     }
 }
 
-// Where the keys and values of one tile are.
+// Where the keys and values of one tile are. The distances, in bytes, lead from an element of a strip to one of the
+// values of its block, and to one of the strip that follows in the next tile; 0 where there is none.
 template <typename T>
 struct KeyTile {
     const T* strip[STRIPS];  // [dim][stride]
     int64_t stride;
     const T* value[TILE_KEYS];
+    int64_t to_values, to_next[STRIPS];
 };
+
+// Asks for what lies at that distance. A block's keys of one head may be no more than a page, and the processor does
+// not guess beyond it. Of the queries of a tile only the first ask: the others read what came for these.
+template <bool ASKS, typename T>
+void ask(const T* from, int64_t distance) {
+    if constexpr (ASKS) __builtin_prefetch(reinterpret_cast<const char*>(from) + distance, 0, 2);
+}
 
 // What a thread computes with: q as [queries][dim][QUERIES], scores, and the running softmax of each pair.
 struct Workspace {
@@ -85,9 +94,10 @@ struct Workspace {
           high(new int32_t[pairs]) {}
 };
 
-// scores[query][strip] = q . keys, each one chain over the dimensions.
-template <typename T, int ROWS, int WIDE>
-void score_tile(const float* q, const T* const* strip, int64_t stride, int dim, float* scores) {
+// scores[query][strip] = q . keys, each one chain over the dimensions, for WIDE strips from ``first`` on. Meanwhile
+// the tile's values come nearer.
+template <typename T, bool ASKS, int ROWS, int WIDE>
+void score_tile(const float* q, const KeyTile<T>& tile, int first, int dim, float* scores) {
     Vec sums[ROWS][WIDE];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -96,7 +106,11 @@ void score_tile(const float* q, const T* const* strip, int64_t stride, int dim, 
     for (int64_t d = 0; d < dim; d++) {
         Vec keys[WIDE];
 #pragma GCC unroll 4
-        for (int s = 0; s < WIDE; s++) keys[s] = load(strip[s] + d * stride);
+        for (int s = 0; s < WIDE; s++) {
+            const T* at = tile.strip[first + s] + d * tile.stride;
+            keys[s] = load(at);
+            ask<ASKS>(at, tile.to_values);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             Vec each = splat(q[d * ROWS + r]);
@@ -107,12 +121,13 @@ void score_tile(const float* q, const T* const* strip, int64_t stride, int dim, 
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int s = 0; s < WIDE; s++) store(sums[r][s], scores + r * TILE_KEYS + s * LANES);
+        for (int s = 0; s < WIDE; s++) store(sums[r][s], scores + r * TILE_KEYS + (first + s) * LANES);
 }
 
-// out[query][column..] = out * rescale + sum over keys begin..end of weight * value, one chain.
-template <typename T, int ROWS, int WIDE>
-void value_tile(const float* weights, const T* const* value, int begin, int end, const float* rescale, float* out,
+// out[query][column..] = out * rescale + sum over keys begin..end of weight * value, one chain. Meanwhile the next
+// tile's keys come nearer.
+template <typename T, bool ASKS, int ROWS, int WIDE>
+void value_tile(const float* weights, const KeyTile<T>& tile, int begin, int end, const float* rescale, float* out,
                 int column, int dim) {
     Vec sums[ROWS][WIDE];
 #pragma GCC unroll 8
@@ -127,7 +142,8 @@ void value_tile(const float* weights, const T* const* value, int begin, int end,
 #pragma GCC unroll 4
         for (int s = 0; s < WIDE; s++) {
             int at = column + s * LANES;
-            values[s] = load(value[key] + at, WIDE == 1 ? dim - at : LANES);
+            values[s] = load(tile.value[key] + at, WIDE == 1 ? dim - at : LANES);
+            ask<ASKS>(tile.strip[key / LANES] + (at + key % LANES) * tile.stride, tile.to_next[key / LANES]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
@@ -165,9 +181,10 @@ inline void softmax_tile(float* scores, int low, int high, float* greatest_so_fa
     *greatest_so_far = now;
 }
 
+// Of the keys base..end; the rows see ``last`` of them in all.
 template <typename T>
-KeyTile<T> key_tile(const AttentionCall& call, const Span& span, int head, int base, int end, T* buffer) {
-    KeyTile<T> tile;
+KeyTile<T> key_tile(const AttentionCall& call, const Span& span, int head, int base, int end, int last, T* buffer) {
+    KeyTile<T> tile = {};
     int64_t size = call.block_size, dim = call.dim;
     const int32_t* table = span.table;
     bool in_place = size % LANES == 0;
@@ -190,13 +207,22 @@ KeyTile<T> key_tile(const AttentionCall& call, const Span& span, int head, int b
             tile.strip[s] = strip;
         }
     }
+    if (in_place) {
+        tile.to_values = static_cast<const char*>(call.values) - static_cast<const char*>(call.keys);
+        for (int s = 0; s < STRIPS; s++) {
+            int position = base + TILE_KEYS + s * LANES;
+            if (position >= last) break;
+            const T* next = static_cast<const T*>(call.keys) + at(position) + position % size;
+            tile.to_next[s] = reinterpret_cast<const char*>(next) - reinterpret_cast<const char*>(tile.strip[s]);
+        }
+    }
     for (int key = 0; key < TILE_KEYS && base + key < end; key++)
         tile.value[key] = static_cast<const T*>(call.values) + at(base + key) + (base + key) % size * dim;
     return tile;
 }
 
 // Weighted values of ``count`` queries that see the same keys of a tile.
-template <typename T>
+template <typename T, bool ASKS>
 void add_values(const Workspace& work, const KeyTile<T>& tile, int query, int count, int begin, int end, int dim) {
     int whole = dim / LANES * LANES;
     with_count<QUERIES>(count, [&](auto rows) {
@@ -207,8 +233,8 @@ void add_values(const Workspace& work, const KeyTile<T>& tile, int query, int co
         while (column < dim) {
             int wide = std::max(1, std::min(VECTORS, (whole - column) / LANES));
             with_count<VECTORS>(wide, [&](auto vectors) {
-                value_tile<T, decltype(rows)::value, decltype(vectors)::value>(weights, tile.value, begin, end, rescale,
-                                                                               out, column, dim);
+                value_tile<T, ASKS, decltype(rows)::value, decltype(vectors)::value>(weights, tile, begin, end, rescale, out,
+                                                                               column, dim);
             });
             column += wide * LANES;
         }
@@ -216,7 +242,7 @@ void add_values(const Workspace& work, const KeyTile<T>& tile, int query, int co
 }
 
 // One tile of keys for the queries from ``query`` on, at most QUERIES.
-template <typename T>
+template <typename T, bool ASKS>
 void attend_queries(const AttentionCall& call, const Workspace& work, const KeyTile<T>& tile, int query, int count,
                     int base) {
     int begin[QUERIES] = {}, end[QUERIES] = {}, last = 0;
@@ -232,8 +258,8 @@ void attend_queries(const AttentionCall& call, const Workspace& work, const KeyT
         for (int strip = 0; strip * LANES < last; strip += VECTORS) {
             int wide = std::min(VECTORS, (last - strip * LANES + LANES - 1) / LANES);
             with_count<VECTORS>(wide, [&](auto vectors) {
-                score_tile<T, decltype(rows)::value, decltype(vectors)::value>(
-                    work.q.get() + query * call.dim, tile.strip + strip, tile.stride, call.dim, scores + strip * LANES);
+                score_tile<T, ASKS, decltype(rows)::value, decltype(vectors)::value>(work.q.get() + query * call.dim, tile,
+                                                                               strip, call.dim, scores);
             });
         }
     });
@@ -241,9 +267,9 @@ void attend_queries(const AttentionCall& call, const Workspace& work, const KeyT
         if (begin[i] < end[i])
             softmax_tile(scores + i * TILE_KEYS, begin[i], end[i], &work.greatest[query + i], &work.total[query + i],
                          &work.rescale[query + i]);
-    if (same && begin[0] < end[0]) return add_values(work, tile, query, count, begin[0], end[0], call.dim);
+    if (same && begin[0] < end[0]) return add_values<T, ASKS>(work, tile, query, count, begin[0], end[0], call.dim);
     for (int i = 0; i < count; i++)
-        if (begin[i] < end[i]) add_values(work, tile, query + i, 1, begin[i], end[i], call.dim);
+        if (begin[i] < end[i]) add_values<T, ASKS>(work, tile, query + i, 1, begin[i], end[i], call.dim);
 }
 
 // The rows of a tile for the query heads that share one KV head.
@@ -269,9 +295,10 @@ void attend_tile(const AttentionCall& call, const Tile& part, int kv_head, const
     std::fill(work.out.get(), work.out.get() + pairs * dim, 0.0f);
     for (int base = least / TILE_KEYS * TILE_KEYS; base < most; base += TILE_KEYS) {
         int end = std::min(most, base + TILE_KEYS);
-        KeyTile<T> tile = key_tile(call, span, kv_head, base, end, reinterpret_cast<T*>(work.keys.get()));
-        for (int query = 0; query < pairs; query += QUERIES)
-            attend_queries(call, work, tile, query, std::min(QUERIES, pairs - query), base);
+        KeyTile<T> tile = key_tile(call, span, kv_head, base, end, most, reinterpret_cast<T*>(work.keys.get()));
+        attend_queries<T, true>(call, work, tile, 0, std::min(QUERIES, pairs), base);
+        for (int query = QUERIES; query < pairs; query += QUERIES)
+            attend_queries<T, false>(call, work, tile, query, std::min(QUERIES, pairs - query), base);
     }
     for (int pair = 0; pair < pairs; pair++) {
         int64_t row = part.first_row + pair / group, head = int64_t(kv_head) * group + pair % group;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 
 #include "simd.h"
@@ -154,6 +155,11 @@ void panel_of_tiles(const LinearCall& call, const Tiles& tiles, int64_t first, i
     finish<T>(call, sums, int(tiles.first(last) - first_row), first_row, panel);
 }
 
+// How many of a thread's tasks are taken, in a cache line of its own.
+struct alignas(64) Taken {
+    std::atomic<int64_t> count{0};
+};
+
 template <typename T>
 void linear(const LinearCall& call) {
     if (call.rows == 0) return;
@@ -161,7 +167,8 @@ void linear(const LinearCall& call) {
     int64_t each = call.epilogue == GATE ? LANES : PANEL;
     int64_t panels = (call.columns + each - 1) / each;
     int64_t in_chunk = std::max<int64_t>(1, CHUNK_BYTES / (call.k * TILE_ROWS * int64_t(sizeof(float))));
-    int64_t chunks = (tiles.count + in_chunk - 1) / in_chunk;
+    int64_t tasks = (tiles.count + in_chunk - 1) / in_chunk * panels;
+    std::unique_ptr<Taken[]> taken(new Taken[call.threads]);
 #pragma omp parallel num_threads(call.threads)
     {
         std::unique_ptr<float[]> sums(new float[std::min(in_chunk, tiles.count) * TILE_ROWS * PANEL]);
@@ -171,12 +178,19 @@ void linear(const LinearCall& call) {
             pack_rows(static_cast<const T*>(call.x) + row * call.x_stride, call.x_stride, tiles.rows(tile), call.k,
                       call.scratch + row * call.k);
         }
-#pragma omp for schedule(dynamic, 2) nowait
-        for (int64_t task = 0; task < chunks * panels; task++) {
-            int64_t chunk = task / panels;
-            panel_of_tiles<T>(call, tiles, chunk * in_chunk, std::min((chunk + 1) * in_chunk, tiles.count),
-                              task % panels, sums.get());
-        }
+        // A thread has a range of tasks, so that the panel it asks for ahead is its own next one; then it takes what
+        // the others have left.
+#pragma omp for schedule(static) nowait
+        for (int32_t self = 0; self < call.threads; self++)
+            for (int32_t turn = 0; turn < call.threads; turn++) {
+                int32_t whose = (self + turn) % call.threads;
+                int64_t begin = tasks * whose / call.threads, end = tasks * (whose + 1) / call.threads;
+                for (int64_t task; (task = begin + taken[whose].count.fetch_add(1, std::memory_order_relaxed)) < end;) {
+                    int64_t first = task / panels * in_chunk;
+                    panel_of_tiles<T>(call, tiles, first, std::min(first + in_chunk, tiles.count), task % panels,
+                                      sums.get());
+                }
+            }
     }
 }
 

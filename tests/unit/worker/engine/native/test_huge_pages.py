@@ -1,0 +1,52 @@
+"""Memory in huge pages: where it lies, and what the system is asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.engine.native.huge_pages import HUGE_PAGE, huge_tensor
+
+SMAPS = Path("/proc/self/smaps")
+MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z0-9 ]+)$", re.MULTILINE | re.DOTALL)
+
+
+def flags_at(address: int) -> list[str]:
+    for begin, end, flags in MAPPING.findall(SMAPS.read_text()):
+        if int(begin, 16) <= address < int(end, 16):
+            return str(flags).split()
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, HUGE_PAGE - 4, HUGE_PAGE, 3 * HUGE_PAGE + 4096 + 4])
+def test_it_is_all_there_and_zero(size: int, dtype: torch.dtype) -> None:
+    tensor = huge_tensor(size // dtype.itemsize, dtype)
+    assert tensor.dtype == dtype
+    assert tensor.shape == (size // dtype.itemsize,)
+    assert not tensor.any()
+    tensor.fill_(1.0)
+    assert bool((tensor == 1.0).all())
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="the kernel has no transparent huge pages",
+)
+def test_whole_huge_pages_are_asked_for_and_the_rest_is_small() -> None:
+    tensor = huge_tensor((2 * HUGE_PAGE + 4096) // 4, torch.float32)
+    begin = tensor.data_ptr()
+    assert begin % HUGE_PAGE == 0
+    assert "hg" in flags_at(begin)
+    assert "hg" in flags_at(begin + 2 * HUGE_PAGE - 1)
+    assert "hg" not in flags_at(begin + 2 * HUGE_PAGE)
+
+
+def test_it_lives_as_long_as_its_last_view() -> None:
+    view = huge_tensor(HUGE_PAGE, torch.float32)[7:9]
+    others = [huge_tensor(HUGE_PAGE, torch.float32).fill_(3.0) for _ in range(4)]
+    assert view.tolist() == [0.0, 0.0]
+    assert len(others) == 4
