@@ -22,6 +22,7 @@ OWN_TOKENS: Final = 32
 FIRST_ASKED: Final = 2  # times that a prefix is asked for before it counts as cached
 AT_ONCE: Final = 4  # sequences that speculate side by side
 OUTPUT_TOKENS: Final = 160
+LOSS_TURNS: Final = 5  # for one of other comparisons: a loss of some percent is less than turns differ by
 GRAM: Final = 3  # tokens that misleading prompts repeat before they go on differently
 
 
@@ -66,7 +67,8 @@ def speculation(name: str, folder: Path, *, rounds: int) -> dict[str, Compared]:
     found = {}
     with OwnEngine.started(there, proposing) as engine, OwnEngine.started(there) as plain:
         for kind, requests in texts().items():
-            (found[kind],) = compare(engine, {"without speculation": plain}, requests, rounds=rounds)
+            turns = rounds if kind == "repeats" else LOSS_TURNS * rounds
+            (found[kind],) = compare(engine, {"without speculation": plain}, requests, rounds=turns)
     return found
 
 

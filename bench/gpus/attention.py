@@ -19,7 +19,7 @@ def torch_over_triton(
 ) -> float | None:
     """Return the time of prefills with torch's attention over that with ours, None where torch has none."""
     dtype = torch.bfloat16
-    if not takes_block_tables(device, block_size, dtype):
+    if not takes_block_tables(model, device, block_size, dtype):
         return None
     theirs, ours = (
         prefill_s(model, device, cutting, spans=spans, block_size=block_size, torch_prefills=each)

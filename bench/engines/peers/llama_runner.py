@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from bench.engines.peers.wire import Prompts, claim_output, die_with_parent, serve
+from bench.engines.peers.wire import Prompts, claim_output, die_with_parent, serve, timed
 
 CONTEXT_TOKENS: Final = 1024  # of a slot
 START_S: Final = 60.0
@@ -49,7 +49,7 @@ def main(model: str, server: str, slots: str) -> None:
             def run(prompts: Prompts, outputs: list[int]) -> Prompts:
                 return list(pool.map(partial(complete, address), prompts, outputs))
 
-            serve(out, run)
+            serve(out, timed(run))
     finally:
         child.kill()
         child.wait()

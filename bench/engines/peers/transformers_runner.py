@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from typing import Any, Final
 
-from bench.engines.peers.wire import Prompts, Run, claim_output, die_with_parent, serve
+from bench.engines.peers.wire import Produce, Prompts, Run, claim_output, die_with_parent, serve, timed
 
 STEP_TOKENS: Final = 512
 PAGES: Final = 600
@@ -30,11 +31,11 @@ def main(model: str, mode: str) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    serve(out, static(torch, loaded) if mode == "static" else continuous(transformers, loaded))
+    serve(out, timed(static(torch, loaded)) if mode == "static" else continuous(transformers, loaded))
 
 
-def static(torch: Any, model: Any) -> Run:
-    """Return a run that pads all prompts on the left to one length."""
+def static(torch: Any, model: Any) -> Produce:
+    """Return what pads all prompts on the left to one length."""
 
     def run(prompts: Prompts, outputs: list[int]) -> Prompts:
         longest, most = max(map(len, prompts)), max(outputs)
@@ -60,10 +61,12 @@ def static(torch: Any, model: Any) -> Run:
 
 
 def continuous(transformers: Any, model: Any) -> Run:
-    """Return a run of the continuous batching manager, started for each load and stopped after it."""
+    """Return a run of the continuous batching manager. It is started for each load, and stopped after it:
+    that is not timed.
+    """
     settings: Any = importlib.import_module("transformers.generation.configuration_utils")
 
-    def run(prompts: Prompts, outputs: list[int]) -> Prompts:
+    def run(prompts: Prompts, outputs: list[int]) -> tuple[float, Prompts]:
         generation = transformers.GenerationConfig(
             max_new_tokens=max(outputs), do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -80,6 +83,7 @@ def continuous(transformers: Any, model: Any) -> Run:
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=batching, block=True, timeout=30
         ) as manager:
+            began_s = time.perf_counter()
             names = [
                 manager.add_request(input_ids=prompt, max_new_tokens=count)
                 for prompt, count in zip(prompts, outputs, strict=True)
@@ -88,7 +92,8 @@ def continuous(transformers: Any, model: Any) -> Run:
                 result = manager.get_result(timeout=WAIT_S)
                 if result is not None and result.is_finished():
                     made[result.request_id] = list(result.generated_tokens)
-        return [made[name] for name in names]
+            wall_s = time.perf_counter() - began_s
+        return wall_s, [made[name] for name in names]
 
     return run
 

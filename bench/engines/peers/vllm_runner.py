@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, Final
 
-from bench.engines.peers.wire import Prompts, claim_output, die_with_parent, serve
+from bench.engines.peers.wire import Prompts, claim_output, die_with_parent, serve, timed
 
 SETTINGS: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -46,7 +46,7 @@ def main(model: str, mode: str) -> None:
         answers = engine.generate(given, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
-    serve(out, run)
+    serve(out, timed(run))
 
 
 if __name__ == "__main__":

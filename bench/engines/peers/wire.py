@@ -19,7 +19,8 @@ from typing import IO, Final
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 Prompts = list[list[int]]
-Run = Callable[[Prompts, list[int]], Prompts]
+Produce = Callable[[Prompts, list[int]], Prompts]
+Run = Callable[[Prompts, list[int]], tuple[float, Prompts]]  # the seconds it took, too
 
 
 def claim_output() -> IO[str]:
@@ -35,11 +36,21 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def timed(produce: Produce) -> Run:
+    """Return a run of which all is timed."""
+
+    def run(prompts: Prompts, outputs: list[int]) -> tuple[float, Prompts]:
+        began_s = time.perf_counter()
+        tokens = produce(prompts, outputs)
+        return time.perf_counter() - began_s, tokens
+
+    return run
+
+
 def serve(out: IO[str], run: Run) -> None:
-    """Answer loads until there are none; ``run`` is what is timed."""
+    """Answer loads until there are none."""
     print("{}", file=out)
     for line in sys.stdin:
         load = json.loads(line)
-        began_s = time.perf_counter()
-        tokens = run(load["prompts"], load["outputs"])
-        print(json.dumps({"wall_s": time.perf_counter() - began_s, "tokens": tokens}), file=out)
+        wall_s, tokens = run(load["prompts"], load["outputs"])
+        print(json.dumps({"wall_s": wall_s, "tokens": tokens}), file=out)

@@ -139,7 +139,8 @@ class Engine:
         self._live.hand_back(handed_back)
         if self._speculation is None or not batch.decodes:
             return batch
-        proposals = self._speculation.propose(batch.decodes, most_rows=self._planner.room(batch))
+        room, prefills = self._planner.room(batch), bool(batch.prefills)
+        proposals = self._speculation.propose(batch.decodes, most_rows=room, prefills=prefills)
         return self._planner.with_proposals(batch, proposals)
 
     def _launch(self) -> Flight:

@@ -1,11 +1,13 @@
 """Tensors in address space that takes memory only where it was written, and gives it back.
 
 A pool that may grow has the addresses of its largest size from the start: growing is free, nothing is copied,
-and who keeps a pointer keeps it. Where the system cannot take pages back, what was written stays.
+and who keeps a pointer keeps it. Where the system cannot take pages back, what was written stays. Pages are
+small also where the system would make them huge: the first token of each layer would take one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import sys
@@ -25,6 +27,9 @@ class ReservedTensors:
         part_bytes = _pages(rows * self._row_bytes) * mmap.PAGESIZE
         self._parts, self._part_bytes = parts, part_bytes
         self._map = _reserve(parts * part_bytes)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel built without them
+                self._map.madvise(mmap.MADV_NOHUGEPAGE)
         strides = [math.prod(row[place + 1 :]) for place in range(len(row))]
         self.tensor = torch.frombuffer(self._map, dtype=dtype).as_strided(
             (parts, rows, *row), (part_bytes // dtype.itemsize, math.prod(row), *strides)

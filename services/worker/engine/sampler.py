@@ -112,7 +112,8 @@ def launch(logits: torch.Tensor, rows: SamplingRows, reductions: Reductions = TO
     if flags & OUTPUT_PENALTY:
         _penalise_output(logits, rows)
     logged = rows.asking(LOGGED) if flags & LOGGED else []
-    logprobs = reductions.log_softmax(logits[logged]) if logged else logits[:0]
+    places = _on(torch.tensor(logged, dtype=torch.int64), logits)
+    logprobs = reductions.log_softmax(logits[places]) if logged else logits[:0]
     if flags & MIN_TOKENS:
         _mask_stops(logits, rows)
     best, tokens = logits.max(dim=-1)  # as the greatest, NaN comes out too
@@ -126,7 +127,7 @@ def launch(logits: torch.Tensor, rows: SamplingRows, reductions: Reductions = TO
     # Which of equal numbers come first depends on how many are looked for: always as many.
     values, ids = reductions.greatest(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
     top = values[:, : max(wanted)], ids[:, : max(wanted)]
-    chosen = tokens[logged].clamp(min=0)[:, None]
+    chosen = tokens[places].clamp(min=0)[:, None]
     return Sampled(tokens, logged, wanted, logprobs.gather(1, chosen)[:, 0], top)
 
 
@@ -268,8 +269,8 @@ def _penalise_output(logits: torch.Tensor, rows: SamplingRows) -> None:
         where, inverse, counts = torch.unique(places, return_inverse=True, return_counts=True)
         row_of = torch.empty_like(where).scatter_(0, inverse, row_of)
         samplings = [rows.sequences[row].sampling for row in asking]
-        presence = torch.tensor([each.presence_penalty for each in samplings], device=logits.device)
-        frequency = torch.tensor([each.frequency_penalty for each in samplings], device=logits.device)
+        presence = _on(torch.tensor([each.presence_penalty for each in samplings]), logits)
+        frequency = _on(torch.tensor([each.frequency_penalty for each in samplings]), logits)
         logits.view(-1)[where] -= presence[row_of] + frequency[row_of] * counts
 
 
@@ -283,7 +284,7 @@ def _mask_stops(logits: torch.Tensor, rows: SamplingRows) -> None:
         for token in rows.sequences[row].stop_ids
     ]
     if where:
-        logits.view(-1)[torch.tensor(where, device=logits.device)] = -math.inf
+        logits.view(-1)[_on(torch.tensor(where), logits)] = -math.inf
 
 
 def _slices(rows: SamplingRows, asking: list[int]) -> Iterator[list[int]]:

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-ALLOWANCE_RATIO: Final = 0.015  # of the time of steps: what may be lost
+ALLOWANCE_RATIO: Final = 0.01  # of the time of steps: what may be lost
 START_STEPS: Final = 0.5  # what the account begins with, in steps
-MOST_STEPS: Final = 1.5  # and what it holds at most
+MOST_STEPS: Final = 1.0  # and what it holds at most
 CAUTION_RATIO: Final = 0.1  # by how much costs are taken to be higher than measured, and savings lower
 FIRST_ROW_RATIO: Final = (
     0.5  # what a row is taken to cost over what a sequence costs, before one was measured
@@ -136,7 +136,7 @@ class SpeculationPolicy:
         self._cost = StepCost()
         self._proposal_s = 0.0  # what proposing a token takes
         self._balance_s = 0.0
-        self._since_plain = 0  # steps that proposed, since one that did not
+        self._since_plain = 0  # steps that proposed and did not prefill, since one that did neither
         self._common = _Acceptance()
         self._sequences: dict[int, _Acceptance] = {}
         self._step = 0
@@ -146,22 +146,23 @@ class SpeculationPolicy:
         """Whether the account holds what a proposal costs."""
         return self._cost.known and self._balance_s >= self._token_s
 
-    def counts(self, handles: Sequence[int], *, most_rows: int) -> dict[int, int]:
+    def counts(self, handles: Sequence[int], *, most_rows: int, prefills: bool = False) -> dict[int, int]:
         """Return how many tokens to propose, by index in ``handles``, without those that get none.
 
-        In all at most ``most_rows``, and no more than the account holds. Nothing where a plain step is due:
-        what rows cost is known only beside those.
+        In all at most ``most_rows``, and no more than the account holds. Nothing where a plain step is due;
+        a step that also ``prefills`` would be none.
         """
-        found, gain = self._paying(handles)
-        if self._since_plain and gain - 1.0 <= FORGONE_RATIO * self._since_plain:
-            return {}
+        acceptance = [self.acceptance(handle) for handle in handles]
+        paying = self._paying(acceptance)
         left = min(most_rows, int(self._balance_s / self._token_s))
         counts: dict[int, int] = {}
-        for index in sorted(found, key=lambda each: -found[each]):
+        for index in sorted(paying, key=lambda each: -paying[each]):
             if left < 1:
-                return counts
-            counts[index] = min(found[index], left)
+                break
+            counts[index] = min(paying[index], left)
             left -= counts[index]
+        if not prefills and self._plain_step_is_due(acceptance, counts):
+            return {}
         return counts | self._probes(handles, counts, left)
 
     def measured(
@@ -180,9 +181,9 @@ class SpeculationPolicy:
         proposed = sum(each.proposed for each in verified)
         if not prefilled:
             self._cost.measured(decodes, decodes + proposed, step_s)
+            self._since_plain = self._since_plain + 1 if proposed else 0
         if not self._cost.known:
             return
-        self._since_plain = self._since_plain + 1 if proposed else 0
         if proposed:
             self._proposal_s += LEVEL_WEIGHT * (proposing_s / proposed - self._proposal_s)
         for each in verified:
@@ -206,22 +207,28 @@ class SpeculationPolicy:
     def _token_s(self) -> float:
         return self._cost.row_s + self._proposal_s
 
-    def _paying(self, handles: Sequence[int]) -> tuple[dict[int, int], float]:
-        """Return by index how many proposals pay for themselves, where any does, and how much faster that is.
+    def _paying(self, acceptance: Sequence[float]) -> dict[int, int]:
+        """Return by index how many proposals pay for themselves, where any does.
 
         What a token costs falls as proposals are accepted, so the bar is set a second time.
         """
-        acceptance = [self.acceptance(handle) for handle in handles]
-        plain = len(handles)
-        plain_s = step_s = self._cost.step_s(plain)
-        tokens = float(plain)
         found: dict[int, int] = {}
         for _ in range(2):
-            bar = (1.0 + CAUTION_RATIO) * self._token_s * tokens / step_s
+            bar = (1.0 + CAUTION_RATIO) * self._token_s * self._tokens_per_s(acceptance, found)
             found = {index: count for index, a in enumerate(acceptance) if (count := self._worth(a, bar))}
-            tokens = plain + sum(_expected(acceptance[index], count) for index, count in found.items())
-            step_s = plain_s + self._token_s * sum(found.values())
-        return found, tokens / plain * plain_s / step_s
+        return found
+
+    def _plain_step_is_due(self, acceptance: Sequence[float], counts: dict[int, int]) -> bool:
+        """Whether a step without proposals, seen from the last one, forgoes little enough."""
+        if not self._since_plain:
+            return False
+        worth_it = 1.0 + FORGONE_RATIO * self._since_plain
+        return self._tokens_per_s(acceptance, counts) <= worth_it * self._tokens_per_s(acceptance, {})
+
+    def _tokens_per_s(self, acceptance: Sequence[float], counts: dict[int, int]) -> float:
+        """Return what is expected of a step of these sequences with so many proposals, by index."""
+        tokens = len(acceptance) + sum(_expected(acceptance[index], count) for index, count in counts.items())
+        return tokens / (self._cost.step_s(len(acceptance)) + self._token_s * sum(counts.values()))
 
     def _worth(self, acceptance: float, bar: float) -> int:
         """Return how many proposals in a row are of use with at least the probability ``bar``."""

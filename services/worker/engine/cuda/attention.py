@@ -166,7 +166,7 @@ class TritonAttention:
         if self.shape is None:
             on_device = packed.to(self._device, non_blocking=True)
         else:  # where the graphs read
-            on_device = self._static[: len(packed)].copy_(packed)
+            on_device = self._static[: len(packed)].copy_(packed, non_blocking=True)
         places = zip(torch.split(on_device, sizes), columns, strict=True)
         split = [place[: len(column)] for place, column in places]
         count = len(self._kinds)

@@ -16,6 +16,7 @@ from services.worker.engine.attention import Attention
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.graphs import CudaCapture, GraphedDecoder, batch_sizes
 from services.worker.engine.cuda.plan import Cutting, Padding, cutting_for
+from services.worker.engine.cuda.varlen_prefill import takes_block_tables
 from services.worker.engine.kv_cache import KvCache, KvShape
 from services.worker.engine.operators import Operators
 from services.worker.engine.reductions import Reductions, TorchReductions
@@ -92,7 +93,14 @@ def paged_attention(
         scratch_slot=blocks * shape.block_size,
         table_entries=blocks + config.max_sequences,
     )
-    return TritonAttention(cache, windows=model.windows, device=device, cutting=cutting, padding=padding)
+    return TritonAttention(
+        cache,
+        windows=model.windows,
+        device=device,
+        cutting=cutting,
+        padding=padding,
+        torch_prefills=not cutting.exact and takes_block_tables(model, device, shape.block_size, shape.dtype),
+    )
 
 
 def graphed(

@@ -1,7 +1,8 @@
 """Prefill by torch's own attention over a block table, where its version and the device have that.
 
-torch 2.13 takes block tables, 2.11 does not; which block sizes and devices it takes them for is not written
-down. So it is tried: on a small pool, against the plain formula. What fails or differs is not used.
+torch 2.13 takes block tables, 2.11 does not; which shapes and devices it takes them for is not written down.
+So it is tried: with the model's heads and windows on a small pool, against the plain formula. What fails or
+differs is not used.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.plan import ALONE_ROWS
 from services.worker.engine.spans import Spans
 
 PROBE_TOLERANCE: Final = 3e-2  # of bfloat16
 PROBE: Final = ((11, 30), (20, 20))  # rows and length of its sequences
+PROBE_WINDOW: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,9 @@ def segments_of(spans: Spans, device: torch.device) -> Segments | None:
     starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(rows))).astype(np.int32)
     owner = np.repeat(np.arange(len(rows)), rows)
     of_step = np.arange(starts[-1]) - starts[owner] + spans.first_rows[chosen][owner]
-    return Segments(
-        torch.from_numpy(of_step).to(device),
-        torch.from_numpy(starts).to(device),
-        torch.from_numpy(lengths.astype(np.int32)).to(device),
-        torch.from_numpy(np.ascontiguousarray(spans.tables[chosen])).to(device),
-        int(rows.max()),
-        int(lengths.max()),
-    )
+    columns = (of_step, starts, lengths.astype(np.int32), np.ascontiguousarray(spans.tables[chosen]))
+    places, firsts, ends, tables = (torch.from_numpy(each).to(device, non_blocking=True) for each in columns)
+    return Segments(places, firsts, ends, tables, int(rows.max()), int(lengths.max()))
 
 
 def attend(
@@ -74,19 +72,21 @@ def attend(
     return result
 
 
-def takes_block_tables(device: torch.device, block_size: int, dtype: torch.dtype) -> bool:
-    """Whether this version computes the right thing on this device, by trying."""
+def takes_block_tables(model: ModelConfig, device: torch.device, block_size: int, dtype: torch.dtype) -> bool:
+    """Whether this version computes the right thing for such a model on this device, by trying."""
     try:
         from torch.nn.attention import varlen
 
         if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
             return False
-        return _probe(device, block_size, dtype)
+        return all(_probe(model, window, device, block_size, dtype) for window in set(model.windows))
     except (ImportError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return False
 
 
-def _probe(device: torch.device, block_size: int, dtype: torch.dtype) -> bool:
+def _probe(
+    model: ModelConfig, window: int | None, device: torch.device, block_size: int, dtype: torch.dtype
+) -> bool:
     blocks = [-(-length // block_size) for _, length in PROBE]
     width, rows = max(blocks), np.array([rows for rows, _ in PROBE], np.int64)
     tables = np.zeros((len(PROBE), width), np.int32)
@@ -101,19 +101,13 @@ def _probe(device: torch.device, block_size: int, dtype: torch.dtype) -> bool:
     )
     segments = segments_of(spans, device)
     assert segments is not None
-    q = torch.randn(int(rows.sum()), 4, 64, device=device, dtype=dtype)
-    keys, values = (torch.randn(sum(blocks), block_size, 2, 64, device=device, dtype=dtype) for _ in range(2))
-    return all(
-        bool(
-            torch.allclose(
-                attend(q, keys, values, segments, window).float(),
-                plain(q, keys, values, spans, window).float(),
-                atol=PROBE_TOLERANCE,
-                rtol=PROBE_TOLERANCE,
-            )
-        )
-        for window in (None, 7)
-    )
+    q = torch.randn(int(rows.sum()), model.heads, model.head_dim, device=device, dtype=dtype)
+    pool = (sum(blocks), block_size, model.kv_heads, model.head_dim)
+    keys, values = (torch.randn(pool, device=device, dtype=dtype) for _ in range(2))
+    # A window that the probe's few keys all fit into would show nothing.
+    seen = None if window is None else min(window, PROBE_WINDOW)
+    got, expected = attend(q, keys, values, segments, seen), plain(q, keys, values, spans, seen)
+    return torch.allclose(got.float(), expected, atol=PROBE_TOLERANCE, rtol=PROBE_TOLERANCE)
 
 
 def plain(

@@ -26,5 +26,6 @@ def huge_tensor(elements: int, dtype: torch.dtype) -> torch.Tensor:
     begin = -everything.data_ptr() % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
             memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
     return everything[begin // dtype.itemsize :][:elements]

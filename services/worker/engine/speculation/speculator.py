@@ -22,13 +22,19 @@ class Speculator:
         self._clock = clock
         self._proposing_s = 0.0  # of the present step
 
-    def propose(self, decodes: Sequence[SequenceState], *, most_rows: int) -> dict[int, list[int]]:
-        """Return proposals by index in ``decodes``, with at most ``most_rows`` tokens in all."""
+    def propose(
+        self, decodes: Sequence[SequenceState], *, most_rows: int, prefills: bool
+    ) -> dict[int, list[int]]:
+        """Return proposals by index in ``decodes``, with at most ``most_rows`` tokens in all.
+
+        ``prefills``: whether the step also takes in prompts.
+        """
         self._proposing_s = 0.0
         if most_rows < 1 or not self._policy.may_propose:
             return {}
         started_s = self._clock()
-        counts = self._policy.counts([sequence.handle for sequence in decodes], most_rows=most_rows)
+        handles = [sequence.handle for sequence in decodes]
+        counts = self._policy.counts(handles, most_rows=most_rows, prefills=prefills)
         indexes: list[int] = []
         wanted: list[tuple[SequenceState, int]] = []
         for index, count in counts.items():

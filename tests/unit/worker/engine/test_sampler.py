@@ -81,7 +81,7 @@ def test_draws_are_uniform_over_positions_choices_and_seeds() -> None:
 
 def test_the_draws_are_pinned() -> None:
     """A stream may continue on a worker of another release: these numbers never change."""
-    assert keyed.sequence_key(0, 0) == 0xBA78D2F9B4E6B4D1 or True
+    assert keyed.sequence_key(0, 0) == 0x48218226FF3CD4BF
     assert [round(keyed.uniform(keyed.sequence_key(42, 1), position), 12) for position in range(3)] == [
         0.38697427624,
         0.921317225007,
@@ -305,7 +305,7 @@ def test_a_row_is_the_same_in_any_company(sequence: Any, order: list[int], count
     together = sample(logits[company].clone(), [states[row] for row in company])
     assert together.tokens == [alone[row].tokens[0] for row in company]
     for place, row in enumerate(company):
-        assert (place in together.logprobs) == (0 in alone[row].logprobs)
+        assert together.logprobs.get(place) == alone[row].logprobs.get(0)
 
 
 def test_the_draw_moves_with_seed_choice_and_position(sequence: Any) -> None:

@@ -22,6 +22,7 @@ constexpr int PANEL = 2 * LANES;
 constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 3 : 1;
 constexpr int64_t CHUNK_BYTES = 1 << 19;  // of packed x that stays in the second-level cache during a pass over the weight
 constexpr int64_t DEPTH = 512;             // terms of a sum between two visits to memory
+constexpr int64_t NEXT_ROWS = 24;          // of a packed weight, that are asked for ahead
 
 enum Epilogue : int32_t { STORE = 0, ADD = 1, GATE = 2 };
 
@@ -107,19 +108,21 @@ __attribute__((noinline)) void finish(const LinearCall& call, const float* sums,
     }
 }
 
-// sums [ROWS][PANEL] += x [k][ROWS] times weight [k][PANEL]. Meanwhile the weight's next part, from ``ahead`` on in
-// steps of ``step`` bytes, comes nearer.
-template <typename T, int ROWS>
+// sums [ROWS][PANEL] += x [k][ROWS] times weight [k][PANEL]; FIRST: they were 0. Meanwhile the weight's next rows come
+// into the first-level cache, and its next part, from ``ahead`` on in steps of ``step`` bytes, into the second.
+template <typename T, int ROWS, bool FIRST>
 void multiply(const float* x, const T* weight, int64_t k, float* sums, const char* ahead, int64_t step) {
     Vec sum[ROWS][2];
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) {
-        sum[row][0] = load(sums + row * PANEL);
-        sum[row][1] = load(sums + row * PANEL + LANES);
+        sum[row][0] = FIRST ? splat(0.0f) : load(sums + row * PANEL);
+        sum[row][1] = FIRST ? splat(0.0f) : load(sums + row * PANEL + LANES);
     }
     for (int64_t i = 0; i < k; i++) {
         Vec left = load(weight + i * PANEL), right = load(weight + i * PANEL + LANES);
         __builtin_prefetch(ahead + i * step, 0, 2);
+        __builtin_prefetch(weight + (i + NEXT_ROWS) * PANEL, 0, 3);
+        __builtin_prefetch(weight + (i + NEXT_ROWS) * PANEL + LANES, 0, 3);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             Vec each = splat(x[i * ROWS + row]);
@@ -139,7 +142,6 @@ template <typename T>
 void panel_of_tiles(const LinearCall& call, const Tiles& tiles, int64_t first, int64_t last, int64_t panel, float* sums) {
     const T* weight = static_cast<const T*>(call.weight) + panel * PANEL * call.k;
     int64_t first_row = tiles.first(first), step = last - first == 1 ? 64 : PANEL * int64_t(sizeof(T)) / (last - first);
-    std::fill(sums, sums + (tiles.first(last) - first_row) * PANEL, 0.0f);
     for (int64_t begin = 0; begin < call.k; begin += DEPTH) {
         int64_t depth = std::min<int64_t>(DEPTH, call.k - begin);
         const char* ahead = reinterpret_cast<const char*>(weight + PANEL * call.k + begin * PANEL);
@@ -147,8 +149,12 @@ void panel_of_tiles(const LinearCall& call, const Tiles& tiles, int64_t first, i
             int64_t row = tiles.first(tile);
             with_count<TILE_ROWS>(tiles.rows(tile), [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
-                multiply<T, ROWS>(call.scratch + row * call.k + begin * ROWS, weight + begin * PANEL, depth,
-                                  sums + (row - first_row) * PANEL, ahead, step);
+                const float* x = call.scratch + row * call.k + begin * ROWS;
+                float* to = sums + (row - first_row) * PANEL;
+                if (begin == 0)
+                    multiply<T, ROWS, true>(x, weight, depth, to, ahead, step);
+                else
+                    multiply<T, ROWS, false>(x, weight + begin * PANEL, depth, to, ahead, step);
             });
         }
     }

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.worker.engine.native.huge_pages import HUGE_PAGE, huge_tensor
+from services.worker.engine.native.operators import NativeOperators, _Packed
 
 SMAPS = Path("/proc/self/smaps")
 MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z0-9 ]+)$", re.MULTILINE | re.DOTALL)
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="the kernel has no transparent huge pages",
+)
 
 
 def flags_at(address: int) -> list[str]:
@@ -32,17 +40,22 @@ def test_it_is_all_there_and_zero(size: int, dtype: torch.dtype) -> None:
     assert bool((tensor == 1.0).all())
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
-    reason="the kernel has no transparent huge pages",
-)
+@needs_huge_pages
 def test_whole_huge_pages_are_asked_for_and_the_rest_is_small() -> None:
     tensor = huge_tensor((2 * HUGE_PAGE + 4096) // 4, torch.float32)
     begin = tensor.data_ptr()
     assert begin % HUGE_PAGE == 0
     assert "hg" in flags_at(begin)
     assert "hg" in flags_at(begin + 2 * HUGE_PAGE - 1)
-    assert "hg" not in flags_at(begin + 2 * HUGE_PAGE)
+    assert "nh" in flags_at(begin + 2 * HUGE_PAGE)
+
+
+@needs_huge_pages
+def test_a_packed_weight_is_in_huge_pages(operators: Callable[..., NativeOperators]) -> None:
+    weight = torch.ones(HUGE_PAGE // 4 // 64 + 32, 64)
+    for packed in (operators().projection(weight, None), operators().gated(weight, None)):
+        assert isinstance(packed, _Packed)
+        assert "hg" in flags_at(packed._weight.data_ptr())
 
 
 def test_it_lives_as_long_as_its_last_view() -> None:

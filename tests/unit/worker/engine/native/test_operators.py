@@ -89,12 +89,18 @@ def test_a_row_of_a_linear_is_the_same_in_any_company(
     x[data.draw(st.integers(0, rows - 1))] = float("nan")  # a neighbour that fails touches nobody
     start = data.draw(st.integers(0, rows - 1))
     part = x[start : data.draw(st.integers(start + 1, rows))]
-    for one, two in ((1, 2), (2, 1)):
+    for one, two in ((1, 2), (3, 1), (2, 7)):  # more threads than parts of the weight, too
         whole = operators(dtype, threads=one)
         alone = operators(dtype, threads=two)
-        for make in ("projection", "gated"):
-            everything = getattr(whole, make)(weight, None)(x)
-            some = getattr(alone, make)(weight, None)(part)
+        residual = random(rows, 2 * columns, dtype=dtype, seed=2)
+        for name in ("projection", "gated", "add_to"):
+            make = "projection" if name == "add_to" else name
+            mine, theirs = getattr(whole, make)(weight, None), getattr(alone, make)(weight, None)
+            if name == "add_to":
+                everything = mine.add_to(residual.clone(), x)
+                some = theirs.add_to(residual[start : start + len(part)].clone(), part)
+            else:
+                everything, some = mine(x), theirs(part)
             assert torch.equal(everything[start : start + len(part)].isnan(), some.isnan())
             assert torch.equal(everything[start : start + len(part)].nan_to_num(), some.nan_to_num())
 

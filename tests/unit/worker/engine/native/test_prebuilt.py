@@ -11,12 +11,16 @@ import pytest
 import structlog
 import torch
 
+from services.worker.engine.kv_cache import KvShape
 from services.worker.engine.native import prebuilt
+from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import COMPILERS, SOURCE, BuildFailed, Toolchain
 from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import OPENMP, Library, loaded_openmp
 from services.worker.engine.native.loading import load_library
 from services.worker.engine.native.operators import NativeOperators
+from services.worker.engine.operators import HeadNorms
+from services.worker.engine.spans import Span
 
 MakeCompiler = Callable[..., Toolchain]
 
@@ -167,18 +171,34 @@ def usable(folder: Path) -> list[Path]:
 def test_every_level_computes_and_those_with_fma_to_the_same_bits(
     compiled: Path, library_file: Path, dtype: torch.dtype
 ) -> None:
-    x = torch.randn(17, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
-    weight = torch.randn(96, 300, generator=torch.Generator().manual_seed(2)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
 
-    def products(path: Path) -> torch.Tensor:
-        operators = NativeOperators(Library(path, dtype), kv_heads=1, eps=1e-5, threads=1)
-        return operators.gated(weight, None)(operators.norm(x, weight[0]))
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
 
-    expected = products(library_file)
+    rows, dim = 17, 20
+    x, residual, weight, bias = drawn(rows, 300), drawn(rows, 96), drawn(96, 300), drawn(96)
+    qkv, norm, cos, sin = drawn(rows, 4, dim), drawn(dim), drawn(rows, 1, dim), drawn(rows, 1, dim)
+
+    def computed(path: Path) -> list[torch.Tensor]:
+        """Norms, products with every end, heads, and attention over blocks."""
+        library = Library(path, dtype)
+        operators = NativeOperators(library, kv_heads=1, eps=1e-5, threads=2)
+        normed = operators.norm(x, weight[0])
+        linear = operators.projection(weight, bias)
+        parts = [normed, operators.gated(weight, bias)(normed), linear(x), linear.add_to(residual.clone(), x)]
+        q, k, v = operators.heads(qkv.clone(), HeadNorms(norm, norm), cos, sin)
+        pool = NativeKvCache(KvShape(1, 1, dim, 16, dtype), 2)
+        attention = NativeAttention(library, pool, windows=[None], threads=2)
+        attention.begin([Span(0, rows, rows, [1, 0], False)], torch.tensor([*range(16, 32), 0]))
+        return [*parts, q, k, attention.attend(0, q, k, v)]
+
+    expected = computed(library_file)
     for path in usable(compiled):
         assert wrong(Library(path, dtype), dtype) == ()
         if "x86-64-v2" not in path.name:
-            assert torch.equal(products(path), expected), path.name
+            for got, same in zip(computed(path), expected, strict=True):
+                assert torch.equal(got, same), path.name
 
 
 def test_no_compiler_and_no_cache_are_needed(compiled: Path, tmp_path: Path) -> None:
