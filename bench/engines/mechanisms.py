@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ OWN_TOKENS: Final = 32
 FIRST_ASKED: Final = 2  # times that a prefix is asked for before it counts as cached
 AT_ONCE: Final = 4  # sequences that speculate side by side
 OUTPUT_TOKENS: Final = 160
-LOSS_TURNS: Final = 5  # for one of other comparisons: a loss of some percent is less than turns differ by
+TURNS: Final = 4  # with and without speculation, of each pair of processes
 GRAM: Final = 3  # tokens that misleading prompts repeat before they go on differently
 
 
@@ -61,14 +62,24 @@ def speculation(name: str, folder: Path, *, rounds: int) -> dict[str, Compared]:
 
     ``repeats``: the output goes round a cycle that the prompt holds. ``fresh``: no run of tokens comes twice.
     ``misleading``: each run of the output is in the prompt, where it goes on differently.
+
+    Each round has processes of its own, one or the other started first: two of the same configuration differ
+    by some percent for as long as they live, by where their memory lies.
     """
     there = cycling_checkpoint(name, folder)
-    proposing = msgspec.structs.replace(THROUGHPUT, speculation="prompt_lookup")
-    found = {}
-    with OwnEngine.started(there, proposing) as engine, OwnEngine.started(there) as plain:
-        for kind, requests in texts().items():
-            turns = rounds if kind == "repeats" else LOSS_TURNS * rounds
-            (found[kind],) = compare(engine, {"without speculation": plain}, requests, rounds=turns)
+    plain = THROUGHPUT
+    proposing = msgspec.structs.replace(plain, speculation="prompt_lookup")
+    found = {kind: Compared("without speculation") for kind in texts()}
+    for number in range(rounds):
+        with contextlib.ExitStack() as undo:
+            engines = {
+                config: undo.enter_context(OwnEngine.started(there, config))
+                for config in ((proposing, plain) if number % 2 else (plain, proposing))
+            }
+            for kind, requests in texts().items():
+                others = {"without speculation": engines[plain]}
+                (entry,) = compare(engines[proposing], others, requests, rounds=TURNS)
+                found[kind].join(entry)
     return found
 
 

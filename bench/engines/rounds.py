@@ -36,6 +36,13 @@ class Compared:
         """The median of the pairs' ratios; None where a peer failed or was not there."""
         return median(self.ratios) if self.ratios and not self.failure else None
 
+    def join(self, other: Compared) -> None:
+        """Take in what was compared elsewhere, on the same load."""
+        self.ours += other.ours
+        self.theirs += other.theirs
+        self.same = other.same
+        self.failure = self.failure or other.failure
+
     def line(self) -> str:
         """Return what a reader sees of it."""
         if self.ratio is None:
