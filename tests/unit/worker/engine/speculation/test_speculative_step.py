@@ -228,3 +228,38 @@ def test_proposals_take_what_the_token_budget_leaves(make_bench: Any, submit: An
     while bench.engine.has_work:
         decoding = len(bench.engine.planner.decoding)
         assert bench.step().proposed_tokens <= 6 - decoding  # the executor checks the sum
+
+
+class Noting(SpeculationPolicy):
+    """Notes which steps it was told prefill, too."""
+
+    def __init__(self) -> None:
+        super().__init__(most_tokens=2)
+        self.told: list[bool] = []
+
+    def counts(self, handles: Sequence[int], *, most_rows: int, prefills: bool = False) -> dict[int, int]:
+        self.told.append(prefills)
+        return super().counts(handles, most_rows=most_rows, prefills=prefills)
+
+
+def test_the_policy_knows_which_steps_prefill(make_bench: Any, submit: Any) -> None:
+    policy, ticks = Noting(), count()
+    bench = make_bench(
+        speculation=Speculator(Guesses(token_of), policy, clock=lambda: 0.0),
+        clock=lambda: float(next(ticks)),
+        vocab_size=97,
+        blocks=64,
+        block_size=4,
+        token_budget=16,
+        max_sequences=2,
+    )
+    asked = []  # of the steps before which the policy was asked: whether they prefilled
+    bench.engine.apply(submit(0, [1, 2, 3], 60))
+    for step in range(16):
+        if step == 6:
+            bench.engine.apply(submit(1, [4] * 38, 2))  # chunks of 15 and 15, and one that leaves room
+        before = len(policy.told)
+        prefilled = bench.step().prefill_tokens > 0
+        asked += [prefilled] * (len(policy.told) - before)
+    assert policy.told == asked
+    assert set(asked) == {False, True}
