@@ -14,7 +14,7 @@ from tests.compose.fleet import Fleet
 
 MODEL = "fairway-tiny"
 STREAMS = 8
-TOKENS = 900  # some seconds: a command to the Docker engine takes one; the model's context is 1,024
+TOKENS = 900  # some seconds; the model's context is 1,024
 
 
 @dataclass
@@ -71,16 +71,32 @@ async def stream(
     return outcome
 
 
-async def streams(fleet: Fleet, disturb: Callable[[], object] | None = None) -> list[Outcome]:
-    """Run all streams at once; disturb when each has its first tokens, in a thread."""
+async def streams(
+    fleet: Fleet, disturb: Callable[[], object] | None = None, *, followed: bool = False
+) -> list[Outcome]:
+    """Run all streams at once; disturb when each has its first tokens, in a thread.
+
+    A command to the Docker engine may take longer than a stream. Where they are ``followed`` one that ends
+    undisturbed before the command does has another like it behind it.
+    """
     started: set[int] = set()
-    tasks = [asyncio.create_task(stream(fleet, number, seen=started.add)) for number in range(STREAMS)]
+    done = asyncio.Event()
+
+    async def one(number: int) -> Outcome:
+        while True:
+            outcome = await stream(fleet, number, seen=started.add)
+            resumed = outcome.finished is not None and outcome.finished.resumes > 0
+            if not followed or done.is_set() or resumed or not outcome.complete:
+                return outcome
+
+    tasks = [asyncio.create_task(one(number)) for number in range(STREAMS)]
     if disturb is not None:
         async with asyncio.timeout(120):
             while len(started) < STREAMS:
                 await asyncio.sleep(0.01)
         assert not all(task.done() for task in tasks), "the streams ended before they could be disturbed"
         await asyncio.to_thread(disturb)
+    done.set()
     return list(await asyncio.gather(*tasks))
 
 

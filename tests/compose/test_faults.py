@@ -37,21 +37,21 @@ def assert_all_went_on(outcomes: list[Outcome], undisturbed: list[list[int]]) ->
 
 
 async def test_a_killed_worker_takes_no_stream_along(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    outcomes = await streams(fleet, lambda: fleet.do("kill", "worker-0"))
+    outcomes = await streams(fleet, lambda: fleet.do("kill", "worker-0"), followed=True)
     assert_all_went_on(outcomes, undisturbed)
     fleet.do("start", "worker-0")
     back_to_rest(fleet)
 
 
 async def test_a_worker_that_crashes_is_started_again(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    outcomes = await streams(fleet, lambda: fleet.crash("worker-1"))
+    outcomes = await streams(fleet, lambda: fleet.crash("worker-1"), followed=True)
     assert_all_went_on(outcomes, undisturbed)
     back_to_rest(fleet)
 
 
 async def test_a_paused_worker_takes_no_stream_along(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     try:
-        outcomes = await streams(fleet, lambda: fleet.do("pause", "worker-0"))
+        outcomes = await streams(fleet, lambda: fleet.do("pause", "worker-0"), followed=True)
     finally:
         fleet.do("unpause", "worker-0")
     assert_all_went_on(outcomes, undisturbed)
@@ -64,7 +64,7 @@ async def test_a_worker_off_the_network_takes_no_stream_along(
 ) -> None:
     cut = fleet.cut_off("worker-1", *networks)
     try:
-        outcomes = await streams(fleet, cut.__enter__)
+        outcomes = await streams(fleet, cut.__enter__, followed=True)
     finally:
         cut.__exit__(None, None, None)
     assert_all_went_on(outcomes, undisturbed)
@@ -72,7 +72,7 @@ async def test_a_worker_off_the_network_takes_no_stream_along(
 
 
 async def test_a_stopped_worker_drains(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    outcomes = await streams(fleet, lambda: fleet.do("stop", "worker-0"))
+    outcomes = await streams(fleet, lambda: fleet.do("stop", "worker-0"), followed=True)
     assert [outcome.error for outcome in outcomes if outcome.error] == []
     assert all(outcome.complete for outcome in outcomes)
     assert fleet.inspect("worker-0")["State"]["ExitCode"] == 0
