@@ -89,11 +89,12 @@ async def channel() -> AsyncIterator[Any]:
 async def call(channel: Any, method: Any, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
     path = f"/{method.containing_service.full_name}/{method.name}"
     async with asyncio.timeout(5):
+        if method.client_streaming:  # no message: for the client a write after the refusal is INTERNAL
+            stream = channel.stream_stream(path)(metadata=metadata)
+            code: grpc.StatusCode = await stream.code()
+            return code
         try:
-            if method.client_streaming:
-                await channel.stream_stream(path)(iter([b""]), metadata=metadata).read()
-            else:
-                await channel.unary_stream(path)(b"", metadata=metadata).read()
+            await channel.unary_stream(path)(b"", metadata=metadata).read()
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK
