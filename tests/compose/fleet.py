@@ -223,6 +223,10 @@ class Fleet:
                 return False
         return True
 
+    def runs(self, worker: str) -> bool:
+        """The worker has a sequence that decodes."""
+        return any(int(version.get("running", 0)) for version in self.holds(worker).get("versions", []))
+
     def redis(self, *words: str) -> str:
         return self.execute(
             "redis", "redis-cli", "--no-auth-warning", "-a", self.secret("redis_password"), *words

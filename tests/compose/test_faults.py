@@ -63,8 +63,14 @@ async def test_a_worker_off_the_network_takes_no_stream_along(
     fleet: Fleet, undisturbed: list[list[int]], networks: tuple[str, ...]
 ) -> None:
     cut = fleet.cut_off("worker-1", *networks)
+
+    def disturb() -> None:
+        # After the fault before this one streams come back to the worker by and by.
+        wait("worker-1 has a stream", lambda: fleet.runs("worker-1"))
+        cut.__enter__()
+
     try:
-        outcomes = await streams(fleet, cut.__enter__, followed=True)
+        outcomes = await streams(fleet, disturb, followed=True)
     finally:
         cut.__exit__(None, None, None)
     assert_all_went_on(outcomes, undisturbed)
