@@ -293,10 +293,7 @@ async def test_a_trace_goes_from_the_client_to_the_engine(stack: Stack, spans: C
     assert above("fairway-worker", "prefill").name == above("fairway-worker", "decode").name == "sequence"
     request = one("fairway-gateway", "request")
     stages = [span for span in found if span.service == "fairway-gateway" and span is not request]
-    whole_ns = request.end_ns - request.start_ns
-    between_ns = whole_ns - sum(span.end_ns - span.start_ns for span in stages)
-    # Of so short a request a busy machine takes more than a hundredth between two stages.
-    assert between_ns <= max(0.01 * whole_ns, 5_000_000)
+    assert sum(span.end_ns - span.start_ns for span in stages) >= 0.99 * (request.end_ns - request.start_ns)
     assert request.attributes["fairway.request_id"].startswith("req_")
     assert not [span for span in found if CANARY in str(span.attributes)]
 

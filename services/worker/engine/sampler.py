@@ -112,8 +112,8 @@ def launch(logits: torch.Tensor, rows: SamplingRows, reductions: Reductions = TO
     if flags & OUTPUT_PENALTY:
         _penalise_output(logits, rows)
     logged = rows.asking(LOGGED) if flags & LOGGED else []
-    places = _on(torch.tensor(logged, dtype=torch.int64), logits)
-    logprobs = reductions.log_softmax(logits[places]) if logged else logits[:0]
+    places = _on(torch.tensor(logged), logits) if logged else None
+    logprobs = None if places is None else reductions.log_softmax(logits[places])
     if flags & MIN_TOKENS:
         _mask_stops(logits, rows)
     best, tokens = logits.max(dim=-1)  # as the greatest, NaN comes out too
@@ -121,7 +121,7 @@ def launch(logits: torch.Tensor, rows: SamplingRows, reductions: Reductions = TO
     if flags & DRAWN:
         tokens = _drawn(logits, best, tokens, rows, reductions)
     tokens.masked_fill_(~finite, NO_TOKEN)
-    if not logged:
+    if places is None or logprobs is None:
         return Sampled(tokens, [], [], tokens, (tokens, tokens))
     wanted = [rows.sequences[row].sampling.logprobs or 0 for row in logged]
     # Which of equal numbers come first depends on how many are looked for: always as many.
