@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import grpc
 
 from fairway.client.errors import STATUS_LOST
-from fairway.client.folder import Chunk, PublishRefused, read_chunk
+from fairway.client.folder import Chunk, read_chunk
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 
@@ -67,7 +67,7 @@ class Transfer:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(PARALLEL_UPLOADS, len(chunks))):
                     group.create_task(worker())
-        except* (grpc.aio.AioRpcError, OSError, PublishRefused) as failed:
+        except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
     async def again(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -23,7 +23,7 @@ from obstore.store import S3Store
 
 from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_blob, is_name
 from services.adapters.threads import in_thread
-from services.core.errors import IntegrityError, NotFound, StoreUnavailable
+from services.core.errors import IntegrityError, NotFound, StoreUnavailable, first_failure
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
 
 log = structlog.get_logger()
@@ -200,8 +200,8 @@ async def _together(looks: Sequence[Awaitable[None]]) -> None:
         async with asyncio.TaskGroup() as group:
             for look in looks:
                 group.create_task(one(look))
-    except* StoreUnavailable as failed:
-        raise failed.exceptions[0] from None
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
 
 
 @asynccontextmanager

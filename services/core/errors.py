@@ -224,10 +224,19 @@ class InternalError(FairwayError):
     reason = "INTERNAL"
 
 
-def first_of(group: BaseExceptionGroup[FairwayError]) -> FairwayError:
-    """Return the first error of a group that holds nothing else."""
-    found: BaseException = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, FairwayError)
-    return found
+def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that stands for a group: the first that is no domain error, else the first.
+
+    A bug goes before the domain errors that it caused in other tasks. It is used with
+    ``except BaseExceptionGroup``: before Python 3.11.4, a plain error that an ``except*`` block raises is
+    wrapped in another group.
+    """
+    leaves: list[BaseException] = []
+    groups: list[BaseExceptionGroup[BaseException]] = [group]
+    while groups:
+        for error in groups.pop().exceptions:
+            if isinstance(error, BaseExceptionGroup):
+                groups.append(error)
+            else:
+                leaves.append(error)
+    return next((leaf for leaf in leaves if not isinstance(leaf, FairwayError)), leaves[0])

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.core.errors import DeadlineExceeded, FairwayError, InternalError, RequestCancelled, first_of
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    RequestCancelled,
+    first_failure,
+)
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
 from services.gateway.policy.degrade import Degradation
@@ -182,8 +188,8 @@ class Request:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(run.run()) for run in self._runs]
-        except* FairwayError as failures:
-            raise first_of(failures) from None
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         return tuple(task.result() for task in tasks)
 
     def _usage(self, spec: GenerationSpec) -> Usage:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.core.errors import FairwayError, Unimplemented, first_of
+from services.core.errors import Unimplemented, first_failure
 from services.gateway.events import Received
 from services.gateway.messages import complete_response, generate_response
 from services.gateway.service import GatewayService
@@ -77,8 +77,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._read(session, request_iterator, context))
                     await self._write(session, writes)
-        except* FairwayError as failures:
-            raise first_of(failures) from None
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         finally:
             session.close()
 

@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.core.errors import FairwayError, InvalidInput, first_of
+from services.core.errors import InvalidInput, first_failure
 from services.ports.clock import Clock
 from services.ports.report_stream import ReportAnswer
 from services.rpc import bounds
@@ -55,8 +55,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 reading = group.create_task(_read_places(request_iterator, stream))
                 reading.add_done_callback(lambda _: woken.set())
                 await self._write_outcomes(stream, reading, woken, context)
-        except* FairwayError as failures:
-            raise first_of(failures) from None
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         finally:
             stream.close()
 
@@ -74,8 +74,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 reading = group.create_task(_read_reports(request_iterator, stream))
                 reading.add_done_callback(lambda _: woken.set())
                 await self._write_answers(stream, reading, woken, context)
-        except* FairwayError as failures:
-            raise first_of(failures) from None
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         finally:
             stream.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -104,3 +105,30 @@ def test_length_rule_counts_whole_functions() -> None:
     long = "def f():\n" + "    x = 1\n" * 60
     assert list(long_functions(long, 60)) == ["1 f is 61 lines"]
     assert list(long_functions(long, 61)) == []
+
+
+def raising_star_handlers(source: str) -> list[int]:
+    """Return the lines of the ``except*`` blocks that raise an error."""
+    return [
+        handler.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.TryStar)
+        for handler in node.handlers
+        if any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
+    ]
+
+
+def test_no_except_star_block_raises() -> None:
+    """Python 3.11.0 to 3.11.3 wrap a plain error that such a block raises in another group."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files("services", "fairway", "simulator", "bench", "tests")
+        for line in raising_star_handlers(path.read_text())
+    ]
+    assert found == [], "use `except BaseExceptionGroup` with first_failure"
+
+
+def test_the_rule_about_except_star_finds_what_it_forbids() -> None:
+    source = "try:\n    pass\nexcept* KeyError as group:\n    raise group.exceptions[0] from None\n"
+    assert raising_star_handlers(source) == [3]
+    assert raising_star_handlers(source.replace("raise group.exceptions[0] from None", "pass")) == []

@@ -73,7 +73,7 @@ class ProcessSupervisor:
             async with asyncio.TaskGroup() as group:
                 for spec in specs:
                     group.create_task(self._first_ready(self._children[spec.name]))
-        except* CliError as errors:
+        except BaseExceptionGroup as errors:
             raise _first(errors) from None
         for spec in specs:
             child = self._children[spec.name]
@@ -217,9 +217,8 @@ class ProcessSupervisor:
         )
 
 
-def _first(errors: BaseExceptionGroup[CliError]) -> CliError:
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     found: BaseException = errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
-    assert isinstance(found, CliError)
     return found
