@@ -50,6 +50,7 @@ class _Protocol(HttpToolsProtocol):
 
     head_timeout_s = HEAD_TIMEOUT_S
     body_timeout_s = BODY_TIMEOUT_S
+    keep_alive_s: float = KEEP_ALIVE_S
 
     def __init__(self, table: ConnectionTable, max_body_bytes: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,7 +58,7 @@ class _Protocol(HttpToolsProtocol):
         self._max_body_bytes = max_body_bytes
         self._in_head = True
         self._in_body = False
-        self._read_bytes = 0  # of the head or the body that is being read, but its first read
+        self._read_bytes = 0  # of the head, the body or what is between requests, but its first read
         self._body_bytes = 0
         self._known = False  # a request on this connection showed a credential
         self._serving = False  # such a request has no complete answer yet
@@ -81,10 +82,10 @@ class _Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self.scope is scope and self._in_head is in_head and self._in_body is in_body:
             self._read_bytes += len(data)
-            if in_head and self._read_bytes > MAX_HEAD_BYTES:
-                self._refuse(_HEAD_TOO_LARGE)
-            elif in_body and self._is_body_too_large():
+            if in_body and self._is_body_too_large():
                 self._refuse(_BAD_REQUEST)
+            elif not in_body and self._read_bytes > MAX_HEAD_BYTES:
+                self._refuse(_HEAD_TOO_LARGE)
         self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -125,6 +126,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
+        self._read_bytes = 0
         self._stop_timer()
         super().on_message_complete()
         self._table.update(self.transport, busy=self._serving, known=self._known)
@@ -165,7 +167,7 @@ class _Protocol(HttpToolsProtocol):
         elif self._serving:
             return
         else:
-            limit_s = KEEP_ALIVE_S
+            limit_s = self.keep_alive_s
         self._timer = self.loop.call_later(limit_s, self.transport.abort)
 
     def _stop_timer(self) -> None:
