@@ -1,4 +1,4 @@
-"""What reading bodies may hold of this process: memory by tenant and in all, and the event loop not at all."""
+"""Reading bodies within bounds of memory, by tenant and in all, and parsing them beside the event loop."""
 
 from __future__ import annotations
 

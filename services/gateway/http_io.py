@@ -164,7 +164,7 @@ def _too_large(limits: HttpLimits) -> HttpProblem:
 
 
 def mark_authenticated(scope: Scope) -> None:
-    """Keep the connection open while this exchange lasts, however many new ones come. Does nothing elsewhere."""
+    """Keep the connection open while this exchange lasts, however many others come. Needs HttpServer."""
     offered: Mapping[str, Callable[[], None]] = scope.get("extensions", {}).get("fairway.connection", {})
     if (mark := offered.get("authenticated")) is not None:
         mark()

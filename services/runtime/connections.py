@@ -105,7 +105,8 @@ class ConnectionTable:
         return True
 
     def update(self, transport: Transport, *, busy: bool, known: bool) -> None:
-        """``busy``: the client waits for this process, so the connection stays. ``known``: it showed a credential."""
+        """``busy``: the client waits for this process, so the connection stays. ``known``: it showed a
+        credential."""
         source = self._source_of.get(transport)
         if source is not None:
             self._all.place(transport, busy=busy, known=known)

@@ -131,7 +131,6 @@ class TelemetryServer:
             )
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
-
     async def _metrics(self, accept: str) -> tuple[str, bytes]:
         """Return the content type and the text of the metrics, as they were at the call or later."""
         # Parameters of the accept header choose nothing: a client could make each scrape a text of its own.

@@ -1,8 +1,9 @@
-"""Bodies that cost more than a request needs: refused before they are decoded, and never on the event loop."""
+"""Bodies that cost more than a request needs: refused before they are decoded, and not on the event loop."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 from collections.abc import Iterator
 
@@ -206,14 +207,9 @@ def test_a_tenants_bodies_are_bounded_and_given_back() -> None:
 
 def test_all_tenants_bodies_together_are_bounded() -> None:
     reader = BodyReader(MAX_BODY)
-    with (
-        reader.account("a") as a,
-        reader.account("b") as b,
-        reader.account("c") as c,
-        reader.account("d") as d,
-    ):
-        for hold in (a, b, c, d):
-            hold(4 * MAX_BODY)
+    with contextlib.ExitStack() as held:
+        for tenant in "abcd":
+            held.enter_context(reader.account(tenant))(4 * MAX_BODY)
         with reader.account("e") as fifth, pytest.raises(HttpProblem) as caught:
             fifth(FREE_BYTES + 1)
     assert caught.value.status == 503

@@ -131,7 +131,7 @@ def send_until_cut(connection: socket.socket, piece: bytes, limit: int) -> int:
 
 
 class Canary:
-    """A small request again and again from a source of its own: on a connection that lasts, and on new ones."""
+    """A small request again and again from its own source, on a connection that lasts and on new ones."""
 
     def __init__(self, target: Target) -> None:
         self.failures: list[str] = []
