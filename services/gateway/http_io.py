@@ -117,10 +117,13 @@ class Headers:
         return seconds
 
 
-async def read_body(headers: Headers, receive: Receive, limits: HttpLimits) -> bytes:
+async def read_body(
+    headers: Headers, receive: Receive, limits: HttpLimits, hold: Callable[[int], None]
+) -> bytes:
     """Return the body. Raises HttpProblem before it holds more than the limit, or after the timeout.
 
-    Raises ClientGone when the client leaves in the middle.
+    ``hold`` is called with the size it has reached; what it raises ends the reading. Raises ClientGone when
+    the client leaves in the middle.
     """
     content_type = headers.one(b"content-type")
     if content_type is not None and not _JSON_TYPE.fullmatch(content_type.strip()):
@@ -132,14 +135,14 @@ async def read_body(headers: Headers, receive: Receive, limits: HttpLimits) -> b
         raise _too_large(limits)
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            return await _read_all(receive, limits)
+            return await _read_all(receive, limits, hold)
     except TimeoutError:
         raise HttpProblem(
             408, f"the body did not arrive within {limits.body_timeout_s:g} s", close=True
         ) from None
 
 
-async def _read_all(receive: Receive, limits: HttpLimits) -> bytes:
+async def _read_all(receive: Receive, limits: HttpLimits, hold: Callable[[int], None]) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -150,6 +153,7 @@ async def _read_all(receive: Receive, limits: HttpLimits) -> bytes:
         size += len(part)
         if size > limits.max_body_bytes:
             raise _too_large(limits)
+        hold(size)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
@@ -157,6 +161,13 @@ async def _read_all(receive: Receive, limits: HttpLimits) -> bytes:
 
 def _too_large(limits: HttpLimits) -> HttpProblem:
     return HttpProblem(413, f"the body is larger than {limits.max_body_bytes} bytes", close=True)
+
+
+def mark_authenticated(scope: Scope) -> None:
+    """Keep the connection open while this exchange lasts, however many others come. Needs HttpServer."""
+    offered: Mapping[str, Callable[[], None]] = scope.get("extensions", {}).get("fairway.connection", {})
+    if (mark := offered.get("authenticated")) is not None:
+        mark()
 
 
 class Reply:
@@ -172,7 +183,7 @@ class Reply:
         self._headers = headers
         self._write_timeout_s = write_timeout_s
         # Offered by HttpServer; elsewhere the server closes the connection when the application ends.
-        offered: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.abort", {})
+        offered: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.connection", {})
         self._abort: Callable[[], None] | None = offered.get("cut")
 
     def add_header(self, name: bytes, value: bytes) -> None:

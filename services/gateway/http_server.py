@@ -1,7 +1,8 @@
 """uvicorn in the running event loop, with the limits that it lacks.
 
-uvicorn bounds neither the size of a request's head nor the time in which it arrives, and offers no way to
-cut a connection; ``_Protocol`` adds the three. Signals stay with whoever runs the process.
+uvicorn bounds neither the head of a request, nor what follows it once the answer is sent, nor the time that
+either takes; it takes trailers for headers, lets one client open every connection, and offers no way to cut
+one. ``_Protocol`` and ``ConnectionTable`` add these. Signals stay with whoever runs the process.
 """
 
 from __future__ import annotations
@@ -10,107 +11,224 @@ import asyncio
 import contextlib
 import errno
 import socket
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.core.errors import FailedPrecondition
+from services.runtime.connections import ConnectionTable
 
 MAX_HEAD_BYTES: Final = 32 * 1024
+MAX_BODY_BYTES: Final = 8 * 1024**2
+# What frames a chunked body: its chunk sizes and extensions, beside an eighth of what they frame.
+MAX_FRAMING_BYTES: Final = 64 * 1024
 HEAD_TIMEOUT_S: Final = 20.0
+BODY_TIMEOUT_S: Final = 35.0  # the application's own limit ends a request before, with an answer
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
+# A reverse proxy is one source, so that a share of it must serve an installation.
+MAX_SOURCE_SHARE: Final = 0.5
+MAX_PIPELINED: Final = 32
 BACKLOG: Final = 1024
+# One read of the event loop, and what the protocol keeps before it pauses reading.
+_IN_FLIGHT_BYTES: Final = 512 * 1024
+_BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _HEAD_TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
 
 
+class _Refused(Exception):
+    """The request is not answered by the application. Raised in a callback, it stops the parser."""
+
+
 class _Protocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. At most one timer runs: for the head, for the body, or for the next request."""
 
-    max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
+    body_timeout_s = BODY_TIMEOUT_S
+    keep_alive_s: float = KEEP_ALIVE_S
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_bytes = 0
+    def __init__(self, table: ConnectionTable, max_body_bytes: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._table = table
+        self._max_body_bytes = max_body_bytes
         self._in_head = True
+        self._in_body = False
+        self._read_bytes = 0  # of the head, the body or what is between requests, but its first read
+        self._body_bytes = 0
+        self._known = False  # a request on this connection showed a credential
+        self._serving = False  # such a request has no complete answer yet
+        self._refusal = _BAD_REQUEST
         self._refused = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._table.remove(self.transport)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        in_head = self._in_head
+        scope, in_head, in_body = self.scope, self._in_head, self._in_body
         super().data_received(data)
-        # Only a head that spans reads is counted here; one read holds less than its completion check sees.
-        if in_head and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.max_head_bytes:
-                self._refuse_head()
+        if self.scope is scope and self._in_head is in_head and self._in_body is in_body:
+            self._read_bytes += len(data)
+            if in_body and self._is_body_too_large():
+                self._refuse(_BAD_REQUEST)
+            elif not in_body and self._read_bytes > MAX_HEAD_BYTES:
+                self._refuse(_HEAD_TOO_LARGE)
+        self._start_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
-        if self._head_timer is None:
-            self._await_head()
-        self.scope["extensions"] = {"fairway.abort": {"cut": self.transport.abort}}
+        self._in_head, self._in_body = True, False
+        self._read_bytes = 0
+        self._stop_timer()
+        self.scope["extensions"] = {
+            "fairway.connection": {"cut": self.transport.abort, "authenticated": self._authenticated}
+        }
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            raise _Refused("trailers are not taken")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._stop_timer()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.max_head_bytes:
-            self._refuse_head()
-            return
+        size = len(self.url)
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"transfer-encoding" and (
+                value.lower() != b"chunked" or self.parser.get_http_version() == "1.0"
+            ):
+                raise _Refused("a body has no other encoding than chunked")
+        if size > MAX_HEAD_BYTES:
+            self._refusal = _HEAD_TOO_LARGE
+            raise _Refused("the head is too large")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused("too many requests wait for an answer on this connection")
         super().on_headers_complete()
+        self._in_head, self._in_body = False, True
+        self._read_bytes = self._body_bytes = 0
+        self._stop_timer()
 
     def on_body(self, body: bytes) -> None:
-        if not self._refused:
-            super().on_body(body)
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._refused:
-            super().on_message_complete()
+        self._in_body = False
+        self._read_bytes = 0
+        self._stop_timer()
+        super().on_message_complete()
+        self._table.update(self.transport, busy=self._serving, known=self._known)
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+    def on_response_complete(self) -> None:
+        self._serving = False
+        self._table.update(self.transport, busy=False, known=self._known)
+        super().on_response_complete()
+        self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal)
+
+    def _authenticated(self) -> None:
+        """The request that is served now is that of somebody known."""
+        self._known = self._serving = True
+        self._table.update(self.transport, busy=not self._in_body, known=True)
+        if not self._in_body and not self._in_head:
+            self._stop_timer()
+
+    def _is_body_too_large(self) -> bool:
+        framing_bytes = self._read_bytes - self._body_bytes
+        return (
+            self._body_bytes > self._max_body_bytes + _IN_FLIGHT_BYTES
+            or framing_bytes > MAX_FRAMING_BYTES + self._body_bytes // 8
+        )
+
+    def _start_timer(self) -> None:
+        """Bound the wait for the client, where it is the client who is waited for."""
+        if self._timer is not None or self.transport.is_closing():
+            return
+        if self._in_head:
+            limit_s = self.head_timeout_s
+        elif self._in_body:
+            if self.pipeline:  # it is read when the answers before it are complete
+                return
+            limit_s = self.body_timeout_s
+        elif self._serving:
+            return
+        else:
+            limit_s = self.keep_alive_s
+        self._timer = self.loop.call_later(limit_s, self.transport.abort)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _refuse_head(self) -> None:
+    def _refuse(self, answer: bytes) -> None:
+        """End the connection, with an answer where it would not come into the middle of another."""
         self._refused = True
-        if not self.transport.is_closing():
-            self.transport.write(_HEAD_TOO_LARGE)
+        self._stop_timer()
+        cycle = self.cycle
+        begun = cycle is not None and (
+            not cycle.response_complete if self._in_head else cycle.response_started
+        )
+        if self.pipeline or begun:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.transport.write(answer)
             self.transport.close()
+        if cycle is not None:  # the application may wait for a body
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+
+class _Door(asyncio.Protocol):
+    """Admits a connection before anything is made for it."""
+
+    def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
+        self._table = table
+        self._make = make
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._table.admit(transport):
+            protocol = self._make()
+            transport.set_protocol(protocol)
+            protocol.connection_made(transport)
 
 
 class HttpServer:
     """Serves an ASGI application between ``start`` and ``stop``."""
 
-    def __init__(self, app: Any, host: str, port: int, *, max_connections: int = MAX_CONNECTIONS) -> None:
-        """``port`` 0 takes a free one; ``port`` tells which, once started."""
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """``port`` 0 takes a free one; ``port`` is that one, once started."""
         self.host = host
         self.port = port
+        self.table = ConnectionTable(max_connections, max(1, int(max_connections * MAX_SOURCE_SHARE)))
+        self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=self._door,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -121,7 +239,6 @@ class HttpServer:
                 date_header=False,
                 proxy_headers=False,
                 backlog=BACKLOG,
-                limit_concurrency=max_connections,
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
@@ -139,7 +256,10 @@ class HttpServer:
     @property
     def connections(self) -> int:
         """How many connections are open."""
-        return len(self._server.server_state.connections)
+        return len(self.table)
+
+    def _door(self, **kwargs: Any) -> _Door:
+        return _Door(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, give running answers ``grace_s``, then cut them."""

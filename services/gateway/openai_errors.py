@@ -28,9 +28,11 @@ class HttpProblem(FairwayError):
 
     reason = "HTTP_PROBLEM"
 
-    def __init__(self, status: int, message: str, *, close: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, *, close: bool = False, retry_after_s: float | None = None
+    ) -> None:
         """``close``: the connection cannot be used again, since bytes of the request are unread."""
-        super().__init__(message)
+        super().__init__(message, retry_after_s=retry_after_s)
         self.status = status
         self.close = close
 

@@ -27,6 +27,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Received
 from services.gateway.face import Completed, Generations, Identity, IdSource, Served
+from services.gateway.http_bodies import BodyReader
 from services.gateway.http_io import (
     ClientGone,
     Headers,
@@ -36,6 +37,7 @@ from services.gateway.http_io import (
     Scope,
     Send,
     foremost,
+    mark_authenticated,
     read_body,
     unless_gone,
 )
@@ -132,6 +134,7 @@ class OpenAiFace:
         self._service = service
         self._clock = clock
         self._not_ready = not_ready
+        self._bodies = BodyReader(limits.max_body_bytes)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
@@ -172,8 +175,11 @@ class OpenAiFace:
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
         key = exchange.headers.idempotency_key()
-        body = await read_body(exchange.headers, exchange.receive, self.limits)
-        wanted = replace(parse(body), stage_clock=exchange.headers.wants_stage_clock())
+        stage_clock = exchange.headers.wants_stage_clock()
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            body = await read_body(exchange.headers, exchange.receive, self.limits, hold)
+            wanted = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
+            del body
         for generation in wanted.generations:
             generation.idempotency_key = key
             if session_key is not None:
@@ -322,6 +328,7 @@ class _Guard:
         principal = self._identity.authenticate(text)
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("this needs a tenant's API key", role=principal.role)
+        mark_authenticated(exchange.scope)
         return Exchange(
             exchange.scope, exchange.receive, exchange.reply, exchange.headers, exchange.received, principal
         )

@@ -22,6 +22,7 @@ Dialect = Literal["chat", "completions"]
 MAX_PROMPTS: Final = 32
 MAX_OUTPUTS: Final = 128
 _MAX_STOPS: Final = 16
+_MAX_BIASES: Final = 1024  # as the proto has it
 _TOKEN_ID: Final = re.compile(r"\d{1,10}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PRIORITIES: Final = {
@@ -134,7 +135,12 @@ def _sampling(body: Options) -> common_pb2.Sampling:
         repetition_penalty=body.repetition_penalty,
         seed=_seed(body.seed),
     )
-    for text, value in (body.logit_bias or {}).items():
+    biases = body.logit_bias or {}
+    if len(biases) > _MAX_BIASES:
+        raise InvalidInput(
+            f"logit_bias has {len(biases)} entries; at most {_MAX_BIASES} are taken", field="logit_bias"
+        )
+    for text, value in biases.items():
         token = int(text) if _TOKEN_ID.fullmatch(text, endpos=11) else -1
         if not 0 <= token <= 0xFFFF_FFFF:
             raise InvalidInput("the keys of logit_bias must be token ids", field="logit_bias")

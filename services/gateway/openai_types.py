@@ -139,7 +139,36 @@ _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 
+# What a body may be made of. A request within the bounds of every field has less: 2,048 messages, 1,048,576
+# token ids.
+_MAX_STRINGS: Final = 65_536  # names of fields and values
+_MAX_OPENINGS: Final = 32_768  # objects and lists
+_MAX_COMMAS: Final = 1_048_576 + _MAX_STRINGS
+_CHEAP_BYTES: Final = 64 * 1024
+_CHEAP_MARKS: Final = 4096
+
 Body = TypeVar("Body", ChatBody, CompletionBody)
+
+
+def is_cheap(data: bytes) -> bool:
+    """Whether decoding this JSON takes a millisecond or so, whatever is in it."""
+    return len(data) <= _CHEAP_BYTES and sum(map(data.count, (b'"', b",", b"{", b"["))) <= _CHEAP_MARKS
+
+
+def check_json_cost(data: bytes) -> None:
+    """Return if the JSON has no more strings, objects and values than a request needs. Raises InvalidInput.
+
+    Decoding costs time and memory for each of these, and 8 MB hold millions. They are counted by scans of C
+    speed: without the escaped quotes, every second piece between quotes is what is outside of strings.
+    """
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
+    if plain.count(b'"') > 2 * _MAX_STRINGS:
+        raise InvalidInput("the body has too many strings")
+    outside = b"".join(plain.split(b'"')[::2])
+    if outside.count(b"{") + outside.count(b"[") > _MAX_OPENINGS:
+        raise InvalidInput("the body has too many objects and lists")
+    if outside.count(b",") > _MAX_COMMAS:
+        raise InvalidInput("the body has too many values")
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
@@ -148,6 +177,8 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     What the standard library lets through is refused: NaN and infinities, numbers out of range,
     duplicate keys, invalid UTF-8, lone surrogates, nesting beyond the parser's depth.
     """
+    if len(data) > _CHEAP_BYTES:
+        check_json_cost(data)
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as exc:

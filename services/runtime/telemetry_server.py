@@ -2,7 +2,8 @@
 
 A server of a few lines and not the gateway's: every role has it, it takes GET alone, reads no body, and
 closes after one answer. It answers from the event loop, so a loop that is stuck answers nothing. The text of
-the metrics alone is made in a thread: that of a thousand tenants takes longer than a token may.
+the metrics alone is made in a thread: that of a thousand tenants takes longer than a token may. One text is
+made at a time, and those who wait share the next, so that many scrapes cost no more than a few.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -19,12 +21,16 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services.core.errors import FailedPrecondition
+from services.runtime.connections import ConnectionTable
 
 log = structlog.get_logger()
 
 MAX_HEAD_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 64
+MAX_PER_SOURCE: Final = 16
+HEAD_TIMEOUT_S: Final = 2.0
 TIMEOUT_S: Final = 5.0
+_OPENMETRICS: Final = "application/openmetrics-text"
 _TEXT: Final = "text/plain; charset=utf-8"
 _REASONS: Final = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
@@ -34,7 +40,7 @@ Answer = tuple[int, str, bytes]
 class TelemetryServer:
     """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so.
 
-    A connection has ``timeout_s`` for its question and its answer together.
+    A connection has ``head_timeout_s`` for its request and ``timeout_s`` for its answer.
     """
 
     def __init__(
@@ -44,14 +50,24 @@ class TelemetryServer:
         *,
         problems: Callable[[], tuple[str, ...]],
         timeout_s: float = TIMEOUT_S,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         self._registry = registry
         self._listen = listen
         self._problems = problems
         self._timeout_s = timeout_s
-        self.connections = 0  # open ones, at most MAX_CONNECTIONS
+        self._head_timeout_s = head_timeout_s
+        self._table = ConnectionTable(MAX_CONNECTIONS, MAX_PER_SOURCE)
+        self._rendering = asyncio.Lock()
+        self._begun = 0  # texts of the metrics
+        self._texts: dict[str, _Text] = {}  # the last one by content type; there are two
         self._server: asyncio.Server | None = None
         self.port = 0
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self._table)
 
     async def start(self) -> None:
         """Listen. Raises FailedPrecondition when the address cannot be bound."""
@@ -74,10 +90,8 @@ class TelemetryServer:
             server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.connections >= MAX_CONNECTIONS:
-            writer.transport.abort()
+        if not self._table.admit(writer.transport):
             return
-        self.connections += 1
         try:
             # A peer that breaks off, stalls or sends no head that can be read gets no answer, or part of one.
             with contextlib.suppress(
@@ -87,14 +101,16 @@ class TelemetryServer:
                 asyncio.LimitOverrunError,
                 UnicodeDecodeError,
             ):
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._head_timeout_s):
                     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                self._table.update(writer.transport, busy=True, known=False)
+                async with asyncio.timeout(self._timeout_s):
                     status, content_type, body = await self._answer(head)
                     writer.write(_head(status, content_type, len(body)) + body)
                     writer.close()
                     await writer.wait_closed()
         finally:
-            self.connections -= 1
+            self._table.remove(writer.transport)
             writer.transport.abort()  # what a peer has not taken by now is kept for nobody
 
     async def _answer(self, head: str) -> Answer:
@@ -104,9 +120,8 @@ class TelemetryServer:
         if method != "GET":
             return 405, _TEXT, b"only GET\n"
         if path == "/metrics":
-            encode, content_type = choose_encoder(_accept(lines))
-            read = _Snapshot(list(self._registry.collect()))
-            return 200, content_type, await asyncio.to_thread(encode, read)
+            content_type, body = await self._metrics(_accept(lines))
+            return 200, content_type, body
         if path == "/healthz":
             return 200, _TEXT, b"ok\n"
         if path == "/readyz":
@@ -115,6 +130,28 @@ class TelemetryServer:
                 (503, _TEXT, "\n".join(problems).encode() + b"\n") if problems else (200, _TEXT, b"ready\n")
             )
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
+
+    async def _metrics(self, accept: str) -> tuple[str, bytes]:
+        """Return the content type and the text of the metrics, as they were at the call or later."""
+        # Parameters of the accept header choose nothing: a client could make each scrape a text of its own.
+        encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
+        before = self._begun
+        async with self._rendering:
+            last = self._texts.get(content_type)
+            if last is None or last.number <= before:
+                self._begun += 1
+                number, read = self._begun, _Snapshot(list(self._registry.collect()))
+                last = _Text(number, await asyncio.to_thread(encode, read))
+                self._texts[content_type] = last
+        return content_type, last.body
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The metrics as text. ``number`` counts the texts that were begun."""
+
+    number: int
+    body: bytes
 
 
 class _Snapshot(Collector):

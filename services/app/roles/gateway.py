@@ -90,7 +90,7 @@ def gateway(environment: Environment) -> Role:
         observe=_http_observer(environment.metrics),
     )
     host, _, port = settings.http_listen.rpartition(":")
-    http = HttpServer(app, host, int(port))
+    http = HttpServer(app, host, int(port), max_body_bytes=settings.max_body_bytes)
 
     export_levels(
         environment.metrics,

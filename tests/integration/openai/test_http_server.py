@@ -48,12 +48,13 @@ async def test_connections_that_say_nothing_are_closed(face: Face, monkeypatch: 
 
 
 async def test_connections_are_bounded() -> None:
-    async with serving(max_connections=3) as face:
+    async with serving(max_connections=4) as face:
         face.service.script = silent
         held = [await face.send("/v1/chat/completions", STREAM) for _ in range(2)]
         for reader, _ in held:
             await asyncio.wait_for(reader.readline(), 5)
-        assert (await face.ask("GET", "/healthz")).status == 503
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):  # their source has half of all
+            await face.ask("GET", "/healthz")
         for _, writer in held:
             writer.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from services.core.errors import FailedPrecondition
 from services.runtime.metrics import Metrics
 from services.runtime.telemetry_server import (
+    HEAD_TIMEOUT_S,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
+    MAX_PER_SOURCE,
     TIMEOUT_S,
     TelemetryServer,
 )
@@ -22,12 +25,16 @@ BIG = 60_000  # label values: their text is more than the sockets between hold
 
 
 class Rig:
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S, head_timeout_s: float = HEAD_TIMEOUT_S) -> None:
         self.problems: tuple[str, ...] = ()
         self.metrics = Metrics()
         self.metrics.level("fairway_test_level", "Level", lambda: 3.0)
         self.server = TelemetryServer(
-            self.metrics.registry, "127.0.0.1:0", problems=lambda: self.problems, timeout_s=timeout_s
+            self.metrics.registry,
+            "127.0.0.1:0",
+            problems=lambda: self.problems,
+            timeout_s=timeout_s,
+            head_timeout_s=head_timeout_s,
         )
 
     async def say(self, text: bytes) -> str:
@@ -59,8 +66,8 @@ async def rig() -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def hasty() -> AsyncIterator[Rig]:
-    """One whose clients have a second."""
-    async with running(Rig(timeout_s=1.0)) as found:
+    """One whose clients have a second for each part."""
+    async with running(Rig(timeout_s=1.0, head_timeout_s=1.0)) as found:
         yield found
 
 
@@ -106,18 +113,53 @@ async def test_what_a_slow_client_does_not_take_is_not_kept_for_it(hasty: Rig) -
     assert (await hasty.get("/healthz"))[0] == 200
 
 
-async def test_connections_are_bounded_and_silent_ones_end(hasty: Rig) -> None:
+async def test_a_new_connection_takes_the_place_of_the_oldest_silent_one(rig: Rig) -> None:
     with contextlib.ExitStack() as silent:
-        for _ in range(MAX_CONNECTIONS):
-            silent.enter_context(socket.create_connection(("127.0.0.1", hasty.server.port)))
-        async with asyncio.timeout(60):
-            while hasty.server.connections < MAX_CONNECTIONS:
-                await asyncio.sleep(0.01)
-            with pytest.raises((ConnectionError, IndexError)):  # cut off, with a reset or without
-                await hasty.get("/healthz")
+        for number in range(2 * MAX_CONNECTIONS):
+            source = f"127.0.0.{2 + number // MAX_PER_SOURCE}"
+            silent.enter_context(socket.create_connection(("127.0.0.1", rig.server.port), 5, (source, 0)))
+            await asyncio.sleep(0)
+        assert (await rig.get("/healthz"))[0] == 200
+        assert MAX_PER_SOURCE <= rig.server.connections <= MAX_CONNECTIONS
+
+
+async def test_a_source_has_a_share_of_the_connections(rig: Rig) -> None:
+    with contextlib.ExitStack() as silent:
+        for _ in range(80):
+            silent.enter_context(socket.create_connection(("127.0.0.1", rig.server.port)))
+        assert (await rig.get("/healthz"))[0] == 200
+        assert rig.server.connections <= MAX_PER_SOURCE
+
+
+async def test_silent_connections_end(hasty: Rig) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.server.port)) as silent:
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(_all_of, silent) == 0
             while hasty.server.connections:
-                await asyncio.sleep(0.05)
-        assert (await hasty.get("/healthz"))[0] == 200
+                await asyncio.sleep(0.01)
+
+
+async def test_scrapes_that_wait_share_a_text(rig: Rig) -> None:
+    made = []
+
+    def read() -> list[tuple[tuple[str, ...], float]]:
+        made.append(1)
+        time.sleep(0.05)
+        return [((), float(len(made)))]
+
+    rig.metrics.gauge("fairway_test_made", "Made", read)
+    answers = await asyncio.gather(*[rig.get("/metrics") for _ in range(MAX_PER_SOURCE)])
+    assert {status for status, _ in answers} == {200}
+    assert len(made) <= MAX_PER_SOURCE // 2
+    before = len(made)
+    assert f"fairway_test_made {before + 1}.0" in (await rig.get("/metrics"))[1], "an old text was sent"
+
+
+@pytest.mark.parametrize("version", ["x", "9" * 5000, "1.0.1;escaping=\x01"])
+async def test_parameters_of_the_accept_header_are_not_read(rig: Rig, version: str) -> None:
+    accept = f"accept: application/openmetrics-text; version={version}\r\n"
+    answer = await rig.say(f"GET /metrics HTTP/1.1\r\n{accept}\r\n".encode())
+    assert answer.startswith("HTTP/1.1 200 OK\r\ncontent-type: application/openmetrics-text; version=1.0.0;")
 
 
 def _all_of(connection: socket.socket) -> int:

@@ -1,0 +1,131 @@
+"""The open connections of one TCP listener, bounded in all and by source.
+
+A listener that refuses new connections when it is full is closed by whoever opens enough of them and sends
+nothing. Here a new connection takes the place of one that waits for nothing from this process: first of those
+that never showed a credential, the longest waiting first, then of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Final
+
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+_SITE_BITS: Final = 64  # an IPv6 site has that many bits of address to itself
+
+Transport = asyncio.WriteTransport
+
+
+def source_of(peername: object) -> str:
+    """Return what counts as one source: an IPv4 address, or the network of an IPv6 site."""
+    host = str(peername[0]) if isinstance(peername, tuple) and peername else ""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, _SITE_BITS), strict=False))
+
+
+def reset(transport: Transport) -> None:
+    """Cut a connection with RST: neither side keeps anything of it."""
+    peer = transport.get_extra_info("socket")
+    if peer is not None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    transport.abort()
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Open connections, those that may be closed in the order in which that happens."""
+
+    open: int = 0
+    unknown: dict[Transport, None] = field(default_factory=dict)
+    known: dict[Transport, None] = field(default_factory=dict)
+
+    def place(self, transport: Transport, *, busy: bool, known: bool) -> None:
+        """Put a connection last in its order; a busy one is in none."""
+        self.unknown.pop(transport, None)
+        self.known.pop(transport, None)
+        if not busy:
+            (self.known if known else self.unknown)[transport] = None
+
+    def first(self) -> Transport | None:
+        return next(iter(self.unknown or self.known), None)
+
+
+class ConnectionTable:
+    """Decides which connections stay open. Methods take a connection's transport.
+
+    At most ``max_connections`` are open, at most ``max_per_source`` of one source.
+    """
+
+    def __init__(self, max_connections: int, max_per_source: int) -> None:
+        self.refused = 0  # new connections that were cut: all others were busy
+        self.displaced = 0  # idle connections that were cut for a new one
+        self._max_connections = max_connections
+        self._max_per_source = max_per_source
+        self._all = _Pool()
+        self._sources: dict[str, _Pool] = {}
+        self._source_of: dict[Transport, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._source_of)
+
+    def admit(self, transport: Transport) -> bool:
+        """Return whether a new connection may stay. One that may not has been cut."""
+        source = source_of(transport.get_extra_info("peername"))
+        pool = self._sources.get(source)
+        if pool is not None and pool.open >= self._max_per_source:
+            full = pool
+        elif self._all.open >= self._max_connections:
+            full = self._all
+        else:
+            full = None
+        if full is not None:
+            displaced = full.first()
+            if displaced is None:
+                self.refused += 1
+                reset(transport)
+                return False
+            self.displaced += 1
+            self.remove(displaced)
+            reset(displaced)
+        self._source_of[transport] = source
+        for entered in (self._all, self._sources.setdefault(source, _Pool())):
+            entered.open += 1
+            entered.place(transport, busy=False, known=False)
+        return True
+
+    def update(self, transport: Transport, *, busy: bool, known: bool) -> None:
+        """``busy``: the client waits for this process, so the connection stays. ``known``: it showed a
+        credential."""
+        source = self._source_of.get(transport)
+        if source is not None:
+            self._all.place(transport, busy=busy, known=known)
+            self._sources[source].place(transport, busy=busy, known=known)
+
+    def remove(self, transport: Transport) -> None:
+        """The connection has ended. Idempotent."""
+        source = self._source_of.pop(transport, None)
+        if source is None:
+            return
+        for left in (self._all, self._sources[source]):
+            left.open -= 1
+            left.place(transport, busy=True, known=False)
+        if not self._sources[source].open:
+            del self._sources[source]
+
+    def check_integrity(self) -> None:
+        """Assert that the counts are those of the connections."""
+        assert self._all.open == len(self._source_of) == sum(pool.open for pool in self._sources.values())
+        waiting = [transport for pool in self._sources.values() for transport in (*pool.unknown, *pool.known)]
+        assert len(waiting) == len(self._all.unknown) + len(self._all.known)
+        assert all(transport in self._source_of for transport in waiting)
