@@ -32,7 +32,8 @@ Answer = tuple[int, str, bytes]
 
 
 class TelemetryServer:
-    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so.
+    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so;
+    ``notices``, what is wrong and keeps it from nothing.
 
     A connection has ``timeout_s`` for its question and its answer together.
     """
@@ -43,11 +44,13 @@ class TelemetryServer:
         listen: str,
         *,
         problems: Callable[[], tuple[str, ...]],
+        notices: Callable[[], tuple[str, ...]] = tuple,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._registry = registry
         self._listen = listen
         self._problems = problems
+        self._notices = notices
         self._timeout_s = timeout_s
         self.connections = 0  # open ones, at most MAX_CONNECTIONS
         self._server: asyncio.Server | None = None
@@ -110,10 +113,9 @@ class TelemetryServer:
         if path == "/healthz":
             return 200, _TEXT, b"ok\n"
         if path == "/readyz":
-            problems = self._problems()
-            return (
-                (503, _TEXT, "\n".join(problems).encode() + b"\n") if problems else (200, _TEXT, b"ready\n")
-            )
+            problems, notices = self._problems(), self._notices()
+            lines = [*problems, *notices] if problems else ["ready", *notices]
+            return 503 if problems else 200, _TEXT, "\n".join(lines).encode() + b"\n"
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
 
