@@ -44,6 +44,7 @@ class Swapped:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.inner = MemoryStore(clock)
+        self.answer_s = 0.001
         self._lives = 0
 
     def wipe(self) -> MemoryStore:
@@ -71,9 +72,9 @@ class Swapped:
         return await self.inner.get(key)
 
     async def list(self, prefix: str) -> Listing:
-        await asyncio.sleep(0.001)  # others may act while the answer is on its way
+        await asyncio.sleep(0.001)  # others may act while the question and the answer are on their way
         answer = await self.inner.list(prefix)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(self.answer_s)
         return answer
 
     async def commit(
@@ -135,42 +136,33 @@ def test_before_any_generation_everything_passes(virtual: Virtual) -> None:
     virtual(scenario)
 
 
-def test_a_wiped_store_is_neither_read_nor_written(virtual: Virtual) -> None:
+CALLS: dict[str, Callable[[GuardedStore], Any]] = {
+    "get": lambda store: store.get(KEY),
+    "list": lambda store: store.list(ROOT),
+    "commit": lambda store: store.commit([Put(KEY, b"2")]),
+    "create": lambda store: store.commit([Put(KEY, b"2")], [ModRevisionIs(KEY, 0)]),
+    "grant_lease": lambda store: store.grant_lease(5),
+    "found": lambda store: store.found("gen_b"),
+    "watch": lambda store: anext(store.watch(KEY, 0)),
+    "watch the future": lambda store: anext(store.watch(KEY, 10**9)),
+}
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wiped_store_is_neither_read_nor_written(virtual: Virtual, call: str, noticed: bool) -> None:
     async def scenario(world: Any) -> None:
         address, store = await founded(world)
         await store.commit([Put(KEY, b"1")])
         address.wipe()
         empty = address.inner
-        calls: list[Any] = [
-            store.get(KEY),
-            store.list(ROOT),
-            store.commit([Put(KEY, b"2")]),
-            store.commit([Put(KEY, b"2")], [ModRevisionIs(KEY, 0)]),
-            store.grant_lease(5),
-            store.keep_alive(1),
-            store.found("gen_b"),
-            anext(store.watch(KEY, 0)),
-        ]
-        for call in calls:
-            with pytest.raises(StoreReplaced, match="no generation record"):
-                await call
+        if noticed:
+            with pytest.raises(StoreReplaced):
+                await store.verify()
+        with pytest.raises(StoreReplaced, match="no generation record"):
+            await CALLS[call](store)
         assert "gen_a" in store.problem()
         assert (await empty.list("")).revision == 1, "something was written"
-
-    virtual(scenario)
-
-
-def test_a_write_meets_the_fence_before_anybody_looked(virtual: Virtual) -> None:
-    """The store is exchanged between the look and the write: the write itself carries the condition."""
-
-    async def scenario(world: Any) -> None:
-        address, store = await founded(world)
-        address.wipe()
-        empty = address.inner
-        assert store.problem() == ""
-        with pytest.raises(StoreReplaced):
-            await store.commit([Put(KEY, b"2")])
-        assert (await empty.list("")).entries == ()
 
     virtual(scenario)
 
@@ -208,6 +200,7 @@ def test_everything_deleted_is_a_store_replaced_and_no_change(virtual: Virtual) 
         informer: Informer[str] = Informer(store, KEY, decode, world.clock)
         world.spawn(informer.run())
         await informer.wait_synced(5)
+        await asyncio.sleep(5)  # its watch stands, and was verified
         await address.commit([Delete(KEY), Delete(STORE_GENERATION)])
         await asyncio.sleep(5)
         assert informer.view[KEY].record == "1"
@@ -340,6 +333,27 @@ def test_looks_beside_writes_are_no_restore(virtual: Virtual) -> None:
 
         await asyncio.gather(write(), look(), look())
         assert store.restores == 0
+
+    virtual(scenario)
+
+
+def test_a_late_answer_of_the_store_of_before_takes_nothing_back(virtual: Virtual) -> None:
+    async def scenario(world: Any) -> None:
+        address, store = await founded(world)
+        backup = await address.backup()
+        for _ in range(20):
+            await store.commit([Put(KEY, b"")])
+        address.answer_s = 1.0
+        late = asyncio.create_task(store.verify())
+        await asyncio.sleep(0.1)
+        address.answer_s = 0.001
+        address.become(backup)
+        with pytest.raises(StoreUnavailable, match="restored"):
+            await store.list(KEY)
+        revision = (await store.list(KEY)).revision
+        await late
+        assert (await store.list(KEY)).revision >= revision
+        assert store.restores == 1
 
     virtual(scenario)
 
