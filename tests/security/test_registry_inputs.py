@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -189,7 +189,7 @@ class SlowBlobs(MemoryBlobs):
         self.let_go = asyncio.Event()
         self.reading = 0
 
-    async def get(self, digest: str, offset_bytes: int = 0) -> AsyncIterator[bytes]:  # type: ignore[override]
+    async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
         self.reading += 1
         await self.let_go.wait()
         async for piece in super().get(digest, offset_bytes):

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ def readyz(stack: Stack, name: str) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def reports_store(stack: Stack, name: str) -> bool:
+    return "store: " in readyz(stack, name)[1]
+
+
+def is_ready(stack: Stack, name: str) -> bool:
+    return readyz(stack, name) == (200, "ready\n")
 
 
 def eventually(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -179,7 +188,7 @@ def test_etcd_wiped_and_restored_under_a_running_installation(stack: Stack, tmp_
     canary.start()
     etcd.exchange(None)
     for name in names:
-        eventually(lambda name=name: "store: " in readyz(stack, name)[1], NOTICED_S, f"{name} says nothing")
+        eventually(partial(reports_store, stack, name), NOTICED_S, f"{name} says nothing")
         status, text = readyz(stack, name)
         assert "restore etcd from its backup" in text
         assert status == (200 if name.startswith(DATA_ROLES) else 503), name
@@ -194,7 +203,7 @@ def test_etcd_wiped_and_restored_under_a_running_installation(stack: Stack, tmp_
 
     etcd.exchange(tmp_path / "backup")
     for name in names:
-        eventually(lambda name=name: readyz(stack, name) == (200, "ready\n"), HEALED_S, f"{name} stays so")
+        eventually(partial(is_ready, stack, name), HEALED_S, f"{name} stays so")
     asyncio.run(create_tenant(stack, "lost-1"))  # it was made after the backup, so it is free again
     code, reason, _ = asyncio.run(refusal_of(create_tenant(stack, "before")))
     assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS")
