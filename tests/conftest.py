@@ -21,7 +21,12 @@ from tests.support.object_store import ObjectStore
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
-INSTALLATIONS = ("tests/e2e/", "tests/unit/cli/test_up.py", "tests/integration/client/test_gateways.py")
+INSTALLATIONS = (
+    "tests/e2e/",
+    "tests/unit/cli/test_up.py",
+    "tests/integration/client/test_gateways.py",
+    "tests/security/test_store_identity.py",
+)
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 

@@ -19,6 +19,7 @@ from fairway.formats.contents import ContentRefused, checker_for
 from fairway.formats.drafts import draft_problem_of
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
+from fairway.formats.repetition import repetition_problem_of
 from fairway.formats.safetensors import LENGTH_BYTES
 from fairway.formats.weights import weights_digest
 from fairway.v1 import registry_pb2 as pb
@@ -106,6 +107,9 @@ def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
         for size_bytes in _hash_file(hashed, name, path):
             done_bytes += size_bytes
             tell(done_bytes)
+    distinct_bytes = sum(chunk.size_bytes for chunk in hashed.chunks.values())
+    if problem := repetition_problem_of(done_bytes, distinct_bytes):
+        raise PublishRefused(problem, next_step="remove the files that repeat others")
     return hashed
 
 

@@ -16,6 +16,9 @@ from fairway.formats import names, safetensors
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
 
 MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
+# What roles parse whole and keep small. Published ones have some kilobytes.
+_SMALL_NAMES: Final = frozenset(("config.json", "generation_config.json", LIMITS_NAME, POLICY_NAME))
+MAX_SMALL_BYTES: Final = 1024 * 1024
 _TAIL_BYTES: Final = 66 * 1024  # a zip's directory ends at most that far from the end of the file
 _MAX_OPCODES: Final = 1_000_000
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f]")
@@ -76,8 +79,11 @@ def checker_for(path: str, size_bytes: int) -> Checker:
     if names.suffix_of(path) == names.TENSOR_SUFFIX:
         return _Tensors(path, size_bytes)
     if names.is_text(path):
-        if size_bytes > MAX_TEXT_BYTES:
-            raise ContentRefused(path, f"a text file has at most {MAX_TEXT_BYTES} bytes, not {size_bytes}")
+        small = path.rpartition("/")[2] in _SMALL_NAMES
+        most = MAX_SMALL_BYTES if small else MAX_TEXT_BYTES
+        if size_bytes > most:
+            what = path if small else "a text file"
+            raise ContentRefused(path, f"{what} has at most {most} bytes, not {size_bytes}")
         return _Text(path)
     return _Tokenizer(path)
 

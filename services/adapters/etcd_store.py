@@ -26,6 +26,7 @@ from services.ports.store import (
     ModRevisionIs,
     Operation,
     Put,
+    ValueIs,
     WatchBatch,
 )
 
@@ -139,6 +140,8 @@ class EtcdStore:
 
 def _compare(condition: Condition) -> Any:
     key = key_bytes(condition.key)
+    if isinstance(condition, ValueIs):
+        return rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.VALUE, key=key, value=condition.value)
     if isinstance(condition, ModRevisionIs):
         return rpc.Compare(
             result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=key, mod_revision=condition.revision

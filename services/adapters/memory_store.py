@@ -27,6 +27,7 @@ from services.ports.store import (
     Operation,
     Put,
     Removed,
+    ValueIs,
     WatchBatch,
 )
 
@@ -151,6 +152,8 @@ class MemoryStore:
 
     def _holds(self, condition: Condition) -> bool:
         entry = self._entries.get(condition.key)
+        if isinstance(condition, ValueIs):
+            return entry is not None and entry.value == condition.value
         if entry is None:
             return condition.revision == 0
         found = entry.mod_revision if isinstance(condition, ModRevisionIs) else entry.create_revision

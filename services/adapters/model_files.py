@@ -102,6 +102,7 @@ class ModelFiles:
             raise NotFound(f"{digest[:80]} is no digest of a version", digest=digest[:80])
         try:
             await self._open()
+            await in_thread(self._folders.make)
             manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:

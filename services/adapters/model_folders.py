@@ -35,14 +35,18 @@ class ModelFolders:
 
         Raises BlockingIOError when another process owns it.
         """
-        for part in ("manifests", "partial", "ready"):
-            (self._root / part).mkdir(parents=True, exist_ok=True)
+        self.make()
         if self._lock < 0:  # else a first call took it and was cancelled
             self._lock = self._own()
         for entry in (self._root / "partial").iterdir():
             if entry.name.endswith(".gone"):
                 shutil.rmtree(entry)
         return {entry.name: entry.stat().st_mtime for entry in (self._root / "ready").iterdir()}
+
+    def make(self) -> None:
+        """The folders of the root are there, whatever was deleted of them."""
+        for part in ("manifests", "partial", "ready"):
+            (self._root / part).mkdir(parents=True, exist_ok=True)
 
     def _own(self) -> int:
         lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -100,9 +104,13 @@ class ModelFolders:
             return False
 
     def demote(self, folder: str) -> None:
-        """Make a complete folder a partial one again, so that its leading good chunks are kept."""
-        self.drop_partial(folder)
-        self.ready(folder).rename(self.partial(folder))
+        """Make a complete folder a partial one again, so that its leading good chunks are kept.
+
+        One that somebody deleted leaves what an earlier download left.
+        """
+        if self.ready(folder).exists():
+            self.drop_partial(folder)
+            self.ready(folder).rename(self.partial(folder))
 
     def promote(self, folder: str, files: Sequence[ManifestFile]) -> Path:
         """Make the partial folder complete in one rename, after its bytes are on the disk."""
@@ -123,6 +131,8 @@ class ModelFolders:
 
     def drop(self, folder: str) -> None:
         """Remove a complete folder; a kill in between leaves no half folder that looks complete."""
+        if not self.ready(folder).exists():
+            return
         gone = self.partial(folder + ".gone")
         shutil.rmtree(gone, ignore_errors=True)
         self.ready(folder).rename(gone)

@@ -8,12 +8,14 @@ from typing import Any, Final, TypeVar
 
 from services.adapters.etcd_store import EtcdStore
 from services.adapters.threads import in_thread
+from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
 from services.rpc.server import RpcServer, RpcTelemetry, Service
 from services.runtime.clock import SystemClock
 from services.runtime.config import Settings, read_secret
+from services.runtime.guarded_store import GuardedStore
 from services.runtime.health import Check, Health
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
@@ -29,6 +31,7 @@ from services.runtime.tracing import open_tracing
 Record = TypeVar("Record")
 # Elsewhere a few long streams carry all requests, and spans follow the request.
 TRACED_BY_RPC: Final = ("registry", "controlplane")
+NEEDS_STORE: Final = ("registry", "controlplane")  # what they answer comes from the store
 
 
 class Environment:
@@ -44,8 +47,9 @@ class Environment:
         self.supervisor = Supervisor(self.clock)
         self.internal_token = read_secret(settings.internal_token_file)
         self.closing = AsyncExitStack()
-        self.store = EtcdStore(settings.etcd_endpoints, self.clock)
-        self.closing.push_async_callback(self.store.close)
+        etcd = EtcdStore(settings.etcd_endpoints, self.clock)
+        self.closing.push_async_callback(etcd.close)
+        self.store = GuardedStore(etcd, self.clock, folder=settings.state_dir)
         self._informers: dict[str, Informer[Any]] = {}
         self._open_telemetry()
 
@@ -80,14 +84,20 @@ class Environment:
         )
 
     async def sync(self, timeout_s: float = 20.0) -> None:
-        """Start the views and return once each was listed. Raises StoreUnavailable after ``timeout_s``.
+        """Start the views and return once each was listed. Raises StoreUnavailable after ``timeout_s``,
+        StoreReplaced where that is why.
 
         What the process itself wrote before is in them.
         """
+        self.supervisor.spawn("store look", self.store.run())
         for prefix, informer in self._informers.items():
             self.supervisor.spawn(f"informer {prefix}", informer.run())
         for informer in self._informers.values():
-            await informer.wait_synced(timeout_s)
+            try:
+                await informer.wait_synced(timeout_s)
+            except StoreUnavailable:
+                await self.store.verify()
+                raise
 
     async def watch(self) -> None:
         """Answer whoever watches the process, from before it serves. Raises FailedPrecondition."""
@@ -109,7 +119,15 @@ class Environment:
         self.exported = ProcessMetrics(self.metrics, self.supervisor, self.role)
         self.health = Health(self.metrics)
         self._loop_watch = LoopWatch(self.metrics, self.clock)
-        self.health.add([Check("event_loop", self._loop_watch.problem)])
+        # Another store takes nobody out of service who can serve with the last state: requests go on.
+        needs_store = self.role in NEEDS_STORE
+        self.health.add(
+            [
+                Check("event_loop", self._loop_watch.problem),
+                Check("store", self.store.problem, withdraws=needs_store),
+            ]
+        )
+        self.exported.store(self.store)
         self.request_lines = LineBudget(self.clock.monotonic_s, settings.request_log_per_s)
         self.metrics.counted(
             "fairway_runtime_log_lines_suppressed_total",
@@ -125,5 +143,8 @@ class Environment:
             rng=self.rng,
         )
         self._telemetry_server = TelemetryServer(
-            self.metrics.registry, settings.metrics_listen, problems=self.health.problems
+            self.metrics.registry,
+            settings.metrics_listen,
+            problems=self.health.problems,
+            notices=self.health.notices,
         )

@@ -81,7 +81,7 @@ async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> N
             if problems or told:
                 log.warning("role.serving_changed", serving=not problems, problems=problems)
         told = problems
-        await role.server.set_parts(role.named())
+        await role.server.set_parts({**role.named(), "store": not environment.store.problem()})
         try:
             async with asyncio.timeout(_HEALTH_PERIOD_S):
                 await stop.wait()

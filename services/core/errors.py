@@ -9,9 +9,9 @@
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
     ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded, IdempotencyKeysExceeded,
     │                           OverCommitment
-    ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining, StoreUnavailable,
-    │                           NoLeader, StreamBroken, Overloaded, DeadlineUnmeetable, VersionFailing,
-    │                           TicketExpired
+    ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
+    │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -168,6 +168,13 @@ class StoreUnavailable(Unavailable):
     """etcd, Redis or the blob store did not answer within its timeout."""
 
     reason = "STORE_UNAVAILABLE"
+
+
+class StoreReplaced(StoreUnavailable):
+    """The store that answers is not the one that this process belongs to: nothing is read from it or written
+    to it. An operator heals it, so a caller does not try again."""
+
+    reason = "STORE_REPLACED"
 
 
 class Overloaded(Unavailable):

@@ -24,6 +24,7 @@ import msgspec
 from fairway.formats.drafts import draft_problem_of
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import problem_of
+from fairway.formats.repetition import repetition_problem_of
 from fairway.formats.weights import weights_digest
 from services.core.errors import IntegrityError, InvalidInput
 
@@ -167,6 +168,19 @@ def check_draft(manifest: Manifest) -> None:
     Not asked of stored versions: those that had a folder of this name before it meant anything stay readable.
     """
     if problem := draft_problem_of(file.path for file in manifest.files):
+        raise InvalidInput(problem, field="manifest.files")
+
+
+def check_repetition(manifest: Manifest) -> None:
+    """Return if a version to be made claims no more than a few times its distinct chunks.
+
+    Raises InvalidInput. Not asked of stored versions, as ``check_draft``.
+    """
+    sizes: dict[str, int] = {}
+    for file in manifest.files:
+        for index, chunk in enumerate(file.chunks):
+            sizes[chunk] = min(sizes.get(chunk, CHUNK_BYTES), file.chunk_bytes(index))
+    if problem := repetition_problem_of(manifest.size_bytes, sum(sizes.values())):
         raise InvalidInput(problem, field="manifest.files")
 
 

@@ -23,6 +23,7 @@ NODES: Final = ROOT + "nodes/"
 ASSIGNMENTS: Final = ROOT + "assignments/"
 WORKERS: Final = ROOT + "workers/"
 LEADERS: Final = ROOT + "leaders/"
+STORE_GENERATION: Final = ROOT + "store/generation"
 # Outside the root: what follows the fleet's state is not woken by what is told of it.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -230,6 +231,17 @@ class Leader:
 
     leader_id: str
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGeneration:
+    """Which store this is, written once. ``base_revision``: what readers add to each of its revisions.
+
+    A restored store counts its revisions from the backup on; the base keeps what readers see from going back.
+    """
+
+    generation: str
+    base_revision: int = 0
 
 
 class EventKind(StrEnum):

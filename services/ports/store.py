@@ -2,7 +2,8 @@
 
 A revision counts the writes of the whole store. Every method raises StoreUnavailable after a bounded
 time when the store does not answer.
-Implementations: ``adapters/etcd_store.py``, ``adapters/memory_store.py``.
+Implementations: ``adapters/etcd_store.py``, ``adapters/memory_store.py``, and ``runtime/guarded_store.py``
+around one of them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,15 @@ class CreateRevisionIs:
     revision: int
 
 
-Condition = ModRevisionIs | CreateRevisionIs
+@dataclass(frozen=True, slots=True)
+class ValueIs:
+    """Holds while the key exists and has this value."""
+
+    key: str
+    value: bytes
+
+
+Condition = ModRevisionIs | CreateRevisionIs | ValueIs
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Final
 
 import structlog
 
+from services.adapters.threads import in_thread
 from services.core.errors import (
     Conflict,
     DeadlineExceeded,
@@ -31,10 +32,11 @@ from services.core.manifest import (
     canonical_json,
     check_draft,
     check_manifest,
-    digest_of,
+    check_repetition,
     is_digest,
     is_tag,
     parse,
+    sha256_of,
 )
 from services.core.paging import page_of
 from services.core.records import (
@@ -54,14 +56,13 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.registry.garbage import Collected, Collector
 from services.registry.sweep_fence import SweepFence
-from services.registry.verification import verify
+from services.registry.verification import VerificationTurns, verify
 from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
 
 log = structlog.get_logger()
 
 _MISSING_BATCH: Final = 4096
 _TRIES: Final = 5  # of a commit that others get in the way of
-_PARALLEL_VERIFICATIONS: Final = 2
 UPLOAD_IDLE_S: Final = 30.0
 
 
@@ -82,7 +83,7 @@ class RegistryService:
         self._requests = RequestLog(store)
         self._fence = SweepFence(store, clock)
         self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
-        self._verifying = asyncio.Semaphore(_PARALLEL_VERIFICATIONS)
+        self._turns = VerificationTurns()
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored, each once, in the order given."""
@@ -102,22 +103,21 @@ class RegistryService:
         """Yield the bytes of a chunk from an offset on. Raises NotFound."""
         return self._blobs.get(digest, offset_bytes)
 
-    async def create_version(self, model: str, manifest: Manifest) -> tuple[VersionRecord, bool]:
+    async def create_version(
+        self, model: str, manifest: Manifest, *, publisher: str = ""
+    ) -> tuple[VersionRecord, bool]:
         """Return the version and whether this call made it. Every byte of it was read and verified.
 
         So is one that was there: what the store lost or damaged since counts as missing. Raises InvalidInput
         for a manifest or a file that no version may have, FailedPrecondition for chunks that are not stored,
-        IntegrityError where the joined chunks are not the file they claim to be.
+        IntegrityError where the joined chunks are not the file they claim to be, Unavailable where too many
+        versions of this ``publisher`` wait for their turn.
         """
-        check_manifest(manifest)
-        check_draft(manifest)
-        body = canonical_json(manifest)
-        if len(body) > MAX_MANIFEST_BYTES:
-            raise InvalidInput(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes", field="manifest")
-        record = VersionRecord(model, digest_of(manifest), manifest.size_bytes, self._clock.unix_s())
-        await self._require_chunks(manifest)
-        async with self._verifying:
+        async with self._turns.of(publisher):
+            body = await in_thread(_body_of, manifest)
+            await self._require_chunks(manifest)
             await verify(self._blobs, manifest)
+        record = VersionRecord(model, sha256_of(body), manifest.size_bytes, self._clock.unix_s())
         for _ in range(_TRIES):
             await self._keep_manifest(record.digest, body)
             conditions = await self._fence.conditions()
@@ -287,7 +287,7 @@ class RegistryService:
                 body += piece
                 if len(body) > MAX_MANIFEST_BYTES:
                     raise IntegrityError(f"the manifest {digest} is too large", digest=digest)
-        return parse(bytes(body), digest)
+        return await in_thread(parse, bytes(body), digest)
 
     async def _missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         found: list[str] = []
@@ -305,6 +305,20 @@ class RegistryService:
                 chunks=len(wanted),
                 first=missing[0],
             )
+
+
+def _body_of(manifest: Manifest) -> bytes:
+    """Return the canonical JSON of a manifest that a version may be made of. Raises InvalidInput.
+
+    Of the largest manifests it takes most of a second: it runs in a thread.
+    """
+    check_manifest(manifest)
+    check_draft(manifest)
+    check_repetition(manifest)
+    body = canonical_json(manifest)
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes", field="manifest")
+    return body
 
 
 def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> Request:

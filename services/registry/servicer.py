@@ -15,6 +15,7 @@ from services.core.errors import InvalidInput
 from services.registry.service import RegistryService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert_registry import manifest_from_proto, version_to_proto
+from services.rpc.interceptors.access import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -55,7 +56,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: pb.CreateVersionRequest, context: Context
     ) -> pb.CreateVersionResponse:
         manifest = manifest_from_proto(request.manifest)
-        record, created = await self._service.create_version(request.model, manifest)
+        record, created = await self._service.create_version(
+            request.model, manifest, publisher=principal().key_id
+        )
         return pb.CreateVersionResponse(version=version_to_proto(record, manifest), created=created)
 
     async def GetVersion(self, request: pb.GetVersionRequest, context: Context) -> pb.GetVersionResponse:

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
 
 from fairway.formats.contents import Checker, ContentRefused, checker_for
 from services.adapters.threads import in_thread
-from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound
+from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound, Unavailable
 from services.core.manifest import Manifest, ManifestFile
 from services.ports.blob_store import BlobStore
+
+PARALLEL: Final = 2
+MAX_WAITING: Final = 8  # of one publisher, the one whose turn it is included
+
+
+@dataclass(slots=True)
+class _Publisher:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+
+
+class VerificationTurns:
+    """At most ``PARALLEL`` verifications run at once, one of each publisher, so that none has all turns."""
+
+    def __init__(self) -> None:
+        self._running = asyncio.Semaphore(PARALLEL)
+        self._publishers: dict[str, _Publisher] = {}
+
+    @asynccontextmanager
+    async def of(self, publisher: str) -> AsyncIterator[None]:
+        """It is this publisher's turn. Raises Unavailable where too many of its versions wait."""
+        mine = self._publishers.setdefault(publisher, _Publisher())
+        if mine.waiting >= MAX_WAITING:
+            raise Unavailable(f"{MAX_WAITING} versions of this API key are being verified", retry_after_s=2.0)
+        mine.waiting += 1
+        try:
+            async with mine.lock, self._running:
+                yield
+        finally:
+            mine.waiting -= 1
+            if not mine.waiting:
+                del self._publishers[publisher]
 
 
 async def verify(blobs: BlobStore, manifest: Manifest) -> None:

@@ -28,6 +28,7 @@ _TABLE: Final[tuple[tuple[type[errors.FairwayError], grpc.StatusCode, int], ...]
     (errors.Conflict, grpc.StatusCode.ABORTED, 409),
     (errors.IntegrityError, grpc.StatusCode.DATA_LOSS, 422),
     (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION, 422),
+    (errors.StoreReplaced, grpc.StatusCode.FAILED_PRECONDITION, 422),
     (errors.OverQuota, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504),

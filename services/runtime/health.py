@@ -10,10 +10,14 @@ from services.runtime.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``problem`` returns what is wrong now, in words that may be read by anyone, or an empty text."""
+    """``problem`` returns what is wrong now, in words that may be read by anyone, or an empty text.
+
+    ``withdraws``: the process does not serve while there is one; else it is reported, and the process serves.
+    """
 
     name: str
     problem: Callable[[], str]
+    withdraws: bool = True
 
 
 class Health:
@@ -27,7 +31,7 @@ class Health:
         )
         metrics.gauge(
             "fairway_runtime_check_failing",
-            "1 while the check keeps the process from serving, else 0",
+            "1 while the check has found a problem, else 0",
             lambda: [((check.name,), float(bool(check.problem()))) for check in self._checks],
             ("check",),
         )
@@ -47,7 +51,14 @@ class Health:
         """Return why the process does not serve; nothing when it does."""
         if self._closed_because:
             return (self._closed_because,)
-        found = ((check.name, check.problem()) for check in self._checks)
+        return self._found(withdraws=True)
+
+    def notices(self) -> tuple[str, ...]:
+        """Return the problems that keep the process from nothing."""
+        return self._found(withdraws=False)
+
+    def _found(self, *, withdraws: bool) -> tuple[str, ...]:
+        found = ((check.name, check.problem()) for check in self._checks if check.withdraws is withdraws)
         return tuple(f"{name}: {problem}" for name, problem in found if problem)
 
     def _serving(self) -> float:

@@ -16,6 +16,10 @@ class Ids:
         """Return a new id that ties an error answer to a log line."""
         return "inc_" + secrets.token_hex(8)
 
+    def store_generation(self) -> str:
+        """Return a new id of a store of fleet state: "gen_" and 32 hex digits."""
+        return "gen_" + secrets.token_hex(16)
+
     def seed(self) -> int:
         """Return a sampling seed of 63 bits."""
         return secrets.randbits(63)

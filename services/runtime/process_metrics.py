@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from services.runtime.guarded_store import GuardedStore
 from services.runtime.informer import Informer
 from services.runtime.leadership import Election
 from services.runtime.lease import LeaseHolder
@@ -21,6 +22,7 @@ class ProcessMetrics:
         self._informers: dict[str, Informer[Any]] = {}
         self._leases: dict[str, LeaseHolder] = {}
         self._elections: dict[str, Election] = {}
+        self._metrics = metrics
         metrics.process()
         build = (role, _version(), platform.python_version())
         metrics.gauge(
@@ -38,6 +40,20 @@ class ProcessMetrics:
     def informer(self, informer: Informer[Any]) -> None:
         """Export a view of the store, by its prefix."""
         self._informers[informer.prefix] = informer
+
+    def store(self, store: GuardedStore) -> None:
+        """Export whether the store is the one of before."""
+        self._metrics.level(
+            "fairway_store_replaced",
+            "1 while the store that answers is not the one that the process belongs to, else 0",
+            lambda: float(bool(store.problem())),
+        )
+        self._metrics.counted(
+            "fairway_store_restores_total",
+            "Times that this process observed the store at a lower revision than before, with the same "
+            "generation",
+            lambda: [((), float(store.restores))],
+        )
 
     def lease(self, name: str, lease: LeaseHolder) -> None:
         self._leases[name] = lease

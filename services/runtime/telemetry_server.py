@@ -38,7 +38,8 @@ Answer = tuple[int, str, bytes]
 
 
 class TelemetryServer:
-    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so.
+    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so;
+    ``notices``, what is wrong and keeps it from nothing.
 
     A connection has ``head_timeout_s`` for its request and ``timeout_s`` for its answer.
     """
@@ -49,12 +50,14 @@ class TelemetryServer:
         listen: str,
         *,
         problems: Callable[[], tuple[str, ...]],
+        notices: Callable[[], tuple[str, ...]] = tuple,
         timeout_s: float = TIMEOUT_S,
         head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         self._registry = registry
         self._listen = listen
         self._problems = problems
+        self._notices = notices
         self._timeout_s = timeout_s
         self._head_timeout_s = head_timeout_s
         self._table = ConnectionTable(MAX_CONNECTIONS, MAX_PER_SOURCE)
@@ -125,10 +128,9 @@ class TelemetryServer:
         if path == "/healthz":
             return 200, _TEXT, b"ok\n"
         if path == "/readyz":
-            problems = self._problems()
-            return (
-                (503, _TEXT, "\n".join(problems).encode() + b"\n") if problems else (200, _TEXT, b"ready\n")
-            )
+            problems, notices = self._problems(), self._notices()
+            lines = [*problems, *notices] if problems else ["ready", *notices]
+            return 503 if problems else 200, _TEXT, "\n".join(lines).encode() + b"\n"
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
     async def _metrics(self, accept: str) -> tuple[str, bytes]:

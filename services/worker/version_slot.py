@@ -242,6 +242,8 @@ class VersionSlot:
 
     async def _load(self, folder: Path) -> None:
         """Start an engine; ``_on_ready`` or ``_on_exit`` say what became of it."""
+        if self._lost_files():
+            return
         try:
             config = await self._config(folder)
             if self._vocabulary is None:
@@ -258,6 +260,18 @@ class VersionSlot:
         except FairwayError as error:
             self.memory.release()
             self._break(error.reason, error.message, failed=True)
+
+    def _lost_files(self) -> bool:
+        """Whether the files were deleted from the cache; then they are fetched again after a pause."""
+        folder = self._folder
+        if folder is None or folder.is_dir():
+            return False
+        self._folder = None
+        self._context.files.unpin(folder)
+        self._break(
+            "FILES_DELETED", "its files were deleted from the cache: they are fetched again", failed=False
+        )
+        return True
 
     async def _config(self, folder: Path) -> EngineConfig:
         """Return the configuration, its memory granted."""
@@ -365,6 +379,8 @@ class VersionSlot:
         if table is not None and self._context.clock.monotonic_s() - self._ready_s > CALM_S:
             self._failures = 0
         match exit_:
+            case LoadRefused() if self._lost_files():
+                pass
             case LoadRefused(reason, message, weight_bytes, working_bytes, kv_bytes):
                 self.memory.learn(weight_bytes=weight_bytes, working_bytes=working_bytes, kv_bytes=kv_bytes)
                 self._break(reason.upper(), message, failed=True)

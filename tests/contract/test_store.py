@@ -1,4 +1,5 @@
-"""What every ``Store`` does, checked on a real etcd, on the in-memory one and over the simulated network."""
+"""What every ``Store`` does, checked on a real etcd, on the in-memory one and over the simulated network, and
+guarded, after a restore."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from aetcd import rpc
 from services.adapters.etcd_store import EtcdStore
 from services.adapters.memory_store import MemoryStore
 from services.core.errors import InvalidInput
+from services.core.records import STORE_GENERATION, StoreGeneration, dump
 from services.ports.store import (
     Changed,
     Committed,
@@ -29,13 +31,16 @@ from services.ports.store import (
     Put,
     Removed,
     Store,
+    ValueIs,
     WatchBatch,
 )
 from services.runtime.clock import SystemClock
+from services.runtime.guarded_store import GuardedStore
 from simulator.kernel.links import SimStore, StoreServer
 from tests.support.simulated import Check, World, checks_of, simulate
 
 PATIENCE_S = 10.0
+BASE = 5000
 Event = Changed | Removed
 
 
@@ -58,7 +63,7 @@ class Kit:
         return [entry.key.removeprefix(self.prefix) for entry in listing.entries]
 
 
-@pytest_asyncio.fixture(params=["etcd", "memory"])
+@pytest_asyncio.fixture(params=["etcd", "memory", "guarded"])
 async def kit(request: pytest.FixtureRequest) -> AsyncIterator[Kit]:
     prefix = f"/test/{uuid.uuid4().hex}/"
     if request.param == "memory":
@@ -69,6 +74,16 @@ async def kit(request: pytest.FixtureRequest) -> AsyncIterator[Kit]:
 
         yield Kit(memory, prefix, compact_memory)
         memory.check_integrity()
+        return
+    if request.param == "guarded":
+        inner = MemoryStore(SystemClock(), bookmark_s=0.5)
+        await inner.commit([Put(STORE_GENERATION, dump(StoreGeneration("gen_1", BASE)))])
+
+        async def compact_inner(revision: int) -> None:
+            inner.compact(revision - BASE)
+
+        yield Kit(GuardedStore(inner, SystemClock()), prefix, compact_inner)
+        inner.check_integrity()
         return
     endpoint: str = request.getfixturevalue("etcd_endpoint")
     store = EtcdStore([endpoint], SystemClock(), progress_s=0.5)
@@ -185,6 +200,18 @@ async def test_every_condition_counts(kit: Kit) -> None:
     true, false = ModRevisionIs(kit.key("a"), revision), ModRevisionIs(kit.key("b"), revision)
     assert isinstance(await kit.store.commit([Put(kit.key("c"), b"")], [true, false]), ConditionFailed)
     assert await kit.names() == ["a"]
+
+
+async def test_a_value_is_a_condition(kit: Kit) -> None:
+    await kit.put("a", b"one")
+    holds, other, absent = (
+        ValueIs(kit.key("a"), b"one"),
+        ValueIs(kit.key("a"), b"two"),
+        ValueIs(kit.key("b"), b""),
+    )
+    for conditions in ([other], [absent], [holds, other]):
+        assert isinstance(await kit.store.commit([Put(kit.key("c"), b"")], conditions), ConditionFailed)
+    assert isinstance(await kit.store.commit([Put(kit.key("c"), b"")], [holds]), Committed)
 
 
 async def test_create_revision_fences_an_old_leader(kit: Kit) -> None:

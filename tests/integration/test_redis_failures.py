@@ -95,6 +95,27 @@ async def test_scripts_that_redis_forgot_are_sent_again(own_redis: Any, limiter:
     assert await limiter.concurrency("t") == 0
 
 
+async def test_a_flushed_redis_counts_from_zero_and_nothing_is_stuck(
+    own_redis: Any, limiter: RedisLimiter
+) -> None:
+    limits = Limits(requests_per_minute=4, max_concurrency=2)
+    held = [await limiter.admit("t", f"r{number}", limits) for number in range(2)]
+    with pytest.raises(ConcurrencyExceeded):
+        await limiter.admit("t", "r2", limits)
+    client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
+    await client.flushall()
+    await client.aclose()
+    assert await limiter.concurrency("t") == 0
+    anew = [await limiter.admit("t", f"n{number}", limits) for number in range(2)]
+    for each in (*held, *anew):
+        await limiter.settle(each, Usage(1, 1))
+    assert await limiter.concurrency("t") == 0, "what ended twice as often as it began is not below zero"
+    for number in range(2):
+        await limiter.settle(await limiter.admit("t", f"m{number}", limits), Usage(1, 1))
+    with pytest.raises(RequestRateExceeded):
+        await limiter.admit("t", "late", limits)
+
+
 async def test_a_redis_without_memory_is_unavailable(own_redis: Any, limiter: RedisLimiter) -> None:
     await limiter.admit("t", "r1", NONE)
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")

@@ -44,6 +44,7 @@ def controlplane(environment: Environment) -> Role:
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
 
     async def start() -> None:
+        await environment.store.found(environment.ids.store_generation())
         if settings.admin_key_file is not None:
             await bootstrap(store, clock, settings.admin_key_file)
         environment.supervisor.spawn("fleet informer", fleet.run())

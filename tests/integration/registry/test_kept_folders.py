@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,29 @@ async def test_root_has_one_owner(registry: Registry, folder: Path, tmp_path: Pa
         await files(registry.client, tmp_path / "cache").fetch("tiny", done.digest)
     owner.close()
     await files(registry.client, tmp_path / "cache").fetch("tiny", done.digest)
+
+
+@pytest.mark.parametrize(
+    "deleted", ["cache/ready", "cache/ready/*", "cache/manifests", "cache/partial", "cache"]
+)
+async def test_what_was_deleted_of_the_cache_is_fetched_again(
+    registry: Registry, folder: Path, tmp_path: Path, deleted: str
+) -> None:
+    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    models = files(registry.client, tmp_path / "cache")
+    await models.fetch("tiny", done.digest)
+    for path in list(tmp_path.glob(deleted)):
+        shutil.rmtree(path)
+    for _ in range(2):
+        assert same(folder, await models.fetch("tiny", done.digest))
+    models.check_integrity()
+
+
+async def test_a_deleted_folder_is_evicted_as_any_other(registry: Registry, tmp_path: Path) -> None:
+    digests = await publish_versions(registry, tmp_path, 3)
+    models = files(registry.client, tmp_path / "cache", max_bytes=2500)
+    for digest in digests[:2]:
+        await models.fetch("tiny", digest)
+    shutil.rmtree(tmp_path / "cache" / "ready")
+    assert (await models.fetch("tiny", digests[2])).is_dir()
+    models.check_integrity()

@@ -74,7 +74,7 @@ class FolderSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pins = 0
+        self.pins = self.fetches = 0
         self.error: FairwayError | None = None  # raised by every fetch while it is set
         self.context = 0
 
@@ -88,6 +88,7 @@ class FolderSource:
     ) -> Path:
         if self.error is not None:
             raise self.error
+        self.fetches += 1
         if progress is not None:
             progress(1.0)
         return self.folder

@@ -171,6 +171,23 @@ async def test_a_killed_engine_is_told_restarted_and_back_at_the_baseline(start_
     worker.agent.check_integrity()
 
 
+async def test_files_deleted_under_an_engine_are_fetched_again_when_it_restarts(
+    start_worker: Starter, model_dir: Path
+) -> None:
+    worker = await start_worker(SLOW)
+    copy = model_dir.with_name("fetched-again")
+    model_dir.rename(copy)
+    worker.files.folder = copy  # what a fetch returns
+    os.kill(worker.engine_pid, signal.SIGKILL)
+    await eventually(lambda: worker.state() is not VersionState.READY)
+    await worker.ready()
+    again = Sink()
+    worker.client.start(worker.spec(max_tokens=5), again)
+    await again.wait()
+    assert len(again.ids) == 5
+    assert (worker.files.fetches, worker.files.pins) == (2, 1)
+
+
 async def test_a_stopped_engine_is_detected_and_replaced(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     pid = worker.engine_pid

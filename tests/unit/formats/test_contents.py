@@ -153,6 +153,13 @@ def test_a_text_has_a_bound_before_it_is_held() -> None:
             lying.feed(b"x" * (1 << 20))
 
 
+def test_what_is_parsed_whole_is_small() -> None:
+    for name in ("config.json", "draft/config.json", "generation_config.json", "engine_limits.json"):
+        with pytest.raises(ContentRefused, match=f"{name} has at most 1048576 bytes"):
+            checker_for(name, contents.MAX_SMALL_BYTES + 1)
+    checker_for("tokenizer.json", contents.MAX_TEXT_BYTES)
+
+
 def test_engine_limits_are_read() -> None:
     assert check_limits(b'{"max_context_tokens": 8, "token_budget": 64}') == EngineLimits(8, 0, 64)
 
@@ -176,6 +183,20 @@ LYING: dict[str, bytes] = {
     "a name twice": tensor_file(
         None, FIVE, raw=b'{"a":%s,"a":%s}' % ((json.dumps(tensor(0, 5)).encode(),) * 2)
     ),
+    "a field twice": tensor_file(
+        None, FIVE, raw=b'{"a":{"dtype":"U8","dtype":"I8","shape":[5],"data_offsets":[0,5]}}'
+    ),
+    "a field twice, spelled otherwise": tensor_file(
+        None, FIVE, raw=rb'{"a":{"dtype":"U8","\u0064type":"I8","shape":[5],"data_offsets":[0,5]}}'
+    ),
+    "metadata twice": tensor_file(
+        None, FIVE, raw=b'{"__metadata__":{},"__metadata__":{},"a":%s}' % json.dumps(tensor(0, 5)).encode()
+    ),
+    "a text of metadata twice": tensor_file(
+        None, FIVE, raw=rb'{"__metadata__":{"\\":"","\\":"\""},"a":%s}' % json.dumps(tensor(0, 5)).encode()
+    ),
+    "no text in UTF-8": tensor_file(None, FIVE, raw=b'{"\xff":%s}' % json.dumps(tensor(0, 5)).encode()),
+    "endless metadata": tensor_file({"__metadata__": {str(n): "" for n in range(10_001)}}),
     "overlap": tensor_file({"a": tensor(0, 3), "b": tensor(2, 5)}, FIVE),
     "gap": tensor_file({"a": tensor(0, 2), "b": tensor(3, 5)}, FIVE),
     "gap at the start": tensor_file({"a": tensor(1, 5)}, FIVE),
@@ -215,6 +236,15 @@ def test_a_true_tensor_file_passes_in_any_pieces(piece: int) -> None:
         tensor_file({"scalar": tensor(0, 1, shape=[]), "none": tensor(1, 1, shape=[0])}, b"1"),
     )
     check("m.safetensors", safetensors_file(5000), piece=max(piece, 100))
+    texts = {
+        "config": json.dumps({"a": 'b":c', "d": "\\"}),
+        "\\": '"',
+        '\\"': ":",
+        "dtype": '\\\\"',
+        "": "x\\",
+    }
+    named = {'"a":': tensor(0, 1), "dtype": tensor(1, 2), "\\": tensor(2, 3), '{"': tensor(3, 5)}
+    check("m.safetensors", tensor_file({"__metadata__": texts, **named}, FIVE), piece=max(piece, 3))
 
 
 def test_a_header_beyond_the_bound_is_refused_before_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

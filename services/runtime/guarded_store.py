@@ -1,0 +1,286 @@
+"""A store that is the one of before, or refuses: no role reads from or writes to another one by mistake.
+
+The control plane writes a generation record with a random id once. A process remembers the first id that
+it sees, in memory and in a file. A store without the record, or with another id, is not read and not
+written: every call raises StoreReplaced until the store of before is back. etcd's own cluster id does not
+serve: a wiped member computes the same one again, and a restored one may have another.
+
+A store restored from a backup has the same id and a lower revision. Revisions are epochs, incarnations and
+points to resume from, so they must not go back. Whoever observes a restore raises ``base_revision`` in the
+record above all that it has seen; every process adds the base to each revision that it reads. Old revisions
+then name nothing in the restored store: watches list again, leases and leaders begin anew, with newer epochs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from services.core.errors import IntegrityError, StoreReplaced, StoreUnavailable
+from services.core.records import STORE_GENERATION, StoreGeneration, dump, load
+from services.ports.clock import Clock
+from services.ports.store import (
+    Changed,
+    Committed,
+    Compacted,
+    Condition,
+    ConditionFailed,
+    Entry,
+    Listing,
+    ModRevisionIs,
+    Operation,
+    Put,
+    Removed,
+    Store,
+    ValueIs,
+    WatchBatch,
+)
+
+log = structlog.get_logger()
+
+FILE_NAME: Final = "store-generation"
+LOOK_S: Final = 2.0
+_SLACK: Final = 2**20  # revisions that another process may have seen and this one has not
+_TRIES: Final = 4
+_MAX_FILE_BYTES: Final = 256
+_NEXT: Final = (
+    "changes are refused and the last state read is kept: restore etcd from its backup, or accept this store "
+    "as docs/operations/backup.md describes"
+)
+
+
+class GuardedStore:
+    """``Store`` over another one. Until a generation record was seen, it passes everything on.
+
+    ``run`` looks at the record every ``LOOK_S``, so that ``problem`` is current without calls. With a
+    ``folder`` that exists the generation is remembered there across restarts.
+    """
+
+    def __init__(self, inner: Store, clock: Clock, *, folder: Path | None = None) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._file = folder / FILE_NAME if folder is not None and folder.is_dir() else None
+        self._generation = _read(self._file)
+        self._record = b""  # as stored: the fence of every write
+        self._base = 0
+        self._seen = 0  # highest revision given out
+        self._problem = ""
+        self.restores = 0
+
+    def problem(self) -> str:
+        """Return why the store is refused; empty while it is the one of before, or away."""
+        return self._problem
+
+    async def run(self) -> None:
+        """Look at the record now and then, until cancelled."""
+        while True:
+            try:
+                await self.verify()
+            except StoreUnavailable as error:
+                log.debug("store.look_failed", error=error.message)
+            await self._clock.sleep(LOOK_S)
+
+    async def found(self, generation: str) -> None:
+        """The store has a generation record, this one if it had none.
+
+        Raises StoreReplaced when this process belongs to another store, StoreUnavailable.
+        """
+        await self.verify()
+        if not self._record:
+            put = Put(STORE_GENERATION, dump(StoreGeneration(generation)))
+            await self._inner.commit([put], [ModRevisionIs(STORE_GENERATION, 0)])
+            await self.verify()
+
+    async def verify(self) -> None:
+        """The store is the one of before, and its base is known. Raises StoreReplaced, StoreUnavailable."""
+        for _ in range(_TRIES):
+            base, seen = self._base, self._seen  # before the question: others may see more meanwhile
+            listing = await self._inner.list(STORE_GENERATION)
+            value = listing.entries[0].value if listing.entries else b""
+            if base != self._base:
+                continue
+            record = self._rightful(value)
+            if record is None:
+                self._note(listing.revision)
+                return
+            if listing.revision + record.base_revision < seen:
+                await self._raise_base(value, record, seen)
+                continue
+            if record.base_revision != self._base:
+                log.warning("store.base_changed", base=record.base_revision, before=self._base)
+            self._record, self._base = value, record.base_revision
+            self._note(listing.revision + self._base)
+            if self._problem:
+                log.warning("store.returned", generation=self._generation)
+                self._problem = ""
+            if not self._generation:
+                await self._remember(record.generation)
+            return
+        raise StoreUnavailable("the generation record is being changed by others", retry_after_s=1.0)
+
+    # --- Store ----------------------------------------------------------------------------------
+
+    async def get(self, key: str) -> Entry | None:
+        base = await self._ready()
+        entry = await self._inner.get(key)
+        await self._unmoved(base)
+        return None if entry is None else _shifted(entry, base)
+
+    async def list(self, prefix: str) -> Listing:
+        base = await self._ready()
+        listing = await self._inner.list(prefix)
+        await self._unmoved(base)
+        revision = self._note(listing.revision + base)
+        return Listing(revision, tuple(_shifted(entry, base) for entry in listing.entries))
+
+    async def commit(
+        self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
+    ) -> Committed | ConditionFailed:
+        base = await self._ready()
+        checked = [_raw(condition, base) for condition in conditions]
+        if self._record:
+            checked.append(ValueIs(STORE_GENERATION, self._record))
+        outcome = await self._inner.commit(operations, checked)
+        if isinstance(outcome, ConditionFailed) and self._record:
+            await self._unmoved(base)  # else it failed for what the caller asked
+        return type(outcome)(self._note(outcome.revision + base))
+
+    async def grant_lease(self, ttl_s: int) -> int:
+        await self.verify()
+        return await self._inner.grant_lease(ttl_s)
+
+    async def keep_alive(self, lease_id: int) -> None:
+        await self._ready()
+        await self._inner.keep_alive(lease_id)
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        await self._ready()
+        await self._inner.revoke_lease(lease_id)
+
+    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+        await self.verify()
+        base = self._base
+        if after_revision > self._seen or after_revision < base:
+            raise Compacted(f"revision {after_revision} is not of this store's history")
+        verified = False
+        async with aclosing(self._inner.watch(prefix, after_revision - base)) as batches:
+            async for batch in batches:
+                # A stream is one connection to one member, so a verified one stays what it is, except when
+                # somebody deletes everything.
+                if not verified or any(isinstance(event, Removed) for event in batch.events):
+                    await self.verify()
+                    verified = True
+                if self._problem:
+                    raise StoreReplaced(self._problem)
+                if base != self._base:
+                    raise Compacted("the store was restored")
+                yield WatchBatch(
+                    self._note(batch.revision + base),
+                    tuple(_shifted_event(event, base) for event in batch.events) if base else batch.events,
+                )
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    async def _ready(self) -> int:
+        """Return the base that revisions are read with."""
+        if self._problem or not self._record:
+            await self.verify()
+        return self._base
+
+    async def _unmoved(self, base: int) -> None:
+        """What was just read is of the store of before. Raises StoreReplaced, StoreUnavailable."""
+        await self.verify()
+        if base != self._base:
+            raise StoreUnavailable("the store was restored: ask again", retry_after_s=1.0)
+
+    def _rightful(self, value: bytes) -> StoreGeneration | None:
+        """Return the record, None while no store was ever known and this one has none.
+
+        Raises StoreReplaced.
+        """
+        if not value:
+            if not self._generation:
+                return None
+            raise self._refusal("has no generation record: it is empty or another one")
+        try:
+            record = load(value, StoreGeneration)
+        except IntegrityError as error:
+            raise self._refusal("has a generation record that cannot be read") from error
+        if self._generation and record.generation != self._generation:
+            raise self._refusal(f"is {record.generation[:64]}")
+        return record
+
+    def _refusal(self, what: str) -> StoreReplaced:
+        problem = f"the store {what}, and this process belongs to {self._generation}; {_NEXT}"
+        if not self._problem:
+            log.error("store.replaced", problem=problem)
+        self._problem = problem
+        return StoreReplaced(problem, generation=self._generation)
+
+    async def _raise_base(self, value: bytes, record: StoreGeneration, seen: int) -> None:
+        """The record has a base above everything seen, unless another process was first."""
+        raised = replace(record, base_revision=seen + _SLACK)
+        fence = ValueIs(STORE_GENERATION, value)
+        if isinstance(await self._inner.commit([Put(STORE_GENERATION, dump(raised))], [fence]), Committed):
+            self.restores += 1
+            log.warning("store.restored", generation=record.generation, base=raised.base_revision)
+
+    def _note(self, revision: int) -> int:
+        self._seen = max(self._seen, revision)
+        return revision
+
+    async def _remember(self, generation: str) -> None:
+        self._generation = generation
+        log.info("store.identified", generation=generation)
+        if self._file is not None:
+            try:
+                await asyncio.to_thread(_write, self._file, generation)
+            except OSError as error:
+                log.warning("store.not_remembered", path=str(self._file), error=repr(error))
+
+
+def _raw(condition: Condition, base: int) -> Condition:
+    """Return the condition in the store's own revisions; one from before a restore never holds."""
+    if isinstance(condition, ValueIs) or not condition.revision or not base:
+        return condition
+    return replace(condition, revision=condition.revision - base if condition.revision > base else -1)
+
+
+def _shifted(entry: Entry, base: int) -> Entry:
+    if not base:
+        return entry
+    return replace(
+        entry, create_revision=entry.create_revision + base, mod_revision=entry.mod_revision + base
+    )
+
+
+def _shifted_event(event: Changed | Removed, base: int) -> Changed | Removed:
+    if isinstance(event, Changed):
+        return Changed(_shifted(event.entry, base))
+    return Removed(event.key, event.mod_revision + base)
+
+
+def _read(path: Path | None) -> str:
+    """Return the generation that an earlier process remembered, empty without one."""
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(_MAX_FILE_BYTES).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        log.warning("store.not_remembered", path=str(path), error=repr(error))
+        return ""
+
+
+def _write(path: Path, generation: str) -> None:
+    staged = path.with_suffix(".part")
+    staged.write_text(generation + "\n", encoding="ascii")
+    staged.replace(path)
