@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,18 @@ from services.gateway.tokenise import Tokeniser
 from services.runtime.clock import SystemClock
 from services.runtime.metrics import Metrics
 from services.runtime.supervisor import Supervisor
-from tests.support.text_versions import Bench, doubling, splitting, watched_loop, write_version
+from tests.support.text_versions import CHAT, Bench, doubling, splitting, watched_loop, write_version
 
-# A loop that reads a text itself stands still for as long as the text takes: 2 s and more in each test here.
-WORST_GAP_S = 1.0
+# The time that this process spent while its loop ran nothing else: of its own, so that a machine that has no
+# time to give changes nothing. A process that reads a text itself spends 2 s and more in each test here.
+WORST_GAP_S = 0.2
+SLOWEST_S = 5.0  # by the clock: only a short prompt that waits for the attack's end is later
 QUICK = TextLimits(read_cpu_s=0.5, load_cpu_s=10.0, memory_bytes=512 * 2**20)
 LONG = "def f(a, b): return a+b\n" * 108_000  # 2.6 MB
 
 BOMBS = {
     "sum": "{{ ([[0] * 300] * 30000) | sum(start=[]) | length }}",
-    "sort": "{{ ([[0] * 99999] * 99999) | sort | length }}",
+    "sort": "{{ (['x' * 99999] * 99999) | sort | length }}",
     "max": "{{ ([[0] * 99999] * 99999) | max | length }}",
     "map": "{{ ([[0] * 99999] * 99999) | map('sum') | list | length }}",
     "equal": "{{ [[0] * 99999] * 99999 == [[0] * 99999] * 99999 }}",
@@ -100,7 +101,7 @@ async def test_six_long_prompts_hold_nobody_up(bench: Bench) -> None:
     assert all(isinstance(error, PromptTooLong) for error in found)
     assert {error.metadata["prompt_tokens"] for error in found} == {"300002"}
     assert gap_s < WORST_GAP_S
-    assert slowest_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
 
 
 async def test_an_accepted_prompt_of_megabytes_holds_nobody_up(tmp_path: Path) -> None:
@@ -108,7 +109,8 @@ async def test_an_accepted_prompt_of_megabytes_holds_nobody_up(tmp_path: Path) -
         model = await bench.version("tiny", context=2_000_000)
         found, gap_s, slowest_s = await attacked(bench, model, bench.tokeniser.prompt(model, "acme", LONG))
         assert len(found) == 1_296_001
-        assert max(gap_s, slowest_s) < WORST_GAP_S
+        assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
 
 
 async def test_a_normaliser_that_doubles_ends_its_request_only(bench: Bench) -> None:
@@ -117,7 +119,8 @@ async def test_a_normaliser_that_doubles_ends_its_request_only(bench: Bench) -> 
     found, gap_s, slowest_s = await attacked(bench, honest, bench.tokeniser.prompt(hostile, "acme", "aaaaa"))
     assert isinstance(found, InvalidInput)
     assert "shorten it or send token ids" in found.message
-    assert max(gap_s, slowest_s) < WORST_GAP_S
+    assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
     assert await bench.tokeniser.prompt(hostile, "acme", "bcd")
 
 
@@ -148,24 +151,32 @@ async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) ->
         bench, honest, bench.tokeniser.chat(hostile, "acme", [Message("user", "x")])
     )
     assert isinstance(found, InvalidInput), found
-    assert max(gap_s, slowest_s) < WORST_GAP_S
+    assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
 
 
-async def test_files_that_explode_while_they_are_loaded_are_refused(tmp_path: Path) -> None:
-    def nested(state: dict[str, Any]) -> None:
-        splitting("(?:" * 6 + "a{0,999}" + "){0,999}" * 6)(state)
-
-    async with opened(tmp_path, TextLimits(load_cpu_s=1.5, memory_bytes=256 * 2**20)) as bench:
-        honest = await bench.version("honest")
-        for name, how in (("regex", {"change": nested}), ("deep", {"template": "{{ " + "(" * 60_000})):
-            found, gap_s, slowest_s = await attacked(bench, honest, bench.version(name, **how))
-            assert isinstance(found, FailedPrecondition), found
-            assert max(gap_s, slowest_s) < WORST_GAP_S
-        # It is not loaded again with each request.
-        began_s = time.monotonic()
+@pytest.mark.parametrize(
+    ("limits", "template"),
+    [
+        (TextLimits(load_cpu_s=0.002), CHAT),
+        (TextLimits(memory_bytes=16 * 2**20), CHAT),
+        (QUICK, "{{ " + "(" * 60_000),
+    ],
+    ids=["time", "memory", "depth"],
+)
+async def test_files_that_explode_while_they_are_loaded_are_refused(
+    tmp_path: Path, limits: TextLimits, template: str
+) -> None:
+    folder = write_version(tmp_path / "x", template=template)
+    async with opened(tmp_path, limits) as bench:
         with pytest.raises(FailedPrecondition):
-            await bench.processes.load("sha256:regex", lambda: nullcontext(tmp_path / "regex"))
-        assert time.monotonic() - began_s < 0.05
+            await bench.processes.load("sha256:x", lambda: nullcontext(folder))
+        shutil.rmtree(folder)
+        # A failed version is not loaded again with each request.
+        with pytest.raises(FailedPrecondition) as caught:
+            await bench.processes.load("sha256:x", lambda: nullcontext(folder))
+        assert "has no config.json" not in caught.value.message
+        assert not psutil.wait_procs(text_processes(), timeout=5)[1]
 
 
 async def test_a_process_that_is_killed_costs_no_request(bench: Bench) -> None:
@@ -179,15 +190,14 @@ async def test_a_process_that_is_killed_costs_no_request(bench: Bench) -> None:
 
 
 async def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
-    async with opened(tmp_path, TextLimits(read_cpu_s=0.05, patience_s=1.0)) as bench:
+    async with opened(tmp_path, TextLimits(read_cpu_s=0.5, patience_s=2.0)) as bench:
         model = await bench.version("tiny")
         (stopped,) = text_processes()
         stopped.suspend()
         reading = asyncio.ensure_future(bench.tokeniser.prompt(model, "acme", "held up"))
         await asyncio.sleep(0.02)
-        began_s = time.monotonic()
         assert await bench.tokeniser.prompt(model, "rival", "goes on")
-        assert time.monotonic() - began_s < 1.5, "one tenant's text held up another's"
+        assert not reading.done(), "one tenant's text held up another's"
         with pytest.raises(Unavailable):
             await reading
         assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
@@ -224,11 +234,10 @@ async def test_cancelled_texts_are_given_up(bench: Bench) -> None:
     await asyncio.sleep(0.1)
     for one in storm:
         one.cancel()
-    with suppress(asyncio.CancelledError):
-        await asyncio.gather(*storm)
+    await asyncio.gather(*storm, return_exceptions=True)
     began_s = time.monotonic()
     assert await bench.tokeniser.prompt(model, "acme", "next")
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < SLOWEST_S
     assert not bench.processes._pending
 
 
@@ -247,17 +256,14 @@ async def main():
         await asyncio.sleep(60)
 asyncio.run(main())
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"ready\n"
-        (child,) = psutil.Process(parent.pid).children()
-        os.kill(parent.pid, signal.SIGKILL)
-        parent.wait(10)
-        assert not psutil.wait_procs([child], timeout=5)[1]
-    finally:
-        parent.kill()
-        parent.wait()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"ready\n"
+            (child,) = psutil.Process(parent.pid).children()
+        finally:
+            parent.kill()
+    assert not psutil.wait_procs([child], timeout=5)[1]
 
 
 def test_a_gateway_itself_loads_neither_tokenizers_nor_templates() -> None:
@@ -268,5 +274,6 @@ def test_a_gateway_itself_loads_neither_tokenizers_nor_templates() -> None:
 
 def text_processes() -> list[psutil.Process]:
     """The text processes of this one."""
-    children = psutil.Process().children()
-    return [child for child in children if any("services.gateway.text" in part for part in child.cmdline())]
+    return [
+        child for child in psutil.Process().children() if "services.gateway.text.process" in child.cmdline()
+    ]

@@ -97,7 +97,7 @@ class TextProcess(asyncio.Protocol):
                     raise
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         except OSError as exc:
-            self.kill(Cause.CRASHED)
+            self.discard()
             raise Unavailable("no process can be started to read texts", retry_after_s=1.0) from exc
 
     def ask(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
@@ -127,18 +127,25 @@ class TextProcess(asyncio.Protocol):
             return Cause.STOPPED
         try:
             await wait_end(process.pid, self._clock)
-            code = process.wait()
-            self._cause = self._cause or _CAUSES.get(code, Cause.CRASHED)
+            self._cause = self._cause or _CAUSES.get(process.wait(), Cause.CRASHED)
             return self._cause
         finally:
-            self.kill(Cause.STOPPED)
+            self.discard()
+
+    def discard(self) -> None:
+        """End and reap the process now, whoever waits for what: no zombie is left. Idempotent.
+
+        Blocks while a process that did not end yet gives its memory back.
+        """
+        self.kill(Cause.STOPPED)
+        if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1.0)
-            if self._transport is not None:
-                self._transport.abort()
-            answer, self._answer = self._answer, None
-            if answer is not None and not answer.done():
-                answer.set_exception(ProcessEnded(self._cause or Cause.STOPPED))
+                self._process.wait(timeout=1.0)
+        if self._transport is not None:
+            self._transport.abort()
+        answer, self._answer = self._answer, None
+        if answer is not None and not answer.done():
+            answer.set_exception(ProcessEnded(self._cause or Cause.STOPPED))
 
     # --- asyncio.Protocol -----------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except FileNotFoundError:
         raise FailedPrecondition("the version has no tokenizer.json: it takes no text") from None
-    except FairwayError:
+    except (FairwayError, MemoryError):
         raise
     except Exception as exc:  # the library raises nothing narrower
         raise FailedPrecondition("tokenizer.json of the version is malformed") from exc

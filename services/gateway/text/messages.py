@@ -7,7 +7,7 @@ are on one machine.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct as Layout
 from typing import Final
 
@@ -75,18 +75,9 @@ Order = Load | EncodePrompt | EncodeChat
 Answer = Loaded | Encoded | Refused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
-_decode_order: Final = msgspec.msgpack.Decoder(Order).decode
-_decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
-
-
-def decode_order(data: bytes | bytearray) -> Order:
-    """Return an order. Raises msgspec.DecodeError."""
-    return _decode_order(data)
-
-
-def decode_answer(data: bytes | bytearray) -> Answer:
-    """Return an answer. Raises msgspec.DecodeError."""
-    return _decode_answer(data)
+# Both raise msgspec.DecodeError.
+decode_order: Final[Callable[[bytes | bytearray], Order]] = msgspec.msgpack.Decoder(Order).decode
+decode_answer: Final[Callable[[bytes | bytearray], Answer]] = msgspec.msgpack.Decoder(Answer).decode
 
 
 def framed(message: Order | Answer) -> bytes:
@@ -112,4 +103,6 @@ def refused(error: FairwayError) -> Refused:
 
 def error_of(answer: Refused) -> FairwayError:
     """Return the error that an answer carries."""
-    return _ERRORS.get(answer.reason, InternalError)(answer.message, **answer.metadata)
+    error = _ERRORS.get(answer.reason, InternalError)(answer.message)
+    error.metadata.update(answer.metadata)
+    return error

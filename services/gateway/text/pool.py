@@ -151,7 +151,7 @@ class TextProcesses:
         """See ``Texts``. A version that failed is not tried again for a while."""
         failure = self._failed.get(version_digest)
         if failure is not None and self._clock.monotonic_s() < failure.until_s:
-            raise type(failure.error)(failure.error.message, **failure.error.metadata)
+            raise type(failure.error)(failure.error.message, version_digest=version_digest)
         version = _Version(version_digest, folder)
         process = TextProcess(self._clock, nice=False)
         try:
@@ -353,8 +353,8 @@ class TextProcesses:
                 answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
         except ProcessEnded as ended:
             raise self._limits.load_error(ended.cause, version.digest) from None
-        except BaseException:
-            process.kill(Cause.STOPPED)
+        except BaseException:  # cancelled, or without its files: nobody else may own the process yet
+            process.discard()
             raise
         if not isinstance(answer, Loaded):
             process.kill(Cause.STOPPED)
