@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -18,7 +18,8 @@ import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
 from services.core.records import DEPLOYMENTS, Deployment, LoadedVersion, Meta, VersionState, Worker
-from services.gateway.text_model import TextModel, is_text_file, load_text_model
+from services.gateway.text.texts import Texts
+from services.gateway.text_model import TextModel, is_text_file
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 from services.runtime.informer import Versioned
@@ -84,13 +85,13 @@ class ModelCatalog:
         files: ModelFilesPort,
         clock: Clock,
         *,
-        executor: Executor,
+        texts: Texts,
     ) -> None:
+        self.texts = texts
         self._deployments = deployments
         self._workers = workers
         self._files = files
         self._clock = clock
-        self._executor = executor
         self._loaded: OrderedDict[str, TextModel] = OrderedDict()
         self._loading: dict[str, asyncio.Lock] = {}
         self._models: OrderedDict[str, str] = OrderedDict()
@@ -212,22 +213,25 @@ class ModelCatalog:
         model = self._models.get(version_digest)
         if model is None:
             raise model_not_found(version_digest)
+        loaded = await self.texts.load(version_digest, lambda: self._folder(model, version_digest))
+        log.info("text_model.loaded", version_digest=version_digest, vocab_size=loaded.vocab_size)
+        return loaded
+
+    @asynccontextmanager
+    async def _folder(self, model: str, version_digest: str) -> AsyncIterator[Path]:
+        """Lend the folder of a version's text files, fetched where they are not there."""
         folder = await self._files.fetch(model, version_digest, only=is_text_file)
         self._files.pin(folder)
         try:
-            loop = asyncio.get_running_loop()
-            loaded = await loop.run_in_executor(
-                self._executor, load_text_model, folder, version_digest, self._clock
-            )
+            yield folder
         finally:
             self._files.unpin(folder)
-        log.info("text_model.loaded", version_digest=version_digest, vocab_size=loaded.vocab_size)
-        return loaded
 
     def _keep(self, version_digest: str, loaded: TextModel) -> None:
         self._loaded[version_digest] = loaded
         while len(self._loaded) > MAX_LOADED:
-            self._loaded.popitem(last=False)
+            evicted, _ = self._loaded.popitem(last=False)
+            self.texts.unload(evicted)
 
     def _remember(self, deployment: Deployment) -> None:
         """Keep which model a digest belongs to: a request outlives a change of its deployment."""

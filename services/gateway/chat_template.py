@@ -34,6 +34,7 @@ from services.gateway.template_sandbox import (
     BudgetExceeded,
     TemplateRefused,
 )
+from services.gateway.text_model import Message
 from services.ports.clock import Clock
 
 # Unicode's noncharacters: valid in UTF-8, no character of any script.
@@ -52,15 +53,6 @@ _TEMPLATE_MISTAKES: Final = (
     ArithmeticError,
     RecursionError,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn, as the client sent it."""
-
-    role: str
-    content: str
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,9 @@ class KeyedRun:
             self._fail(self._stopped or RequestCancelled("the request was cancelled"))
             if self._stopped is None:
                 raise
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a native library's panic is no Exception
             self._fail(self._incident(error))
         finally:
             self.tenure = None
@@ -248,7 +250,7 @@ class KeyedRun:
         self.phase = Phase.OVER
         self.audience.failed(error)
 
-    def _incident(self, error: Exception) -> InternalError:
+    def _incident(self, error: BaseException) -> InternalError:
         """Return what the clients hear of a bug: an id that stands in the log, and none of its own text."""
         incident = self._ports.new_incident()
         log.error("idempotency.crashed", record=self.key.digest[:12], incident=incident, exc_info=error)

@@ -313,7 +313,9 @@ class _Guard:
                 await exchange.reply.error(error)
             except ClientGone:
                 log.info("http.client_left")
-            except Exception:
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException:  # a native library's panic is no Exception
                 incident = self._ids.incident_id()
                 log.exception("http.crashed", incident=incident)
                 await exchange.reply.error(InternalError("internal error", incident=incident))

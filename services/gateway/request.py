@@ -134,7 +134,9 @@ class Request:
             self._fail(DeadlineExceeded("the deadline passed before the output was complete"))
         except asyncio.CancelledError:
             self._fail(self._cancelled())
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a native library's panic is no Exception
             self._fail(self._incident(error))
         else:
             self._end_stages()
@@ -219,7 +221,7 @@ class Request:
         """Why the task was cancelled: by its face, or else with the process."""
         return self._cancel_error or RequestCancelled("the request was cancelled")
 
-    def _incident(self, error: Exception) -> InternalError:
+    def _incident(self, error: BaseException) -> InternalError:
         """Return what the client hears of a bug: an id that stands in the log, and none of its own text."""
         incident = self._new_incident()
         log.error("request.crashed", request_id=self.request_id, incident=incident, exc_info=error)

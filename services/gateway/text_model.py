@@ -1,29 +1,12 @@
-"""The text side of a model version: tokenizer, chat template, limits and sampling defaults.
+"""The text side of a model version as the gateway's requests see it: limits and sampling defaults.
 
-Everything is read from the version's verified files and is immutable afterwards.
+What its tokenizer and template do happens in processes of their own: see ``text/``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
-
-import msgspec
-from tokenizers import Tokenizer
-
-from services.core.errors import (
-    FailedPrecondition,
-    FairwayError,
-    InvalidInput,
-    PromptTooLong,
-    UnsupportedFeature,
-)
-from services.gateway.chat_template import ChatTemplate, ControlTokens, Message
-from services.gateway.template_sandbox import MAX_TEMPLATE_BYTES
-from services.ports.clock import Clock
+from typing import Final
 
 _FILES: Final = (
     "chat_template.jinja",
@@ -32,8 +15,20 @@ _FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-_MAX_JSON_BYTES: Final = 64 * 1024 * 1024
-_TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def is_text_file(path: str) -> bool:
+    """Return whether a file of a version is one that the gateway reads."""
+    return path in _FILES
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn, as the client sent it."""
+
+    role: str
+    content: str
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,192 +42,19 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-_BOUNDS: Final = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, 1_000_000),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-}
-
-
-def is_text_file(path: str) -> bool:
-    """Return whether a file of a version is one that the gateway reads."""
-    return path in _FILES
-
-
+@dataclass(frozen=True, slots=True)
 class TextModel:
-    """One version's tokenizer and what goes with it. Any thread."""
+    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock."""
 
-    def __init__(
-        self,
-        version_digest: str,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        *,
-        control: ControlTokens,
-        vocab_size: int,
-        max_context_tokens: int,
-        eos_ids: tuple[int, ...],
-        defaults: SamplingDefaults,
-    ) -> None:
-        self.version_digest = version_digest
-        self.template = template
-        self.vocab_size = vocab_size
-        self.max_context_tokens = max_context_tokens
-        self.eos_ids = eos_ids
-        self.defaults = defaults
-        self._tokenizer = tokenizer
-        self._control = control
-        added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
-        self.longest_token_bytes = max((len(text.encode()) for text in tokenizer.get_vocab()), default=1)
+    version_digest: str
+    vocab_size: int
+    max_context_tokens: int
+    longest_token_bytes: int
+    eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    depends_on_time: bool
 
     @property
     def max_prompt_bytes(self) -> int:
         """More text than this cannot fit: no token stands for more bytes than the longest one."""
         return self.max_context_tokens * self.longest_token_bytes
-
-    def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a raw prompt, with what the tokenizer puts around one.
-
-        Control tokens that it spells are taken as such: a raw prompt is all the client's, it has no turns.
-        """
-        return self._in_vocabulary(self._tokenizer.encode(text).ids)
-
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids of a conversation up to where the assistant speaks.
-
-        No message becomes a control token, whatever it spells. Raises UnsupportedFeature without a
-        template, InvalidInput when the template refuses the messages, PromptTooLong beyond its bound.
-        """
-        if self.template is None:
-            raise UnsupportedFeature("this model has no chat template; send a prompt", field="messages")
-        rendered = self.template.render(messages, max_chars=self.max_prompt_bytes + MAX_TEMPLATE_BYTES)
-        if len(rendered.text) > self.max_prompt_bytes:
-            raise PromptTooLong(
-                f"the rendered messages cannot fit into the context of {self.max_context_tokens} tokens",
-                field="messages",
-                max_context_tokens=self.max_context_tokens,
-            )
-        ids: list[int] = []
-        meant: list[str] = []
-        for piece in rendered.pieces():
-            ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-            meant += self._control.spelled(piece)
-        if sum(1 for token in ids if token in self._special_ids) > len(meant):
-            raise InvalidInput("a message spells a control token of the model", field="messages")
-        return self._in_vocabulary(ids)
-
-    def _in_vocabulary(self, ids: list[int]) -> tuple[int, ...]:
-        if ids and max(ids) >= self.vocab_size:
-            raise InvalidInput("the text holds a token that the model has no embedding for", field="prompt")
-        return tuple(ids)
-
-
-def load_text_model(folder: Path, version_digest: str, clock: Clock) -> TextModel:
-    """Return the text model of a folder of verified files. Blocks on the disk.
-
-    Raises FailedPrecondition that names the file that cannot be used.
-    """
-    config = _read_json(folder / "config.json", required=True)
-    generation = _read_json(folder / "generation_config.json")
-    settings = _read_json(folder / "tokenizer_config.json")
-    tokenizer = _read_tokenizer(folder / "tokenizer.json")
-    added = tokenizer.get_added_tokens_decoder().values()
-    control = ControlTokens(
-        [token.content for token in added if token.special],
-        [token.content for token in added if not token.special],
-    )
-    source = _template_source(folder, settings)
-    tokens = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
-    template = ChatTemplate(source, control=control, tokens=tokens, clock=clock) if source else None
-    text_config = config.get("text_config", config)
-    return TextModel(
-        version_digest,
-        tokenizer,
-        template,
-        control=control,
-        vocab_size=_positive(text_config, "vocab_size"),
-        max_context_tokens=_positive(text_config, "max_position_embeddings"),
-        eos_ids=_ids(generation.get("eos_token_id", text_config.get("eos_token_id"))),
-        defaults=_defaults(generation),
-    )
-
-
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    try:
-        data = path.read_bytes() if path.stat().st_size <= _MAX_JSON_BYTES else b""
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except FileNotFoundError:
-        if required:
-            raise FailedPrecondition(f"the version has no {path.name}") from None
-        return {}
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        raise FailedPrecondition(f"{path.name} of the version is malformed") from exc
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise FailedPrecondition(f"tokenizer.json of the version is larger than {_MAX_JSON_BYTES} bytes")
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except FileNotFoundError:
-        raise FailedPrecondition("the version has no tokenizer.json: it takes no text") from None
-    except FairwayError:
-        raise
-    except Exception as exc:  # the library raises nothing narrower
-        raise FailedPrecondition("tokenizer.json of the version is malformed") from exc
-    # What a training script left on: a prompt is refused, never cut.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        if file.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise FailedPrecondition(f"chat_template.jinja is longer than {MAX_TEMPLATE_BYTES} bytes")
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as exc:
-            raise FailedPrecondition("chat_template.jinja of the version is malformed") from exc
-    found = settings.get("chat_template", "")
-    if isinstance(found, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default", "")
-    return found if isinstance(found, str) else ""
-
-
-def _token_text(value: Any) -> str:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
-
-
-def _positive(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FailedPrecondition(f"config.json of the version has no usable {name}")
-    return value
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(entry for entry in values if isinstance(entry, int) and not isinstance(entry, bool))
-
-
-def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    found: dict[str, Any] = {}
-    for name, (low, high) in _BOUNDS.items():
-        value = generation.get(name)
-        if value is None:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not low <= value <= high:
-            raise FailedPrecondition(
-                f"generation_config.json of the version has {name} {value!r}, not from {low} to {high}"
-            )
-        found[name] = int(value) if name == "top_k" else float(value)
-    return SamplingDefaults(**found)

@@ -1,4 +1,4 @@
-"""Text into token ids, off the event loop and bounded: threads, waiting requests, cached tokens.
+"""Text into token ids, in processes beside the event loop, and from a cache.
 
 The cache is per tenant: with one for all, the time to the first token would tell a tenant what another
 one sent. Its keys are digests, its size is counted in tokens.
@@ -6,66 +6,82 @@ one sent. Its keys are digests, its size is counted in tokens.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from typing import Final
 
-from services.core.errors import PromptTooLong, Unavailable
-from services.gateway.chat_template import Message
-from services.gateway.text_model import TextModel
+from services.core.errors import PromptTooLong
+from services.gateway.text.texts import Texts
+from services.gateway.text_model import Message, TextModel
 
-MAX_PENDING: Final = 256
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
-# Up to here tokenising takes less time than a thread switch under load does.
-INLINE_BYTES: Final = 1024
+# Longer texts have more tokens than an entry may, nearly always.
+MAX_CACHED_BYTES: Final = 1024 * 1024
 
 Ids = tuple[int, ...]
 
 
 class Tokeniser:
-    """Owner of the cache. Event loop only; the work itself runs in the executor's threads."""
+    """Owner of the cache. Event loop only; the work itself runs in ``texts``."""
 
-    def __init__(self, executor: Executor, *, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self._executor = executor
+    def __init__(self, texts: Texts, *, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self._texts = texts
         self._max_cached_tokens = max_cached_tokens
         self._cache: OrderedDict[bytes, Ids] = OrderedDict()
         self._cached_tokens = 0
-        self._pending = 0
 
     async def prompt(self, model: TextModel, tenant_id: str, text: str) -> Ids:
-        """Return the ids of a raw prompt. Raises PromptTooLong by its bytes alone where that is certain."""
+        """Return the ids of a raw prompt.
+
+        Raises PromptTooLong, by its bytes alone where that is certain, else with its ``prompt_tokens``; and
+        what ``Texts.read`` raises.
+        """
         size = len(text.encode())
         _check_bytes(model, size, "prompt")
-        if size <= INLINE_BYTES:
-            return model.encode_prompt(text)
+        if size > MAX_CACHED_BYTES:
+            return await self._read(model, tenant_id, text, size)
         key = _key(model.version_digest, tenant_id, "prompt", (text,))
-        return await self._cached(key, lambda: model.encode_prompt(text))
+        return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
 
     async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[Message]) -> Ids:
-        """Return the ids of a conversation. Raises as ``TextModel.encode_chat`` does."""
-        _check_bytes(model, sum(len(message.content.encode()) for message in messages), "messages")
-        if model.template is not None and model.template.depends_on_time:
-            return await self._off_loop(lambda: model.encode_chat(messages))
+        """Return the ids of a conversation. Raises as ``prompt`` does."""
+        size = sum(len(message.content.encode()) for message in messages)
+        _check_bytes(model, size, "messages")
+        if model.depends_on_time or size > MAX_CACHED_BYTES:
+            return await self._read(model, tenant_id, messages, size)
         fields = [part for message in messages for part in (message.role, message.name, message.content)]
         key = _key(model.version_digest, tenant_id, "chat", fields)
-        return await self._cached(key, lambda: model.encode_chat(messages))
+        return self._cached(key) or self._keep(key, await self._read(model, tenant_id, messages, size))
 
     def check_integrity(self) -> None:
         assert self._cached_tokens == sum(len(ids) for ids in self._cache.values())
         assert self._cached_tokens <= self._max_cached_tokens
         assert len(self._cache) <= MAX_CACHED_ENTRIES
-        assert 0 <= self._pending <= MAX_PENDING
 
-    async def _cached(self, key: bytes, work: Callable[[], Ids]) -> Ids:
+    async def _read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], size_bytes: int
+    ) -> Ids:
+        tokens = await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
+        if tokens.count > model.max_context_tokens:
+            raise PromptTooLong(
+                f"the prompt has {tokens.count} tokens, the context {model.max_context_tokens}",
+                field="prompt" if isinstance(text, str) else "messages",
+                prompt_tokens=tokens.count,
+                max_context_tokens=model.max_context_tokens,
+            )
+        return tokens.ids
+
+    def _cached(self, key: bytes) -> Ids:
+        """Return what is cached, nothing where nothing is."""
         found = self._cache.get(key)
-        if found is not None:
-            self._cache.move_to_end(key)
-            return found
-        ids = await self._off_loop(work)
+        if found is None:
+            return ()
+        self._cache.move_to_end(key)
+        return found
+
+    def _keep(self, key: bytes, ids: Ids) -> Ids:
         if key not in self._cache and len(ids) <= self._max_cached_tokens // 4:
             self._cache[key] = ids
             self._cached_tokens += len(ids)
@@ -73,15 +89,6 @@ class Tokeniser:
             _, evicted = self._cache.popitem(last=False)
             self._cached_tokens -= len(evicted)
         return ids
-
-    async def _off_loop(self, work: Callable[[], Ids]) -> Ids:
-        if self._pending >= MAX_PENDING:
-            raise Unavailable(f"{MAX_PENDING} prompts wait to be tokenised here", retry_after_s=1.0)
-        self._pending += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        finally:
-            self._pending -= 1
 
 
 def _check_bytes(model: TextModel, size: int, field: str) -> None:

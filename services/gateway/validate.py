@@ -7,7 +7,6 @@ Sizes are checked before anything of that size is made. Every error names its ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -17,9 +16,8 @@ from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
 from services.core.generation import GenerationSpec, Principal, SamplingParams
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
-from services.gateway.chat_template import Message
 from services.gateway.prefix_names import PrefixNames
-from services.gateway.text_model import SamplingDefaults, TextModel
+from services.gateway.text_model import Message, SamplingDefaults, TextModel
 from services.gateway.tokenise import Tokeniser
 from services.rpc import bounds
 from services.rpc.convert_inference import PRIORITY_OF
@@ -46,7 +44,6 @@ class Validator:
         identity: KeyDirectory,
         rng: Random,
         *,
-        executor: Executor,
         max_fanout_tokens: int = _MAX_FANOUT_TOKENS,
         prefixes: PrefixNames | None = None,
     ) -> None:
@@ -55,7 +52,7 @@ class Validator:
         self._catalog = catalog
         self._identity = identity
         self._rng = rng
-        self._tokeniser = Tokeniser(executor)
+        self._tokeniser = Tokeniser(catalog.texts)
         self._max_fanout_tokens = max_fanout_tokens
         self._prefixes = prefixes
 
@@ -117,7 +114,12 @@ class Validator:
             generation.prompt = request.prompt
         _check_input(generation)
         model = await self._catalog.text_model(route.version_digest)
-        return route, len(await self._prompt_ids(principal, generation, model))
+        try:
+            return route, len(await self._prompt_ids(principal, generation, model))
+        except PromptTooLong as error:
+            if (counted := error.metadata.get("prompt_tokens")) is None:
+                raise
+            return route, int(counted)  # more than the context holds is a count as well
 
     def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
         """What an earlier run had is not authorised again: a smaller model may answer for the one that the

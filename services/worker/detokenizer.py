@@ -7,18 +7,30 @@ goes through windows of the tokenizer's own ``decode``.
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 from services.core.errors import FailedPrecondition
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING_TOKENS = 8  # more than any UTF-8 character has bytes: what is pending then is invalid
-MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
+MAX_TOKEN_CHARS = 16 * 1024
+_PLAIN_DECODERS: Final = (
+    "ByteLevel",
+    "ByteFallback",
+    "Fuse",
+    "Metaspace",
+    "Strip",
+    "WordPiece",
+    "BPEDecoder",
+    "CTC",
+)
+_MAX_DECODERS: Final = 16
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -60,16 +72,53 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise FailedPrecondition(f"tokenizer.json exceeds {MAX_TOKENIZER_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(text)
-        decoder = json.loads(text).get("decoder")
+        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        _check_decoder(file.decoder)
+        # Without what turns text into tokens: it is not needed here, and may explode.
+        tokenizer = Tokenizer.from_buffer(msgspec.json.encode(file))
     except FailedPrecondition:
         raise
-    except Exception as exc:  # the tokenizers library raises bare Exception for malformed files
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as exc:  # the tokenizers library raises bare Exception, and panics past it
         raise FailedPrecondition("the model's tokenizer.json cannot be read") from exc
-    if is_byte_level(decoder):
+    if max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0) > MAX_TOKEN_CHARS:
+        raise FailedPrecondition(f"tokenizer.json has a token of more than {MAX_TOKEN_CHARS} characters")
+    if is_byte_level(file.decoder):
         return ByteLevelVocabulary(tokenizer)
     return WindowedVocabulary(tokenizer)
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What turns tokens into text. Other fields of the file are left out."""
+
+    model: msgspec.Raw
+    added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
+    decoder: dict[str, Any] | None = None
+    version: str = "1.0"
+
+
+def _check_decoder(decoder: dict[str, Any] | None) -> None:
+    """Raises FailedPrecondition for a decoder whose work on a token has no small bound.
+
+    It runs in the agent's event loop: no regular expression, no text that grows.
+    """
+    parts = [decoder] if decoder is not None else []
+    if decoder is not None and decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders") or []
+    if len(parts) > _MAX_DECODERS or not all(isinstance(part, dict) and _is_plain(part) for part in parts):
+        raise FailedPrecondition(
+            "tokenizer.json has a decoder that is not offered: Replace puts no longer text in place of a "
+            f"text, others are {', '.join(_PLAIN_DECODERS)}"
+        )
+
+
+def _is_plain(part: dict[str, Any]) -> bool:
+    if part.get("type") != "Replace":
+        return part.get("type") in _PLAIN_DECODERS
+    pattern, content = part.get("pattern"), part.get("content")
+    found = pattern.get("String") if isinstance(pattern, dict) else None
+    return isinstance(found, str) and isinstance(content, str) and 0 < len(found) >= len(content)
 
 
 def is_byte_level(decoder: object) -> bool:

@@ -23,6 +23,7 @@ import structlog
 
 from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
+from services.runtime.child_end import wait_end
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink, LogPipe, Refusal
 from services.worker.engine_protocol import (
@@ -324,25 +325,3 @@ class EngineProcess:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal_number)
-
-
-async def wait_end(pid: int, clock: Clock) -> None:
-    """Return once a child process ended, its own children notwithstanding. It is still to be reaped."""
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    try:
-        pid_fd = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not on this system
-        while not _has_ended(pid):
-            await clock.sleep(CHECK_S)
-        return
-    loop.add_reader(pid_fd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(pid_fd)
-        os.close(pid_fd)
-
-
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -33,6 +33,7 @@ from services.gateway.prefix_names import PrefixNames
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
+from services.gateway.text.local import LocalTexts
 from services.gateway.validate import Validator
 from services.ports.placement import FallbackPlacer
 from services.ports.store import Entry
@@ -85,7 +86,7 @@ class GatewayNode:
             self._informers.workers,
             _BundledFiles(),
             clock,
-            executor=Executor(),
+            texts=LocalTexts(Executor(), clock),
         )
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
         self._directory = directory
@@ -95,7 +96,6 @@ class GatewayNode:
                 catalog,
                 identity,
                 process.rng,
-                executor=Executor(),
                 prefixes=PrefixNames(_PREFIX_SECRET, Executor()),
             ),
             identity=identity,

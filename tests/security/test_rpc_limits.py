@@ -26,7 +26,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
     """Fails as it is told to."""
 
     def __init__(self) -> None:
-        self.failure: Exception = InternalError("cannot read /srv/secret at 0x7f00")
+        self.failure: BaseException = InternalError("cannot read /srv/secret at 0x7f00")
         self.prompts: list[int] = []
 
     async def Complete(
@@ -69,9 +69,15 @@ async def refused(
     return caught.value
 
 
-@pytest.mark.parametrize("failure", [InternalError("cannot read /srv/secret"), OSError("/srv/secret")])
+class Panic(BaseException):
+    """What PyO3 raises where a native library panics."""
+
+
+@pytest.mark.parametrize(
+    "failure", [InternalError("cannot read /srv/secret"), OSError("/srv/secret"), Panic("/srv/secret")]
+)
 async def test_a_bug_tells_its_incident_and_nothing_else(
-    server: tuple[str, Servicer], failure: Exception
+    server: tuple[str, Servicer], failure: BaseException
 ) -> None:
     address, servicer = server
     servicer.failure = failure

@@ -38,6 +38,7 @@ from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.servicer import InferenceServicer
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
+from services.gateway.text.pool import TextProcesses
 from services.gateway.validate import Validator
 from services.ports.idempotency import RecordLimits
 from services.rpc.interceptors.arrival import arrival
@@ -49,7 +50,7 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.metrics import Metrics
 from services.runtime.secrets import Ticket, issue_ticket, prefix_secret
 
-_TOKENISER_THREADS: Final = 2
+_NAMING_THREADS: Final = 2
 _PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
 
 
@@ -123,14 +124,16 @@ def _http_observer(metrics: Metrics) -> ObserveExchange:
 
 def _gateway_service(environment: Environment, identity: KeyDirectory, files: ModelFiles) -> GatewayService:
     settings, clock = environment.settings, environment.clock
-    threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
+    threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
+    texts = TextProcesses(clock, environment.supervisor, environment.metrics)
+    environment.supervisor.spawn("text processes", texts.run())
     catalog = ModelCatalog(
         environment.informer(DEPLOYMENTS, Deployment),
         environment.informer(WORKERS, Worker),
         files,
         clock,
-        executor=threads,
+        texts=texts,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     return GatewayService(
@@ -138,7 +141,6 @@ def _gateway_service(environment: Environment, identity: KeyDirectory, files: Mo
             catalog,
             identity,
             environment.rng,
-            executor=threads,
             prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
         ),
         identity=identity,

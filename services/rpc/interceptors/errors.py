@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -13,6 +14,7 @@ from services.rpc.interceptors.base import AroundInterceptor, Call, Context
 from services.rpc.status import to_grpc_status
 
 log = structlog.get_logger()
+_NOT_OURS: Final = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 class ErrorStatus(AroundInterceptor):
@@ -27,12 +29,12 @@ class ErrorStatus(AroundInterceptor):
                 await self._crashed(method, error, context)
             log.info("rpc.rejected", method=method, reason=error.reason)
             await context.abort_with_status(to_grpc_status(error))
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
+        except (grpc.aio.AbortError, grpc.aio.UsageError, *_NOT_OURS):
             raise
-        except Exception as error:
+        except BaseException as error:  # a native library's panic is no Exception
             await self._crashed(method, error, context)
 
-    async def _crashed(self, method: str, error: Exception, context: Context) -> None:
+    async def _crashed(self, method: str, error: BaseException, context: Context) -> None:
         """End the RPC with an incident id that stands in the log beside what happened. Always raises."""
         incident = self._new_incident()
         log.error("rpc.crashed", method=method, incident=incident, exc_info=error)

@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Final, NoReturn
 import msgspec
 import structlog
 
+from services.runtime.child_process import die_with_parent
 from services.runtime.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle, Engine
@@ -28,7 +28,6 @@ from services.worker.engine.unsupported import LoadError, TooLittleMemory
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
 
 HEARTBEAT_S: Final = 1.0
-PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 # glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, whose greatest value is 32 MiB.
 MALLOC_OPTIONS: Final = ((-1, 256 << 20), (-2, 64 << 20), (-3, 32 << 20))
@@ -51,7 +50,7 @@ class AgentGone(Exception):
 def main(arguments: list[str]) -> int:
     """Run until the end; return the exit code."""
     _configure_logging()
-    _die_with_parent()
+    die_with_parent()
     _keep_freed_memory()
     parser = argparse.ArgumentParser(prog="services.worker.engine.process")
     parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
@@ -180,13 +179,6 @@ def _exit_at_end(was_told: bool) -> NoReturn:
 def _exit_malformed(error: MalformedCommand) -> NoReturn:
     log.error("command.refused", message=str(error))
     os._exit(ExitCode.BAD_INPUT)
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process with the thread that started it, and leave Ctrl-C to the agent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _keep_freed_memory() -> None:

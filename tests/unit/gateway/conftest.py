@@ -26,7 +26,8 @@ from services.core.records import (
     Worker,
 )
 from services.gateway.catalog import ModelCatalog
-from services.gateway.text_model import TextModel, load_text_model
+from services.gateway.text.encoder import TextEncoder, load_encoder
+from services.gateway.text.local import LocalTexts
 from services.runtime.identity import KeyDirectory
 from services.runtime.informer import Versioned
 
@@ -141,8 +142,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def text_model(model_folder: Path, clock: FakeClock) -> TextModel:
-    return load_text_model(model_folder, DIGEST, clock)
+def encoder(model_folder: Path, clock: FakeClock) -> TextEncoder:
+    return load_encoder(model_folder, DIGEST, clock)
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
         deployments,
         workers,
         files,
-        ModelCatalog(deployments, workers, files, clock, executor=executor),
+        ModelCatalog(deployments, workers, files, clock, texts=LocalTexts(executor, clock)),
         KeyDirectory(keys, tenants, clock),
         clock,
     )

@@ -20,6 +20,7 @@ from services.core.errors import (
 from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
+from services.gateway.text.local import LocalTexts
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -138,7 +139,11 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
         def unpin(self, folder: Path) -> None: ...
 
     catalog = ModelCatalog(
-        fleet.deployments, fleet.workers, Failing(fleet.files), fleet.clock, executor=executor
+        fleet.deployments,
+        fleet.workers,
+        Failing(fleet.files),
+        fleet.clock,
+        texts=LocalTexts(executor, fleet.clock),
     )
     catalog.resolve("chat-small")
     with pytest.raises(IntegrityError):

@@ -113,9 +113,7 @@ class Gateway:
         self.placement, self.workers = Refusing(), Workers(*[emit(2, ended(2))] * 4)
         clock = SystemClock()
         self.service = GatewayService(
-            validator=Validator(
-                fleet.catalog, fleet.identity, Random(7), executor=executor, max_fanout_tokens=256
-            ),
+            validator=Validator(fleet.catalog, fleet.identity, Random(7), max_fanout_tokens=256),
             identity=fleet.identity,
             catalog=fleet.catalog,
             ports=Ports(

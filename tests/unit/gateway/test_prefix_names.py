@@ -69,13 +69,12 @@ async def test_what_the_validator_resolves_is_named_when_it_is_told_to(
 ) -> None:
     who = Principal("alpha", KeyRole.TENANT, "acme")
     asked = inference_pb2.Generation(model="chat-small", token_ids=inference_pb2.TokenIds(ids=[5] * 70))
-    plain = Validator(fleet.catalog, fleet.identity, Random(7), executor=executor)
+    plain = Validator(fleet.catalog, fleet.identity, Random(7))
     assert (await plain.resolve(who, asked, "req_1")).prefix_hashes == ()
     naming = Validator(
         fleet.catalog,
         fleet.identity,
         Random(7),
-        executor=executor,
         prefixes=PrefixNames(SECRET, executor),
     )
     found = await naming.resolve(who, asked, "req_1")

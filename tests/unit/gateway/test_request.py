@@ -384,11 +384,16 @@ async def test_the_deadline_ends_a_running_request() -> None:
     assert harness.workers.cancelled == 1
 
 
-async def test_a_bug_becomes_an_incident_not_a_text() -> None:
+class Panic(BaseException):
+    """What PyO3 raises where a native library panics."""
+
+
+@pytest.mark.parametrize("bug", [KeyError("secret detail"), Panic("secret detail")])
+async def test_a_bug_becomes_an_incident_not_a_text(bug: BaseException) -> None:
     harness = Harness(emit(1, None))
 
     async def broken(timer: StageTimer) -> Admitted:
-        raise KeyError("secret detail")
+        raise bug
 
     await harness.request.run(broken, 1.0)
     end = harness.sink.end

@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.core.errors import PromptTooLong, Unavailable
-from services.gateway import tokenise
-from services.gateway.chat_template import Message
-from services.gateway.text_model import TextModel
+from services.core.errors import PromptTooLong
+from services.gateway.text.local import LocalTexts
+from services.gateway.text.texts import Tokens
+from services.gateway.text_model import Message, TextModel
 from services.gateway.tokenise import Tokeniser
 
+DIGEST = "sha256:" + "ab" * 32
 
-class CountingModel:
-    """A text model that counts, and waits where the test says."""
 
-    def __init__(self, model: TextModel) -> None:
-        self._model = model
-        self.encoded = 0
-        self.gate = threading.Event()
-        self.gate.set()
+class CountingTexts(LocalTexts):
+    """Texts that are read here, and counted."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    count = 0
 
-    def encode_prompt(self, text: str) -> tuple[int, ...]:
-        self.encoded += 1
-        assert self.gate.wait(10)
-        return self._model.encode_prompt(text)
-
-    def encode_chat(self, messages: Any) -> tuple[int, ...]:
-        self.encoded += 1
-        return self._model.encode_chat(messages)
+    async def read(self, *args: Any, **kwargs: Any) -> Tokens:
+        self.count += 1
+        return await super().read(*args, **kwargs)
 
 
 @pytest.fixture
-def model(text_model: TextModel) -> Any:
-    return CountingModel(text_model)
+async def texts(executor: ThreadPoolExecutor, clock: Any) -> CountingTexts:
+    return CountingTexts(executor, clock)
 
 
-LONG = "word " * 400
+@pytest.fixture
+async def model(texts: CountingTexts, model_folder: Path) -> TextModel:
+    return await texts.load(DIGEST, lambda: nullcontext(model_folder))
 
 
-async def test_the_same_text_is_tokenised_once_per_tenant(model: Any, executor: ThreadPoolExecutor) -> None:
-    tokeniser = Tokeniser(executor)
-    model.max_prompt_bytes_override = None
+async def test_the_same_text_is_tokenised_once_per_tenant(model: TextModel, texts: CountingTexts) -> None:
+    tokeniser = Tokeniser(texts)
     turns = [Message("user", "hello")]
     first = await tokeniser.chat(model, "acme", turns)
     assert await tokeniser.chat(model, "acme", turns) == first
-    assert model.encoded == 1
+    assert texts.count == 1
     # Another tenant's request must take as long as if nobody had sent it.
     assert await tokeniser.chat(model, "rival", turns) == first
-    assert model.encoded == 2
+    assert texts.count == 2
     tokeniser.check_integrity()
 
 
@@ -69,17 +60,17 @@ async def test_the_same_text_is_tokenised_once_per_tenant(model: Any, executor: 
     ],
 )
 async def test_different_conversations_share_no_entry(
-    model: Any, executor: ThreadPoolExecutor, one: list[Message], other: list[Message]
+    model: TextModel, texts: CountingTexts, one: list[Message], other: list[Message]
 ) -> None:
-    tokeniser = Tokeniser(executor)
+    tokeniser = Tokeniser(texts)
     await tokeniser.chat(model, "acme", one)
     found = await tokeniser.chat(model, "acme", other)
-    assert found == model.encode_chat(other)
-    assert model.encoded == 3
+    assert found == (await texts.read(model, "acme", other, size_bytes=0)).ids
+    assert texts.count == 3
 
 
-async def test_the_cache_is_bounded_in_tokens(model: Any, executor: ThreadPoolExecutor) -> None:
-    tokeniser = Tokeniser(executor, max_cached_tokens=100)
+async def test_the_cache_is_bounded_in_tokens(model: TextModel, texts: CountingTexts) -> None:
+    tokeniser = Tokeniser(texts, max_cached_tokens=100)
     for number in range(50):
         await tokeniser.chat(model, "acme", [Message("user", f"number {number}")])
         tokeniser.check_integrity()
@@ -87,31 +78,22 @@ async def test_the_cache_is_bounded_in_tokens(model: Any, executor: ThreadPoolEx
     tokeniser.check_integrity()
 
 
-async def test_text_that_cannot_fit_is_refused_unread(model: Any, executor: ThreadPoolExecutor) -> None:
-    tokeniser = Tokeniser(executor)
+async def test_text_that_cannot_fit_is_refused_unread(model: TextModel, texts: CountingTexts) -> None:
+    tokeniser = Tokeniser(texts)
     huge = "x" * (model.max_prompt_bytes + 1)
     with pytest.raises(PromptTooLong) as caught:
         await tokeniser.prompt(model, "acme", huge)
     assert caught.value.metadata["size_bytes"] == str(len(huge))
     with pytest.raises(PromptTooLong):
         await tokeniser.chat(model, "acme", [Message("user", huge[:-5]), Message("user", "12345")])
-    assert model.encoded == 0
+    assert texts.count == 0
 
 
-async def test_waiting_prompts_are_bounded_and_the_loop_runs_on(model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tokenise, "MAX_PENDING", 3)
-    monkeypatch.setattr(tokenise, "INLINE_BYTES", 0)
-    with ThreadPoolExecutor(1) as threads:
-        tokeniser = Tokeniser(threads)
-        model.gate.clear()
-        waiting = [asyncio.ensure_future(tokeniser.prompt(model, "acme", f"prompt {n}")) for n in range(3)]
-        await asyncio.sleep(0.02)
-        with pytest.raises(Unavailable) as caught:
-            await tokeniser.prompt(model, "acme", "one more")
-        assert caught.value.retry_after_s
-        waiting[2].cancel()
-        await asyncio.sleep(0)
-        model.gate.set()
-        assert all(await asyncio.gather(*waiting[:2]))
-        assert await tokeniser.prompt(model, "acme", "one more")
-        tokeniser.check_integrity()
+async def test_a_text_beyond_the_context_is_an_error_with_its_count(
+    model: TextModel, texts: CountingTexts
+) -> None:
+    tokeniser = Tokeniser(texts)
+    with pytest.raises(PromptTooLong) as caught:
+        await tokeniser.prompt(model, "acme", "q" * 200)
+    assert caught.value.metadata["prompt_tokens"] == "201"
+    assert caught.value.metadata["max_context_tokens"] == str(model.max_context_tokens)

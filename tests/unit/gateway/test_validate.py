@@ -32,7 +32,7 @@ Resolve = Callable[..., Any]
 
 @pytest.fixture
 def validator(fleet: Any, executor: ThreadPoolExecutor) -> Validator:
-    return Validator(fleet.catalog, fleet.identity, Random(7), executor=executor, max_fanout_tokens=256)
+    return Validator(fleet.catalog, fleet.identity, Random(7), max_fanout_tokens=256)
 
 
 @pytest.fixture

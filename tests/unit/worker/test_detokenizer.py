@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -174,4 +176,51 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, content: str | 
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(FailedPrecondition, match=r"tokenizer\.json"):
+        load_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""},
+        {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 9,
+        },
+        {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99},
+        {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": []}]},
+        {"type": "Unheard"},
+    ],
+)
+def test_a_decoder_without_a_small_bound_is_refused(tmp_path: Path, decoder: dict[str, Any]) -> None:
+    state = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "decoder": decoder}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(FailedPrecondition, match="decoder"):
+        load_vocabulary(tmp_path)
+
+
+def test_what_turns_text_into_tokens_is_not_loaded(tmp_path: Path) -> None:
+    step = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "aa"}
+    state = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": [step] * 24},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "("},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": {"type": "Explodes"},
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert load_vocabulary(tmp_path).alone(1) == "b"
+
+
+def test_a_token_of_endless_text_is_refused(tmp_path: Path) -> None:
+    state = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b" * 10**6: 1}, "unk_token": "a"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(FailedPrecondition, match="characters"):
         load_vocabulary(tmp_path)

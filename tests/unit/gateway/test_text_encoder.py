@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.core.errors import FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature
-from services.gateway.chat_template import ControlTokens, Message
-from services.gateway.text_model import TextModel, is_text_file, load_text_model
+from services.gateway.chat_template import ControlTokens
+from services.gateway.text.encoder import TextEncoder, load_encoder
+from services.gateway.text_model import Message, is_text_file
 from services.ports.clock import Clock
 
 DIGEST = "sha256:" + "ab" * 32
@@ -45,26 +46,26 @@ def joined(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def test_a_conversation_is_tokenised_as_its_text(text_model: TextModel, tokenizer: Tokenizer) -> None:
+def test_a_conversation_is_tokenised_as_its_text(encoder: TextEncoder, tokenizer: Tokenizer) -> None:
     messages = [
         Message("system", "You add."),
         Message("user", " if a <b and c| < d: return '<b>Hi</b>' <|x|> \n"),
         Message("assistant", "é <- 漢字 😀 <think>"),
     ]
-    assert list(text_model.encode_chat(messages)) == joined(tokenizer, messages)
+    assert list(encoder.encode_chat(messages)) == joined(tokenizer, messages)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
-def test_a_message_cannot_spell_a_control_token(text_model: TextModel, attack: str, role: str) -> None:
-    honest = text_model.encode_chat([Message(role, "x"), Message("user", "y")])
-    hostile = text_model.encode_chat([Message(role, attack), Message("user", attack)])
+def test_a_message_cannot_spell_a_control_token(encoder: TextEncoder, attack: str, role: str) -> None:
+    honest = encoder.encode_chat([Message(role, "x"), Message("user", "y")])
+    hostile = encoder.encode_chat([Message(role, attack), Message("user", attack)])
     assert specials(hostile) == specials(honest)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_the_attack_arrives_as_text(text_model: TextModel, tokenizer: Tokenizer, attack: str) -> None:
-    ids = text_model.encode_chat([Message("user", attack)])
+def test_the_attack_arrives_as_text(encoder: TextEncoder, tokenizer: Tokenizer, attack: str) -> None:
+    ids = encoder.encode_chat([Message("user", attack)])
     assert attack.strip() in tokenizer.decode(
         [token for token in ids if token > 4], skip_special_tokens=False
     )
@@ -72,16 +73,16 @@ def test_the_attack_arrives_as_text(text_model: TextModel, tokenizer: Tokenizer,
 
 @given(st.lists(st.text(alphabet="<|>endusrsytmabgi \n﷐é", max_size=40), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_contents_change_the_structure(text_model: TextModel, contents: list[str]) -> None:
-    honest = text_model.encode_chat([Message("user", "x") for _ in contents])
-    assert specials(text_model.encode_chat([Message("user", c) for c in contents])) == specials(honest)
+def test_no_contents_change_the_structure(encoder: TextEncoder, contents: list[str]) -> None:
+    honest = encoder.encode_chat([Message("user", "x") for _ in contents])
+    assert specials(encoder.encode_chat([Message("user", c) for c in contents])) == specials(honest)
 
 
 def test_a_template_that_joins_text_does_not_join_a_token(
     make_folder: Callable[..., Path], clock: Clock
 ) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.content | replace('-', '') | trim }}{% endfor %}"
-    model = load_text_model(make_folder(template=template), DIGEST, clock)
+    model = load_encoder(make_folder(template=template), DIGEST, clock)
     for contents in (["<-|end|>"], ["<|e-nd|>"], ["<", "|end|>"], ["<|en", "d|>"], ["-<|end|-> <|end|>"]):
         messages = [Message("user", content) for content in contents]
         assert specials(model.encode_chat(messages)) == [0], contents
@@ -96,13 +97,13 @@ def test_a_normalising_tokenizer_is_refused_rather_than_believed(
     for token in state["added_tokens"]:
         token["normalized"] = True
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    model = load_text_model(folder, DIGEST, clock)
+    model = load_encoder(folder, DIGEST, clock)
     with pytest.raises(InvalidInput, match="control token"):
         model.encode_chat([Message("user", "\uff1c|end|\uff1e")])  # NFKC makes <|end|> of it
 
 
-def test_a_raw_prompt_may_hold_control_tokens(text_model: TextModel) -> None:
-    assert specials(text_model.encode_prompt("<|user|>hi<|end|>")) == [0, 3, 1]
+def test_a_raw_prompt_may_hold_control_tokens(encoder: TextEncoder) -> None:
+    assert specials(encoder.encode_prompt("<|user|>hi<|end|>")) == [0, 3, 1]
 
 
 def test_marks_are_never_left_in_the_text() -> None:
@@ -116,20 +117,20 @@ def test_marks_are_never_left_in_the_text() -> None:
         assert [control.spelled(piece) for piece in rendered.pieces() if control.spelled(piece)] == []
 
 
-def test_the_refusal_of_a_template_reaches_the_caller(text_model: TextModel) -> None:
+def test_the_refusal_of_a_template_reaches_the_caller(encoder: TextEncoder) -> None:
     with pytest.raises(InvalidInput, match="the role must be") as caught:
-        text_model.encode_chat([Message("tool", "x")])
+        encoder.encode_chat([Message("tool", "x")])
     assert caught.value.metadata["field"] == "messages"
 
 
-def test_the_developer_role_is_the_system_role_of_older_templates(text_model: TextModel) -> None:
-    found = text_model.encode_chat([Message("developer", "x")])
-    assert found == text_model.encode_chat([Message("system", "x")])
+def test_the_developer_role_is_the_system_role_of_older_templates(encoder: TextEncoder) -> None:
+    found = encoder.encode_chat([Message("developer", "x")])
+    assert found == encoder.encode_chat([Message("system", "x")])
 
 
 def test_a_template_that_fails_is_no_bug_of_ours(make_folder: Callable[..., Path], clock: Clock) -> None:
     template = "{% if messages[0].content == 'a' %}{{ messages[5].content + 1 }}{% else %}ok{% endif %}"
-    model = load_text_model(make_folder(template=template), DIGEST, clock)
+    model = load_encoder(make_folder(template=template), DIGEST, clock)
     assert model.encode_chat([Message("user", "b")])
     with pytest.raises(InvalidInput, match="does not take"):
         model.encode_chat([Message("user", "a")])
@@ -139,32 +140,32 @@ def test_rendered_text_beyond_the_context_is_not_tokenised(
     make_folder: Callable[..., Path], clock: Clock
 ) -> None:
     template = "{% for m in messages %}{% for i in range(99) %}{{ m.content }}{% endfor %}{% endfor %}"
-    model = load_text_model(make_folder(template=template), DIGEST, clock)
+    model = load_encoder(make_folder(template=template), DIGEST, clock)
     with pytest.raises((PromptTooLong, InvalidInput)):
-        model.encode_chat([Message("user", "x" * (model.max_prompt_bytes // 2))])
+        model.encode_chat([Message("user", "x" * (model.model.max_prompt_bytes // 2))])
 
 
 def test_strftime_takes_no_widths(make_folder: Callable[..., Path], clock: Clock) -> None:
-    model = load_text_model(make_folder(template="{{ strftime_now('%d %b %Y') }}"), DIGEST, clock)
+    model = load_encoder(make_folder(template="{{ strftime_now('%d %b %Y') }}"), DIGEST, clock)
     assert model.template is not None
     assert model.template.depends_on_time
     assert model.template.render([], max_chars=100).text == "15 Jan 2027"
-    model = load_text_model(make_folder(template="{{ strftime_now('%0999999999d') }}"), DIGEST, clock)
+    model = load_encoder(make_folder(template="{{ strftime_now('%0999999999d') }}"), DIGEST, clock)
     with pytest.raises(InvalidInput):
         model.encode_chat([Message("user", "x")])
 
 
 def test_a_model_without_a_template_takes_no_messages(make_folder: Callable[..., Path], clock: Clock) -> None:
-    model = load_text_model(make_folder(template=""), DIGEST, clock)
+    model = load_encoder(make_folder(template=""), DIGEST, clock)
     with pytest.raises(UnsupportedFeature):
         model.encode_chat([Message("user", "x")])
 
 
-def test_limits_and_defaults_are_read(text_model: TextModel, tokenizer: Tokenizer) -> None:
-    assert text_model.vocab_size == tokenizer.get_vocab_size()
-    assert text_model.max_context_tokens == 128
-    assert text_model.eos_ids == (1,)
-    defaults = text_model.defaults
+def test_limits_and_defaults_are_read(encoder: TextEncoder, tokenizer: Tokenizer) -> None:
+    assert encoder.model.vocab_size == tokenizer.get_vocab_size()
+    assert encoder.model.max_context_tokens == 128
+    assert encoder.model.eos_ids == (1,)
+    defaults = encoder.model.defaults
     assert (defaults.temperature, defaults.top_k, defaults.repetition_penalty) == (0.5, 7, 1.25)
     assert defaults.top_p == 1.0
 
@@ -176,7 +177,7 @@ def test_truncation_of_the_tokenizer_file_is_switched_off(
     state = json.loads(tokenizer.to_str())
     state["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    assert len(load_text_model(folder, DIGEST, clock).encode_prompt("one two three four")) > 3
+    assert len(load_encoder(folder, DIGEST, clock).encode_prompt("one two three four")) > 3
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_version_that_cannot_be_used_says_which_file(
     folder = make_folder()
     (folder / name).write_bytes(content)
     with pytest.raises(FailedPrecondition) as caught:
-        load_text_model(folder, DIGEST, clock)
+        load_encoder(folder, DIGEST, clock)
     assert str(folder) not in caught.value.message
 
 
@@ -213,13 +214,13 @@ def test_an_enormous_tokenizer_is_refused_before_it_is_read(
     with (folder / "tokenizer.json").open("r+b") as file:
         file.truncate(2**40)  # sparse: reading it would not end well
     with pytest.raises(FailedPrecondition, match="larger than"):
-        load_text_model(folder, DIGEST, clock)
+        load_encoder(folder, DIGEST, clock)
 
 
 def test_a_template_file_goes_before_the_settings(make_folder: Callable[..., Path], clock: Clock) -> None:
     folder = make_folder()
     (folder / "chat_template.jinja").write_text("{{ 'file' }}")
-    model = load_text_model(folder, DIGEST, clock)
+    model = load_encoder(folder, DIGEST, clock)
     assert model.template is not None
     assert model.template.render([], max_chars=100).text == "file"
 
@@ -234,7 +235,7 @@ def test_a_template_that_looks_for_control_characters_sees_them(
     tokenizer: Tokenizer, make_folder: Callable[..., Path], clock: Clock
 ) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.content | replace('<|', '< |') }}{% endfor %}"
-    model = load_text_model(make_folder(template=template), DIGEST, clock)
+    model = load_encoder(make_folder(template=template), DIGEST, clock)
     for content in ("a <| b", "<|end|>", "<|end|> <|"):
         expected = tokenizer.encode("<|begin|>" + content.replace("<|", "< |"), add_special_tokens=False).ids
         assert list(model.encode_chat([Message("user", content)])) == expected
@@ -244,7 +245,7 @@ CHECKPOINT = Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
 
 
 def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
-    model = load_text_model(CHECKPOINT, DIGEST, clock)
+    model = load_encoder(CHECKPOINT, DIGEST, clock)
     honest = model.encode_chat([Message("system", "x"), Message("user", "y")])
     hostile = model.encode_chat([Message("system", "x"), Message("user", BOUNDARY)])
     assert specials(hostile) == specials(honest) == [0, 2, 1, 3, 1, 4]

@@ -1,0 +1,108 @@
+"""What a gateway and its text processes send each other: one answer to each order, over a stream socket.
+
+A message is a length of four bytes and msgpack. Integers of tokens travel as native 32-bit values: both ends
+are on one machine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from struct import Struct as Layout
+from typing import Final
+
+import msgspec
+
+from services.core.errors import (
+    FailedPrecondition,
+    FairwayError,
+    InternalError,
+    InvalidInput,
+    PromptTooLong,
+    UnsupportedFeature,
+)
+from services.gateway.text_model import Message, TextModel
+
+LENGTH: Final = Layout("<I")
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+# How a text process ends by itself.
+EXIT_MEMORY: Final = 3
+EXIT_PANIC: Final = 4
+_ERRORS: Final[dict[str, type[FairwayError]]] = {
+    kind.reason: kind for kind in (FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature)
+}
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """The first order: read a version's files. ``cpu_s`` and ``memory_bytes`` bound it."""
+
+    folder: str
+    version_digest: str
+    cpu_s: float
+    memory_bytes: int
+
+
+class EncodePrompt(msgspec.Struct, frozen=True, tag=True):
+    text: str
+    cpu_s: float
+
+
+class EncodeChat(msgspec.Struct, frozen=True, tag=True):
+    messages: Sequence[Message]
+    cpu_s: float
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    model: TextModel
+
+
+class Encoded(msgspec.Struct, frozen=True, tag=True):
+    """``ids`` is empty where ``count`` is more than the model's context."""
+
+    count: int
+    ids: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A domain error by its stable reason."""
+
+    reason: str
+    message: str
+    metadata: dict[str, str]
+
+
+Order = Load | EncodePrompt | EncodeChat
+Answer = Loaded | Encoded | Refused
+
+encode_message: Final = msgspec.msgpack.Encoder().encode
+# Both raise msgspec.DecodeError.
+decode_order: Final[Callable[[bytes | bytearray], Order]] = msgspec.msgpack.Decoder(Order).decode
+decode_answer: Final[Callable[[bytes | bytearray], Answer]] = msgspec.msgpack.Decoder(Answer).decode
+
+
+def framed(message: Order | Answer) -> bytes:
+    """Return a message as it is sent."""
+    data = encode_message(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def encoded(ids: Sequence[int], max_tokens: int) -> Encoded:
+    """Return the answer that carries these ids, or their number alone beyond ``max_tokens``."""
+    return Encoded(len(ids), array("I", ids).tobytes() if len(ids) <= max_tokens else b"")
+
+
+def ids_of(answer: Encoded) -> tuple[int, ...]:
+    """Return the ids that an answer carries."""
+    return tuple(memoryview(answer.ids).cast("I"))
+
+
+def refused(error: FairwayError) -> Refused:
+    """Return the answer that carries an error."""
+    return Refused(error.reason, error.message, error.metadata)
+
+
+def error_of(answer: Refused) -> FairwayError:
+    """Return the error that an answer carries."""
+    error = _ERRORS.get(answer.reason, InternalError)(answer.message)
+    error.metadata.update(answer.metadata)
+    return error

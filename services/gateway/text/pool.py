@@ -1,0 +1,396 @@
+"""The text processes of a gateway: which there are, and whose text is read next.
+
+Each version has processes of its own: what its tokenizer or template does harms no other version. The first
+one is there while the version is loaded and reads short texts only. Further ones start when a long text comes
+or short ones wait, run at a lower priority, and end when idle. A tenant has one short text of a version and
+one long text of all versions read at a time; tenants take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import structlog
+
+from services.core.errors import (
+    FailedPrecondition,
+    FairwayError,
+    InternalError,
+    Unavailable,
+    VersionFailing,
+)
+from services.gateway.policy.strikes import Strikes
+from services.gateway.policy.turns import Turns
+from services.gateway.text.child import Cause, ProcessEnded, TextProcess
+from services.gateway.text.limits import TextLimits
+from services.gateway.text.messages import (
+    Answer,
+    EncodeChat,
+    Encoded,
+    EncodePrompt,
+    Load,
+    Loaded,
+    Order,
+    Refused,
+    error_of,
+    ids_of,
+)
+from services.gateway.text.texts import OpenFolder, Tokens
+from services.gateway.text_model import Message, TextModel
+from services.ports.clock import Clock
+from services.runtime.metrics import Metrics
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+# A short text takes some 20 ms of a processor at most: for so long it may hold up another tenant's.
+SHORT_BYTES: Final = 16 * 1024
+MAX_LONG: Final = 2  # long texts that are read at a time, of all versions
+MAX_VERSION_PROCESSES: Final = 4
+MAX_FURTHER: Final = 6  # processes beyond the first ones, of all versions
+MAX_LOADS: Final = 2
+MAX_PENDING: Final = 4096
+MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
+TENANT_SHARE: Final = 2  # a tenant's texts are at most this part of what waits
+TICK_S: Final = 0.05
+RETRY_S: Final = (1.0, 60.0)  # before a process that could not be started is started again: first, most
+MAX_FAILED: Final = 256
+_GIVEN_UP: Final = "the version's tokenizer was given up; send the request again"
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    tenant_id: str
+    text: str | Sequence[Message]
+    size_bytes: int
+    future: asyncio.Future[Tokens]
+    retried: bool = False
+
+    @property
+    def is_long(self) -> bool:
+        return self.size_bytes > SHORT_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class _Version:
+    """``reading``: whose short text is being read. ``pressed``: short texts waited at the last look."""
+
+    digest: str
+    folder: OpenFolder
+    processes: list[TextProcess] = field(default_factory=list)
+    short: Turns[_Job] = field(default_factory=Turns)
+    long: Turns[_Job] = field(default_factory=Turns)
+    reading: set[str] = field(default_factory=set)
+    strikes: Strikes = field(default_factory=Strikes)
+    pressed: bool = False
+    failures: int = 0
+    retry_at_s: float = 0.0
+
+    def queue(self, job: _Job) -> Turns[_Job]:
+        return self.long if job.is_long else self.short
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: FailedPrecondition
+    count: int
+    until_s: float
+
+
+class TextProcesses:
+    """Implements ``Texts``. Event loop only; ``run`` is a task of the process."""
+
+    def __init__(
+        self, clock: Clock, supervisor: Supervisor, metrics: Metrics, limits: TextLimits | None = None
+    ) -> None:
+        self._clock = clock
+        self._supervisor = supervisor
+        self._limits = limits if limits is not None else TextLimits()
+        self._versions: dict[str, _Version] = {}
+        self._failed: OrderedDict[str, _Failure] = OrderedDict()
+        self._loads = asyncio.Semaphore(MAX_LOADS)
+        self._long: set[str] = set()  # the tenants whose long text is being read
+        self._pending: dict[str, tuple[int, int]] = {}  # texts and their bytes, by tenant
+        self._ended = metrics.counter(
+            "fairway_gateway_text_processes_ended_total", "Text processes that ended, by why", ("cause",)
+        )
+        seconds = metrics.histogram(
+            "fairway_gateway_text_seconds",
+            "From when a text is handed to be read until its tokens are there; of texts that were read",
+            ("size",),
+        )
+        self._seconds = {False: seconds.cell("short"), True: seconds.cell("long")}
+        metrics.level(
+            "fairway_gateway_text_processes",
+            "Processes that read texts",
+            lambda: float(sum(len(version.processes) for version in self._versions.values())),
+        )
+        metrics.level(
+            "fairway_gateway_texts_pending",
+            "Texts that wait for a process or are being read",
+            lambda: float(sum(count for count, _ in self._pending.values())),
+        )
+
+    async def run(self) -> None:
+        """Look after the processes until cancelled."""
+        while True:
+            await self._clock.sleep(TICK_S)
+            now_s = self._clock.monotonic_s()
+            for version in list(self._versions.values()):
+                for process in version.processes:
+                    if process.overdue(now_s):
+                        process.kill(Cause.HUNG)
+                self._tend(version, now_s)
+
+    async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
+        """See ``Texts``. A version that failed is not tried again for a while."""
+        failure = self._failed.get(version_digest)
+        if failure is not None and self._clock.monotonic_s() < failure.until_s:
+            raise type(failure.error)(failure.error.message, version_digest=version_digest)
+        version = _Version(version_digest, folder)
+        process = TextProcess(self._clock, nice=False)
+        try:
+            async with self._loads:
+                model = await self._open(version, process)
+        except FailedPrecondition as error:
+            self._note_failure(version_digest, error)
+            raise
+        self._failed.pop(version_digest, None)
+        self.unload(version_digest)
+        version.processes.append(process)
+        self._versions[version_digest] = version
+        return model
+
+    def unload(self, version_digest: str) -> None:
+        """See ``Texts``. What waits or is being read ends with Unavailable."""
+        version = self._versions.pop(version_digest, None)
+        if version is not None:
+            self._refuse_waiting(version, _GIVEN_UP)
+            for process in version.processes:
+                process.kill(Cause.STOPPED)
+
+    async def read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
+    ) -> Tokens:
+        """See ``Texts``."""
+        version = self._versions.get(model.version_digest)
+        if version is None:
+            raise Unavailable(_GIVEN_UP, retry_after_s=0.5)
+        began_s = self._clock.monotonic_s()
+        self._check(version, tenant_id, size_bytes, began_s)
+        job = _Job(tenant_id, text, size_bytes, asyncio.get_running_loop().create_future())
+        texts, size = self._pending.get(tenant_id, (0, 0))
+        self._pending[tenant_id] = (texts + 1, size + size_bytes)
+        job.future.add_done_callback(partial(self._forget, version, job))
+        version.queue(job).add(tenant_id, job)
+        self._dispatch(version)
+        if job.is_long:
+            self._tend(version, began_s)
+        tokens = await job.future
+        self._seconds[job.is_long].observe(self._clock.monotonic_s() - began_s)
+        return tokens
+
+    def check_integrity(self) -> None:
+        assert len(self._long) <= MAX_LONG, "more long texts are read than the bound allows"
+        assert all(size >= 0 < count for count, size in self._pending.values())
+        for version in self._versions.values():
+            assert len(version.processes) <= MAX_VERSION_PROCESSES
+            assert sum(not process.nice for process in version.processes) <= 1
+
+    # --- whose turn it is -----------------------------------------------------------------------
+
+    def _check(self, version: _Version, tenant_id: str, size_bytes: int, now_s: float) -> None:
+        """Raises Unavailable where a text may not wait here."""
+        suspended_s = version.strikes.suspended_s(tenant_id, now_s)
+        if suspended_s:
+            raise _suspended(suspended_s)
+        if not version.processes and now_s < version.retry_at_s:
+            raise Unavailable(
+                "the version's tokenizer cannot be loaded now", retry_after_s=version.retry_at_s - now_s
+            )
+        texts, size = self._pending.get(tenant_id, (0, 0))
+        all_texts = sum(count for count, _ in self._pending.values())
+        all_bytes = sum(waiting for _, waiting in self._pending.values())
+        if all_texts >= MAX_PENDING or texts >= MAX_PENDING // TENANT_SHARE:
+            raise Unavailable(f"{texts} of your texts wait to be tokenised here", retry_after_s=1.0)
+        share = MAX_PENDING_BYTES // TENANT_SHARE
+        if size and (all_bytes + size_bytes > MAX_PENDING_BYTES or size + size_bytes > share):
+            raise Unavailable(f"{size} bytes of your texts wait to be tokenised here", retry_after_s=1.0)
+
+    def _dispatch(self, version: _Version) -> None:
+        """Give each idle process the text whose turn it is."""
+        for process in version.processes:
+            if process.idle and (job := self._next(version, process)) is not None:
+                self._ask(version, process, job)
+
+    def _next(self, version: _Version, process: TextProcess) -> _Job | None:
+        while True:
+            job = None
+            if process.nice and len(self._long) < MAX_LONG:
+                job = version.long.take(self._long)
+            if job is None:
+                job = version.short.take(version.reading)
+            if job is None:
+                return None
+            if suspended_s := version.strikes.suspended_s(job.tenant_id, self._clock.monotonic_s()):
+                _fail(job, _suspended(suspended_s))
+            if not job.future.done():
+                return job
+
+    def _ask(self, version: _Version, process: TextProcess, job: _Job) -> None:
+        (self._long if job.is_long else version.reading).add(job.tenant_id)
+        cpu_s = self._limits.cpu_s(job.size_bytes)
+        order: Order = (
+            EncodePrompt(job.text, cpu_s) if isinstance(job.text, str) else EncodeChat(job.text, cpu_s)
+        )
+        answer = process.ask(order, patience_s=self._limits.wait_s(cpu_s))
+        answer.add_done_callback(partial(self._answered, version, job))
+
+    def _answered(self, version: _Version, job: _Job, answer: asyncio.Future[Answer]) -> None:
+        (self._long if job.is_long else version.reading).discard(job.tenant_id)
+        ended = answer.exception()
+        if isinstance(ended, ProcessEnded):
+            self._lost(version, job, ended.cause)
+        elif not job.future.done():
+            match answer.result():
+                case Encoded(count=count) as found:
+                    job.future.set_result(Tokens(count, ids_of(found)))
+                case Refused() as found:
+                    job.future.set_exception(error_of(found))
+        self._dispatch(version)
+        if job.is_long:  # others may have waited for its turn
+            for other in self._versions.values():
+                self._dispatch(other)
+
+    def _lost(self, version: _Version, job: _Job, cause: Cause) -> None:
+        """The process ended on a text: read it again elsewhere once, or say whose fault it was."""
+        if cause is Cause.CRASHED and not job.retried and self._versions.get(version.digest) is version:
+            job.retried = True
+            if not job.future.done():
+                version.queue(job).add_first(job.tenant_id, job)
+            return
+        if cause is not Cause.STOPPED:
+            version.strikes.killed(job.tenant_id, self._clock.monotonic_s())
+        _fail(job, self._limits.read_error(cause, job.size_bytes))
+
+    def _forget(self, version: _Version, job: _Job, _: object) -> None:
+        """A text is read, refused or not waited for any more."""
+        texts, size = self._pending[job.tenant_id]
+        if texts == 1:
+            del self._pending[job.tenant_id]
+        else:
+            self._pending[job.tenant_id] = (texts - 1, size - job.size_bytes)
+        version.queue(job).discard(job.tenant_id, job)
+
+    def _refuse_waiting(self, version: _Version, message: str) -> None:
+        for queue in (version.short, version.long):
+            while (job := queue.take(())) is not None:
+                _fail(job, Unavailable(message, retry_after_s=1.0))
+
+    # --- which processes there are --------------------------------------------------------------
+
+    def _tend(self, version: _Version, now_s: float) -> None:
+        """Start the processes that a version needs and lacks, end those that were idle for long."""
+        if self._versions.get(version.digest) is not version:
+            return
+        starting = any(not process.ready for process in version.processes)
+        if now_s >= version.retry_at_s and all(process.nice for process in version.processes):
+            self._start(version, nice=False)
+        waits = version.short.next_tenant(version.reading) is not None
+        needs_long = len(self._long) < MAX_LONG and version.long.next_tenant(self._long) is not None
+        if not starting and ((waits and version.pressed) or needs_long) and now_s >= version.retry_at_s:
+            self._start_further(version)
+        version.pressed = waits
+        for process in version.processes:
+            if process.nice and process.idle and now_s > process.idle_since_s + self._limits.idle_s:
+                process.kill(Cause.STOPPED)
+
+    def _start_further(self, version: _Version) -> None:
+        if len(version.processes) >= MAX_VERSION_PROCESSES:
+            return
+        further = [one for each in self._versions.values() for one in each.processes if one.nice]
+        if len(further) >= MAX_FURTHER:  # the one that was idle for longest makes room, at a later look
+            idle = [process for process in further if process.idle]
+            if idle:
+                min(idle, key=lambda process: process.idle_since_s).kill(Cause.STOPPED)
+            return
+        self._start(version, nice=True)
+
+    def _start(self, version: _Version, *, nice: bool) -> None:
+        process = TextProcess(self._clock, nice=nice)
+        version.processes.append(process)
+        self._supervisor.spawn(f"text process of {version.digest[:19]}", self._grow(version, process))
+
+    async def _grow(self, version: _Version, process: TextProcess) -> None:
+        try:
+            await self._open(version, process)
+        except FairwayError as error:
+            log.warning("text_process.start_failed", version_digest=version.digest, reason=error.reason)
+            first_s, most_s = RETRY_S
+            version.retry_at_s = self._clock.monotonic_s() + min(most_s, first_s * 2.0**version.failures)
+            version.failures = min(version.failures + 1, 10)
+            if process in version.processes:
+                version.processes.remove(process)
+            if not version.processes:
+                self._refuse_waiting(version, "the version's tokenizer cannot be loaded now")
+        else:
+            version.failures = 0
+            self._dispatch(version)
+
+    async def _open(self, version: _Version, process: TextProcess) -> TextModel:
+        """Start a process and load its version. Raises FairwayError; the process is ended then."""
+        cpu_s = self._limits.load_cpu_s
+        try:
+            async with version.folder() as folder:
+                await process.start()
+                self._supervisor.spawn(f"text process {process.pid}", self._reap(version, process))
+                order = Load(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
+                answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
+        except ProcessEnded as ended:
+            raise self._limits.load_error(ended.cause, version.digest) from None
+        except BaseException:  # cancelled, or without its files: nobody else may own the process yet
+            process.discard()
+            raise
+        if not isinstance(answer, Loaded):
+            process.kill(Cause.STOPPED)
+            raise error_of(answer) if isinstance(answer, Refused) else InternalError("no answer to Load")
+        process.ready = True
+        return answer.model
+
+    async def _reap(self, version: _Version, process: TextProcess) -> None:
+        """Own a started process until it is gone."""
+        cause = await process.wait()
+        self._ended.add(cause.value)
+        if cause is not Cause.STOPPED:
+            log.warning(
+                "text_process.ended", version_digest=version.digest, pid=process.pid, cause=cause.value
+            )
+        if process in version.processes:
+            version.processes.remove(process)
+            self._tend(version, self._clock.monotonic_s())
+
+    def _note_failure(self, digest: str, error: FailedPrecondition) -> None:
+        known = self._failed.pop(digest, None)
+        count = 1 if known is None else min(known.count + 1, 10)
+        first_s, most_s = RETRY_S
+        until_s = self._clock.monotonic_s() + min(most_s, first_s * 2.0**count)
+        self._failed[digest] = _Failure(error, count, until_s)
+        while len(self._failed) > MAX_FAILED:
+            self._failed.popitem(last=False)
+
+
+def _fail(job: _Job, error: FairwayError) -> None:
+    if not job.future.done():
+        job.future.set_exception(error)
+
+
+def _suspended(suspended_s: float) -> VersionFailing:
+    return VersionFailing(
+        "texts ended the processes of this version's tokenizer again and again: for a while it reads none",
+        retry_after_s=suspended_s,
+    )

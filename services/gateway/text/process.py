@@ -1,0 +1,138 @@
+"""The text process: ``python -m services.gateway.text.process --fd N``.
+
+It has one version's tokenizer and chat template and answers one order at a time. What they cost is bounded by
+the kernel: processor time by a timer whose signal ends the process, memory by a limit. Whatever goes wrong
+beyond a domain error ends the process, and the exit code says what it was. It writes nothing: a library's
+message may hold a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Final, NoReturn
+
+from services.core.errors import FairwayError
+from services.gateway.text.encoder import TextEncoder, load_encoder
+from services.gateway.text.messages import (
+    EXIT_MEMORY,
+    EXIT_PANIC,
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    Answer,
+    EncodePrompt,
+    Load,
+    Loaded,
+    Order,
+    decode_order,
+    encoded,
+    framed,
+    refused,
+)
+from services.runtime.child_process import die_with_parent
+from services.runtime.clock import SystemClock
+
+# Text beyond the quick turns is work for a processor that has nothing else to do.
+NICENESS: Final = 5
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Answer orders until the gateway closes the socket."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="services.gateway.text.process")
+    parser.add_argument("--fd", type=int, required=True, help="the socket that the orders come from")
+    parser.add_argument("--nice", action="store_true", help="give other processes precedence")
+    options = parser.parse_args(arguments)
+    if options.nice:
+        os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # without memory left, this process is the one to lose
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    channel = socket.socket(fileno=options.fd)
+    try:
+        _serve(channel)
+    except OSError:  # the gateway is gone
+        os._exit(0)
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    except BaseException:  # a panic of a native library is no Exception
+        os._exit(EXIT_PANIC)
+
+
+def _serve(channel: socket.socket) -> NoReturn:
+    encoder: TextEncoder | None = None
+    while True:
+        order = decode_order(_receive(channel))
+        signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
+        try:
+            if isinstance(order, Load):
+                encoder = _load(order)
+                answer: Answer = Loaded(encoder.model)
+            else:
+                assert encoder is not None, "an order before the version was loaded"
+                answer = _encode(encoder, order)
+        except FairwayError as error:
+            answer = refused(error)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        channel.sendall(framed(answer))
+
+
+def _load(order: Load) -> TextEncoder:
+    _limit_memory(order.memory_bytes)
+    encoder = load_encoder(Path(order.folder), order.version_digest, SystemClock())
+    gc.freeze()
+    # What a text may take comes on top of what the version itself takes.
+    _limit_memory(order.memory_bytes + _data_bytes())
+    return encoder
+
+
+def _encode(encoder: TextEncoder, order: Order) -> Answer:
+    assert not isinstance(order, Load)
+    if isinstance(order, EncodePrompt):
+        ids = encoder.encode_prompt(order.text)
+    else:
+        ids = encoder.encode_chat(order.messages)
+    return encoded(ids, encoder.model.max_context_tokens)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _data_bytes() -> int:
+    """Return what the limit counts of this process now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()
+
+
+def _receive(channel: socket.socket) -> bytearray:
+    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    assert length <= MAX_MESSAGE_BYTES, "an order is larger than any order"
+    return _exactly(channel, length)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    with memoryview(data) as view:
+        filled = 0
+        while filled < size:
+            received = channel.recv_into(view[filled:])
+            if not received:
+                os._exit(0)
+            filled += received
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,33 @@
+"""The end of a child process, awaited without blocking the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Final
+
+from services.ports.clock import Clock
+
+CHECK_S: Final = 0.25
+
+
+async def wait_end(pid: int, clock: Clock) -> None:
+    """Return once a child process ended, its own children notwithstanding. It is still to be reaped."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        pid_fd = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not on this system
+        while not _has_ended(pid):
+            await clock.sleep(CHECK_S)
+        return
+    loop.add_reader(pid_fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pid_fd)
+        os.close(pid_fd)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

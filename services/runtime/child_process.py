@@ -1,0 +1,24 @@
+"""What a role's child process needs to end with the role. Each child imports it: keep it small."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_ENVIRONMENT: Final = ("PATH", "LANG", "LC_", "LD_LIBRARY_PATH", "PYTHON", "TMPDIR", "VIRTUAL_ENV")
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process with the thread that started it, and Ctrl-C is the parent's alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def bare_environment() -> dict[str, str]:
+    """Return what Python needs of this process's environment, without its settings."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}

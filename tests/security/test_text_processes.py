@@ -1,0 +1,279 @@
+"""Prompts, tokenizers and chat templates that take too long or too much, or crash what reads them.
+
+Beside each attack the event loop is watched, and another tenant's short prompts go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.core.errors import (
+    FailedPrecondition,
+    FairwayError,
+    InvalidInput,
+    PromptTooLong,
+    Unavailable,
+    VersionFailing,
+)
+from services.gateway.text import pool
+from services.gateway.text.limits import TextLimits
+from services.gateway.text.pool import TextProcesses
+from services.gateway.text_model import Message, TextModel
+from services.gateway.tokenise import Tokeniser
+from services.runtime.clock import SystemClock
+from services.runtime.metrics import Metrics
+from services.runtime.supervisor import Supervisor
+from tests.support.text_versions import CHAT, Bench, doubling, splitting, watched_loop, write_version
+
+# The time that this process spent while its loop ran nothing else: of its own, so that a machine that has no
+# time to give changes nothing. A process that reads a text itself spends 2 s and more in each test here.
+WORST_GAP_S = 0.2
+SLOWEST_S = 5.0  # by the clock: only a short prompt that waits for the attack's end is later
+QUICK = TextLimits(read_cpu_s=0.5, load_cpu_s=10.0, memory_bytes=512 * 2**20)
+LONG = "def f(a, b): return a+b\n" * 108_000  # 2.6 MB
+
+BOMBS = {
+    "sum": "{{ ([[0] * 300] * 30000) | sum(start=[]) | length }}",
+    "sort": "{{ (['x' * 99999] * 99999) | sort | length }}",
+    "max": "{{ ([[0] * 99999] * 99999) | max | length }}",
+    "map": "{{ ([[0] * 99999] * 99999) | map('sum') | list | length }}",
+    "equal": "{{ [[0] * 99999] * 99999 == [[0] * 99999] * 99999 }}",
+    "count": "{{ ([[0] * 99999] * 99999).count([0] * 99999) }}",
+    "round": "{{ 1.5 | round(99999999, 'ceil') }}",
+}
+
+
+@asynccontextmanager
+async def opened(folder: Path, limits: TextLimits = QUICK) -> AsyncIterator[Bench]:
+    clock = SystemClock()
+    supervisor = Supervisor(clock)
+    processes = TextProcesses(clock, supervisor, Metrics(), limits)
+    supervisor.spawn("text processes", processes.run())
+    try:
+        yield Bench(processes, Tokeniser(processes), folder)
+        processes.check_integrity()
+        assert supervisor.healthy, supervisor.failures
+    finally:
+        await supervisor.close()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with opened(tmp_path) as found:
+        yield found
+
+
+async def attacked(bench: Bench, honest: TextModel, attack: Awaitable[Any]) -> tuple[Any, float, float]:
+    """Return what became of the attack, the loop's worst gap and the slowest short prompt meanwhile."""
+    slowest_s = 0.0
+    running = asyncio.ensure_future(attack)
+    async with watched_loop() as gaps:
+        number = 0
+        while not running.done() or number < 3:
+            began_s = time.monotonic()
+            assert await bench.tokeniser.prompt(honest, "canary", f"once upon a time {number}")
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+            number += 1
+            await asyncio.sleep(0.01)
+    error = running.exception()
+    return (running.result() if error is None else error), gaps.worst_s, slowest_s
+
+
+async def test_six_long_prompts_hold_nobody_up(bench: Bench) -> None:
+    model = await bench.version("tiny", context=100_000)
+    texts = [LONG[:600_000] + str(number) for number in range(6)]
+    attack = asyncio.gather(
+        *(bench.tokeniser.prompt(model, "acme", text) for text in texts), return_exceptions=True
+    )
+    found, gap_s, slowest_s = await attacked(bench, model, attack)
+    assert all(isinstance(error, PromptTooLong) for error in found)
+    assert {error.metadata["prompt_tokens"] for error in found} == {"300002"}
+    assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
+
+
+async def test_an_accepted_prompt_of_megabytes_holds_nobody_up(tmp_path: Path) -> None:
+    async with opened(tmp_path, TextLimits()) as bench:
+        model = await bench.version("tiny", context=2_000_000)
+        found, gap_s, slowest_s = await attacked(bench, model, bench.tokeniser.prompt(model, "acme", LONG))
+        assert len(found) == 1_296_001
+        assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
+
+
+async def test_a_normaliser_that_doubles_ends_its_request_only(bench: Bench) -> None:
+    honest = await bench.version("honest")
+    hostile = await bench.version("hostile", change=doubling(24))
+    found, gap_s, slowest_s = await attacked(bench, honest, bench.tokeniser.prompt(hostile, "acme", "aaaaa"))
+    assert isinstance(found, InvalidInput)
+    assert "shorten it or send token ids" in found.message
+    assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
+    assert await bench.tokeniser.prompt(hostile, "acme", "bcd")
+
+
+async def test_memory_is_bounded_in_the_process_and_kept_out_of_this_one(tmp_path: Path) -> None:
+    limits = TextLimits(read_cpu_s=60.0, memory_bytes=64 * 2**20)
+    async with opened(tmp_path, limits) as bench:
+        hostile = await bench.version("hostile", change=doubling(24))
+        before = psutil.Process().memory_info().rss
+        with pytest.raises(InvalidInput, match="more than 64 MiB of memory"):
+            await bench.tokeniser.prompt(hostile, "acme", "aaaaa")
+        assert psutil.Process().memory_info().rss - before < 16 * 2**20
+
+
+async def test_a_panic_of_the_tokenizer_ends_its_request_only(bench: Bench) -> None:
+    honest = await bench.version("honest")
+    hostile = await bench.version("hostile", change=splitting("(a+)+$"))
+    found, gap_s, _ = await attacked(bench, honest, bench.tokeniser.prompt(hostile, "acme", "a" * 40 + "!"))
+    assert type(found) is FailedPrecondition
+    assert gap_s < WORST_GAP_S
+    assert await bench.tokeniser.prompt(hostile, "acme", "no such letter")
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) -> None:
+    honest = await bench.version("honest")
+    hostile = await bench.version("hostile", template=BOMBS[name])
+    found, gap_s, slowest_s = await attacked(
+        bench, honest, bench.tokeniser.chat(hostile, "acme", [Message("user", "x")])
+    )
+    assert isinstance(found, InvalidInput), found
+    assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
+
+
+@pytest.mark.parametrize(
+    ("limits", "template"),
+    [
+        (TextLimits(load_cpu_s=0.002), CHAT),
+        (TextLimits(memory_bytes=16 * 2**20), CHAT),
+        (QUICK, "{{ " + "(" * 60_000),
+    ],
+    ids=["time", "memory", "depth"],
+)
+async def test_files_that_explode_while_they_are_loaded_are_refused(
+    tmp_path: Path, limits: TextLimits, template: str
+) -> None:
+    folder = write_version(tmp_path / "x", template=template)
+    async with opened(tmp_path, limits) as bench:
+        with pytest.raises(FailedPrecondition):
+            await bench.processes.load("sha256:x", lambda: nullcontext(folder))
+        shutil.rmtree(folder)
+        # A failed version is not loaded again with each request.
+        with pytest.raises(FailedPrecondition) as caught:
+            await bench.processes.load("sha256:x", lambda: nullcontext(folder))
+        assert "has no config.json" not in caught.value.message
+        assert not psutil.wait_procs(text_processes(), timeout=5)[1]
+
+
+async def test_a_process_that_is_killed_costs_no_request(bench: Bench) -> None:
+    model = await bench.version("tiny")
+    expected = await bench.tokeniser.prompt(model, "acme", LONG[: 2**18])
+    reading = asyncio.ensure_future(bench.tokeniser.prompt(model, "rival", LONG[: 2**18]))
+    await asyncio.sleep(0.02)
+    for process in text_processes():
+        process.kill()
+    assert await asyncio.wait_for(reading, 20) == expected
+
+
+async def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
+    async with opened(tmp_path, TextLimits(read_cpu_s=0.5, patience_s=2.0)) as bench:
+        model = await bench.version("tiny")
+        (stopped,) = text_processes()
+        stopped.suspend()
+        reading = asyncio.ensure_future(bench.tokeniser.prompt(model, "acme", "held up"))
+        await asyncio.sleep(0.02)
+        assert await bench.tokeniser.prompt(model, "rival", "goes on")
+        assert not reading.done(), "one tenant's text held up another's"
+        with pytest.raises(Unavailable):
+            await reading
+        assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
+        assert await bench.tokeniser.prompt(model, "acme", "again")
+
+
+async def test_a_tenant_that_ends_processes_again_and_again_is_suspended_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path, TextLimits(read_cpu_s=0.1)) as bench:
+        hostile = await bench.version("hostile", change=doubling(24))
+        honest = await bench.version("honest")
+        outcomes = []
+        for number in range(5):
+            with pytest.raises(FairwayError) as caught:
+                await bench.tokeniser.prompt(hostile, "acme", f"aaaaa{number}")
+            outcomes.append(type(caught.value))
+        assert outcomes == [InvalidInput] * 3 + [VersionFailing] * 2
+        assert await bench.tokeniser.prompt(hostile, "rival", "bcd")
+        assert await bench.tokeniser.prompt(honest, "acme", "aaaaa")
+
+
+async def test_what_waits_is_bounded_by_tenant(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_PENDING", 8)
+    model = await bench.version("tiny")
+    prompts = [asyncio.ensure_future(bench.tokeniser.prompt(model, "acme", f"text {n}")) for n in range(6)]
+    await asyncio.sleep(0)
+    assert await bench.tokeniser.prompt(model, "rival", "mine")
+    found = await asyncio.gather(*prompts, return_exceptions=True)
+    assert [isinstance(one, Unavailable) for one in found] == [False] * 4 + [True] * 2
+
+
+async def test_cancelled_texts_are_given_up(bench: Bench) -> None:
+    model = await bench.version("tiny")
+    storm = [asyncio.ensure_future(bench.tokeniser.prompt(model, "acme", LONG + str(n))) for n in range(20)]
+    await asyncio.sleep(0.1)
+    for one in storm:
+        one.cancel()
+    await asyncio.gather(*storm, return_exceptions=True)
+    began_s = time.monotonic()
+    assert await bench.tokeniser.prompt(model, "acme", "next")
+    assert time.monotonic() - began_s < SLOWEST_S
+    assert not bench.processes._pending
+
+
+def test_processes_end_with_the_gateway(tmp_path: Path) -> None:
+    folder = write_version(tmp_path / "tiny")
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.support.text_versions import nullcontext
+from tests.security.test_text_processes import opened
+async def main():
+    async with opened(Path({str(tmp_path)!r})) as bench:
+        await bench.processes.load("sha256:x", lambda: nullcontext(Path({str(folder)!r})))
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"ready\n"
+            (child,) = psutil.Process(parent.pid).children()
+        finally:
+            parent.kill()
+    assert not psutil.wait_procs([child], timeout=5)[1]
+
+
+def test_a_gateway_itself_loads_neither_tokenizers_nor_templates() -> None:
+    program = "import sys, json, services.app.roles.gateway; print(json.dumps(sorted(sys.modules)))"
+    found = json.loads(subprocess.check_output([sys.executable, "-c", program]))
+    assert not {"tokenizers", "jinja2"} & set(found)
+
+
+def text_processes() -> list[psutil.Process]:
+    """The text processes of this one."""
+    return [
+        child for child in psutil.Process().children() if "services.gateway.text.process" in child.cmdline()
+    ]
