@@ -27,12 +27,14 @@ BIG = 60_000  # label values: their text is more than the sockets between hold
 class Rig:
     def __init__(self, timeout_s: float = TIMEOUT_S, head_timeout_s: float = HEAD_TIMEOUT_S) -> None:
         self.problems: tuple[str, ...] = ()
+        self.notices: tuple[str, ...] = ()
         self.metrics = Metrics()
         self.metrics.level("fairway_test_level", "Level", lambda: 3.0)
         self.server = TelemetryServer(
             self.metrics.registry,
             "127.0.0.1:0",
             problems=lambda: self.problems,
+            notices=lambda: self.notices,
             timeout_s=timeout_s,
             head_timeout_s=head_timeout_s,
         )
@@ -84,6 +86,13 @@ async def test_readiness_says_why_not(rig: Rig) -> None:
     rig.problems = ("engines: silent", "event_loop: late")
     assert await rig.get("/readyz") == (503, "engines: silent\nevent_loop: late\n")
     assert (await rig.get("/healthz"))[0] == 200
+
+
+async def test_what_keeps_it_from_nothing_is_listed_below(rig: Rig) -> None:
+    rig.notices = ("store: another one",)
+    assert await rig.get("/readyz") == (200, "ready\nstore: another one\n")
+    rig.problems = ("engines: silent",)
+    assert await rig.get("/readyz") == (503, "engines: silent\nstore: another one\n")
 
 
 async def test_other_methods_are_refused(rig: Rig) -> None:
