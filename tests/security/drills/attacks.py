@@ -1,0 +1,11 @@
+"""Every attack, in the order in which a run makes them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.security.drills.framing import FRAMING
+from tests.security.drills.strangers import STRANGERS
+from tests.security.drills.target import Attack
+
+ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING)

@@ -1,0 +1,193 @@
+"""Attacks on the HTTP face by its framing: most of them without a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Final
+
+from tests.security.drills.http import connected, head, post, status_of
+from tests.security.drills.judge import Found
+from tests.security.drills.strangers import together
+from tests.security.drills.target import SOURCES, Attack, Target
+
+PATH: Final = "/v1/completions"
+_CHUNKED: Final = "transfer-encoding: chunked"
+_MIB: Final = 1024**2
+
+
+async def _pour(address: str, begin: bytes, piece: bytes, size_bytes: int, source: str) -> str:
+    """Send ``piece`` over and over until the server closes or all is sent."""
+    sent = 0
+    try:
+        async with asyncio.timeout(25), connected(address, source) as (_, writer):
+            writer.write(begin)
+            while sent < size_bytes and not writer.is_closing():
+                writer.write(piece)
+                await writer.drain()
+                sent += len(piece)
+    except (OSError, TimeoutError):
+        pass
+    return f"{sent / 1e6:.0f} MB sent"
+
+
+def _trailers(size_bytes: int) -> bytes:
+    line = b"x-%d: " + b"a" * 4000 + b"\r\n"
+    return b"".join(line % number for number in range(size_bytes // 4000))
+
+
+async def trailers(target: Target) -> Found:
+    begin, piece = head(PATH, "", _CHUNKED) + b"0\r\n", _trailers(_MIB)
+    return await together(
+        _pour(gateway.http, begin, piece, size, SOURCES[number])
+        for gateway in target.gateways
+        for number, size in enumerate((60 * 10**6, 100 * 10**6))
+    )
+
+
+async def trailer_line(target: Target) -> Found:
+    """One trailer line that never ends, after a body that was accepted."""
+    begin = (
+        head(PATH, target.keys["drills"], _CHUNKED, "content-type: application/json") + b"2\r\n{}\r\n0\r\nx: "
+    )
+    return await together(
+        _pour(gateway.http, begin, b"a" * 65536, 60 * 10**6, SOURCES[2]) for gateway in target.gateways
+    )
+
+
+def _completion(target: Target, **more: object) -> bytes:
+    body = {"model": target.model, "prompt": "def f", "max_tokens": 4, "temperature": 0, **more}
+    return json.dumps(body).encode()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def trailer_key(target: Target) -> Found:
+    found = Found()
+    secret = target.keys["drills"].encode()
+    for gateway in target.gateways:
+        request = head(PATH, "", _CHUNKED, "content-type: application/json", "trailer: authorization")
+        request += _chunk(_completion(target)) + b"0\r\nauthorization: Bearer " + secret + b"\r\n\r\n"
+        status, _ = await status_of(gateway.http, request)
+        found.did.append(f"answered {status}")
+        if status == 200:
+            found.wrong.append("a key in a trailer was accepted")
+    return found
+
+
+async def chunk_extensions(target: Target) -> Found:
+    begin, piece = head(PATH, "", _CHUNKED), b"1;" + b"e" * _MIB + b"\r\n{\r\n"
+    keyed = head(PATH, target.keys["drills"], _CHUNKED)
+    return await together(
+        _pour(gateway.http, start, piece, 40 * 10**6, SOURCES[3])
+        for gateway in target.gateways
+        for start in (begin, keyed)
+    )
+
+
+async def ambiguous(target: Target) -> Found:
+    """Requests whose framing two servers could read in two ways are refused by status or by closing."""
+    key, body = target.keys["drills"], _completion(target)
+    size, json_type = f"content-length: {len(body)}", "content-type: application/json"
+    requests = {
+        "TE: gzip, chunked": head(PATH, key, "transfer-encoding: gzip, chunked", json_type)
+        + _chunk(body)
+        + b"0\r\n\r\n",
+        "TE: chunked, gzip": head(PATH, key, "transfer-encoding: chunked, gzip", json_type)
+        + _chunk(body)
+        + b"0\r\n\r\n",
+        "TE: chunked twice": head(PATH, key, _CHUNKED, _CHUNKED, json_type) + _chunk(body) + b"0\r\n\r\n",
+        "TE: xchunked": head(PATH, key, "transfer-encoding: xchunked", json_type)
+        + _chunk(body)
+        + b"0\r\n\r\n",
+        "CL with TE": head(PATH, key, size, _CHUNKED, json_type) + _chunk(body) + b"0\r\n\r\n",
+        "two CL": head(PATH, key, size, "content-length: 5", json_type) + body,
+        "negative CL": head(PATH, key, "content-length: -1", json_type) + body,
+        "CL with a plus": head(PATH, key, f"content-length: +{len(body)}", json_type) + body,
+        "obs-fold": head(PATH, key, "x-a: 1", " folded", size, json_type) + body,
+        "NUL": head(PATH, key, "x-a: a\0b", size, json_type) + body,
+        "bare CR": head(PATH, key, "x-a: a\rb", size, json_type) + body,
+        "space before colon": head(PATH, key, "x-a : b", size, json_type) + body,
+        "bare LF in a chunk's size": head(PATH, key, _CHUNKED, json_type)
+        + b"%x\n%s\r\n0\r\n\r\n" % (len(body), body),
+    }
+    found = Found()
+    for name, request in requests.items():
+        status, answer = await status_of(target.gateways[0].http, request, timeout_s=8)
+        if status == 200:
+            found.wrong.append(f"{name} was accepted")
+        elif status >= 500 and status != 501:
+            found.wrong.append(f"{name} was answered {status}: {answer[:80]!r}")
+        if name == "CL with a plus" and status == 0:
+            found.did.append(f"{name}: closed")
+    old = head(PATH, key, size, json_type, version="1.0") + _completion(target)
+    streaming = _completion(target, stream=True)
+    old = head(PATH, key, f"content-length: {len(streaming)}", json_type, version="1.0") + streaming
+    status, answer = await status_of(target.gateways[0].http, old)
+    if status == 200 and _CHUNKED.encode() in answer.lower():
+        found.wrong.append("HTTP/1.0 was answered with chunks")
+    plain, _ = await status_of(target.gateways[0].http, post(PATH, body, key))
+    if plain != 200:
+        found.wrong.append(f"the same request with plain framing was answered {plain}")
+    found.did.append(f"{len(requests)} kinds of framing, HTTP/1.0 answered {status}")
+    return found
+
+
+async def _slow(address: str, begin: bytes, count: int, hold_s: float) -> str:
+    """Hold connections, each of which sends a byte a second."""
+    closed = 0
+
+    async def one(source: str) -> None:
+        nonlocal closed
+        try:
+            async with connected(address, source) as (_, writer):
+                writer.write(begin)
+                for _ in range(int(hold_s)):
+                    await asyncio.sleep(1.0)
+                    writer.write(b"a")
+                    await writer.drain()
+                    if writer.is_closing():
+                        break
+                else:
+                    return
+        except (OSError, TimeoutError):
+            pass
+        closed += 1
+
+    await asyncio.gather(*(one(SOURCES[number % len(SOURCES)]) for number in range(count)))
+    return f"{count} slow connections, {closed} closed by the server"
+
+
+async def slow_heads(target: Target) -> Found:
+    begin = f"POST {PATH} HTTP/1.1\r\nhost: a\r\nx: ".encode()
+    return await together(_slow(gateway.http, begin, 2_000, 15.0) for gateway in target.gateways)
+
+
+async def slow_bodies(target: Target) -> Found:
+    begins = (
+        head(PATH, "", "content-length: 1000000"),
+        head(PATH, target.keys["drills"], "content-length: 1000000"),
+        head(PATH, target.keys["drills"], _CHUNKED) + b"fffff\r\n",
+    )
+    return await together(
+        _slow(gateway.http, begin, 700, 15.0) for gateway in target.gateways for begin in begins
+    )
+
+
+async def slow_trailers(target: Target) -> Found:
+    begin = head(PATH, "", _CHUNKED) + b"0\r\nx: "
+    return await together(_slow(target.gateways[0].http, begin, 4_200, 15.0) for _ in range(1))
+
+
+FRAMING: Final = (
+    Attack("http-trailers", "trailers of 60 and 100 MB at each gateway", "cut off, nothing is kept", trailers),
+    Attack("http-trailer-line", "one trailer of 60 MB with a key", "cut off, nothing is kept", trailer_line),
+    Attack("http-trailer-key", "`authorization` as a trailer", "not accepted", trailer_key),
+    Attack("http-slow-trailers", "4,200 connections that never end a trailer", "new users are served", slow_trailers),
+    Attack("http-chunk-extensions", "chunk extensions of 1 MB", "cut off, nothing is kept", chunk_extensions),
+    Attack("http-ambiguous", "CL with TE, codings, obs-fold, NUL, bare CR, HTTP/1.0", "refused", ambiguous, limit_s=150),
+    Attack("http-slow-heads", "2,000 heads at a byte a second at each gateway", "new users are served", slow_heads),
+    Attack("http-slow-bodies", "2,100 bodies at a byte a second at each gateway", "new users are served", slow_bodies),
+)  # fmt: skip
