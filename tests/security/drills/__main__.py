@@ -1,4 +1,4 @@
-"""`make security-drills`: attacks on a live installation, with canaries beside them. Exits 0 when all held, else 1.
+"""`make security-drills`: attacks on a live installation with canaries. Exits 0 when all held, else 1.
 
 make security-drills ARGS="--only http-trailers --only 'grpc-*'"
 make security-drills ARGS="--list"

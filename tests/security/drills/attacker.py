@@ -1,4 +1,4 @@
-"""An attacker's process: one attack on the installation that its standard input describes, at the lowest priority.
+"""An attacker's process: one attack on the installation that standard input describes, niced.
 
 The last line of its output is what it found.
 """

@@ -7,5 +7,6 @@ from typing import Final
 from tests.security.drills.framing import FRAMING
 from tests.security.drills.strangers import STRANGERS
 from tests.security.drills.target import Attack
+from tests.security.drills.tenants import COLD, TENANTS
 
-ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING)
+ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING, *TENANTS, COLD)

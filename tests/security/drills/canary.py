@@ -44,7 +44,7 @@ def generation(model: str, prompt: str, tokens: int = TOKENS) -> pb.Generation:
 
 @dataclass(slots=True)
 class Canary:
-    """One stream after another on one face. ``worst_gap_s`` and ``failures`` are since they were last taken."""
+    """One stream after another on one face. Gap and failures count since they were last taken."""
 
     name: str
     finished: int = 0
@@ -68,11 +68,10 @@ class Canary:
 
     def take(self) -> tuple[float, list[str]]:
         """Return the worst gap, one that is still open included, and the failures, and count anew."""
-        self_gap_s = self.worst_gap_s
-        if self._last_s is not None:
-            self_gap_s = max(self_gap_s, now_s() - self._last_s)
-        failures, self.failures, self.worst_gap_s = self.failures, [], 0.0
-        return self_gap_s, failures
+        open_s = 0.0 if self._last_s is None else now_s() - self._last_s
+        gap_s, failures = max(self.worst_gap_s, open_s), self.failures
+        self.worst_gap_s, self.failures = 0.0, []
+        return gap_s, failures
 
 
 async def grpc_stream(
@@ -139,7 +138,7 @@ class Canaries:
     _expected: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     _open: asyncio.Event = field(default_factory=asyncio.Event)
     _busy: int = 0
-    _extra: Counted = Counted()
+    _extra: Counted = field(default_factory=Counted)
 
     @property
     def sees(self) -> Counted:

@@ -15,14 +15,14 @@ def head(
 ) -> bytes:
     """Return a request's head with ``lines`` as further header lines, taken as they are."""
     authorization = [f"authorization: Bearer {key}"] if key else []
-    text = [f"{method} {path} HTTP/{version}", f"host: {host}", *authorization, *lines, "", ""]
+    kind = ["content-type: application/json"] if method == "POST" else []
+    text = [f"{method} {path} HTTP/{version}", f"host: {host}", *kind, *authorization, *lines, "", ""]
     return "\r\n".join(text).encode("latin-1")
 
 
 def post(path: str, body: bytes, key: str = "") -> bytes:
     """Return a whole request, the last one of its connection."""
-    lines = ("content-type: application/json", f"content-length: {len(body)}", "connection: close")
-    return head(path, key, *lines) + body
+    return head(path, key, f"content-length: {len(body)}", "connection: close") + body
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""The live installation that is attacked: its processes, their memory and probes, its tenants and their usage."""
+"""The live installation that is attacked: processes, memory, probes, tenants and their usage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def admin_client(target: Target) -> AdminClient:
 
 @dataclass(slots=True)
 class Probing:
-    """Asks a target once a second whether it serves. ``silence_s``: longest time since the last good answer."""
+    """Asks a target once a second whether it serves. ``silence_s``: longest time without a good answer."""
 
     ask: Probe
     silence_s: float = 0.0

@@ -55,7 +55,7 @@ class Found:
 
 @dataclass(slots=True)
 class Row:
-    """The result of one attack. ``silences``: longest time without an answer to a probe, seconds by target."""
+    """The result of one attack. ``silences``: longest time without a good answer to a probe, s by target."""
 
     name: str
     found: Found
@@ -77,11 +77,10 @@ class Row:
             found.append(f"a canary waited {self.gap_s:.2f} s for an event ({self.gap_by})")
         if self.found.exceeded:
             found.append(f"{self.found.exceeded} requests above a limit")
-        found += [
-            f"{target} answered no probe for {silence_s:.1f} s"
-            for target, silence_s in self.silences.items()
-            if silence_s > MAX_SILENCE_S
-        ]
+        silent = [target for target, silence_s in self.silences.items() if silence_s > MAX_SILENCE_S]
+        if silent:
+            longest_s = max(self.silences.values())
+            found.append(f"no probe was answered for up to {longest_s:.1f} s: {', '.join(silent)}")
         if self.found.skipped:
             found.append(f"not run: {self.found.skipped}")
         return found + self.found.wrong

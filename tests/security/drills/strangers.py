@@ -79,17 +79,14 @@ async def half_open(target: Target) -> Found:
 
 def repeated_message(descriptor: Descriptor, depth: int = 4) -> list[FieldDescriptor] | None:
     """Return the fields that lead to a list of messages, None when there is no such list."""
-    for field in descriptor.fields:
-        if (
-            field.message_type is not None
-            and field.is_repeated
-            and not field.message_type.GetOptions().map_entry
-        ):
+    fields = [field for field in descriptor.fields if field.message_type is not None]
+    for field in fields:
+        if field.is_repeated and not field.message_type.GetOptions().map_entry:
             return [field]
-    for field in descriptor.fields if depth else ():
-        if field.message_type is not None and not field.is_repeated:
-            if (inner := repeated_message(field.message_type, depth - 1)) is not None:
-                return [field, *inner]
+    for field in fields if depth else ():
+        inner = None if field.is_repeated else repeated_message(field.message_type, depth - 1)
+        if inner is not None:
+            return [field, *inner]
     return None
 
 
@@ -291,24 +288,44 @@ async def giant_metadata(target: Target) -> Found:
 
 STRANGERS: Final = (
     Attack(
-        "health-watch", "300 Health/Watch streams on one connection to each role, for 70 s",
-        "the supervisor's probes are answered, no role is killed", health_watch, limit_s=90,
-    ),
-    Attack("reflection", "300 reflection streams without a message on each role", "probes are answered", reflection),
-    Attack("half-open-calls", "20,000 unary calls without a message on three roles", "probes are answered", half_open),
-    Attack("empty-submessages", "16 MiB of empty submessages on each role", "nothing is decoded", submessages),
-    Attack("gzip-submessages", "the same in 16 kB of gzip, six at once", "nothing is decompressed", submessages_gzip),
-    Attack(
-        "malformed-messages", "1,000 malformed messages a second to each gateway",
-        "refused by their credential or as INVALID_ARGUMENT, without a traceback in the log", malformed,
+        "health-watch",
+        "300 Health/Watch streams on one connection to each role, for 70 s",
+        "the supervisor's probes are answered, no role is killed",
+        health_watch,
+        limit_s=90,
     ),
     Attack(
-        "idle-connections", "10,300 idle connections on each of a gateway's two ports",
-        "new users are served", idle_gateway, limit_s=90, processes=2,
+        "reflection",
+        "300 reflection streams on one connection to each role",
+        "probes are answered",
+        reflection,
     ),
-    Attack("idle-metrics", "2,000 idle connections on each metrics port", "/readyz is answered", idle_metrics, limit_s=90),
+    Attack(
+        "half-open-calls", "20,000 calls without a message on three roles", "probes are answered", half_open
+    ),
+    Attack(
+        "empty-submessages", "16 MiB of empty submessages to each role", "nothing is decoded", submessages
+    ),
+    Attack("gzip-submessages", "the same in 16 kB, six at once", "nothing is inflated", submessages_gzip),
+    Attack(
+        "malformed-messages",
+        "1,000 malformed messages a second to each gateway",
+        "UNAUTHENTICATED or INVALID_ARGUMENT, no traceback in the log",
+        malformed,
+    ),
+    Attack(
+        "idle-connections",
+        "10,300 idle connections on each of a gateway's two ports",
+        "new users are served",
+        idle_gateway,
+        limit_s=90,
+        processes=2,
+    ),
+    Attack(
+        "idle-metrics", "2,000 idle connections on each metrics port", "/readyz is answered", idle_metrics
+    ),
     Attack("health-list", "1,000 calls of Health/List on each role", "probes are answered", health_list),
     Attack("rapid-reset", "streams that are opened and reset at once", "canaries go on", rapid_reset),
     Attack("ping-flood", "pings as fast as they can be sent", "canaries go on", ping_flood),
-    Attack("giant-metadata", "metadata of 20 kB and 1 MB, and a head that never ends", "canaries go on", giant_metadata),
-)  # fmt: skip
+    Attack("giant-metadata", "heads of 20 kB, of 1 MB, and without an end", "canaries go on", giant_metadata),
+)

@@ -22,7 +22,7 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``roles`` and ``metrics``: host:port of each process by name. ``share``: which of how many processes."""
+    """``roles`` and ``metrics``: host:port by process. ``share``: which of how many attackers this is."""
 
     state: Path
     model: str
