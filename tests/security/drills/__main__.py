@@ -178,6 +178,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     root = Path(options.state_dir or tempfile.mkdtemp(prefix="fairway-drills-"))
+    root.chmod(0o755)  # what keeps another user out has to be the installation's own modes
     began_s = now_s()
     try:
         total = asyncio.run(run(wanted, root, options.rest))

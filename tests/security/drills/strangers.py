@@ -93,13 +93,15 @@ def repeated_message(descriptor: Descriptor, depth: int = 4) -> list[FieldDescri
 def empty_submessages(role: str, size_bytes: int = MESSAGE_BYTES) -> tuple[str, bytes]:
     """Return a method of the role and a request of it: a list of empty messages."""
     module: Any = MODULES[role]
-    for service in module.DESCRIPTOR.services_by_name.values():
-        for method in service.methods:
-            if (fields := repeated_message(method.input_type)) is not None:
-                payload = (_tag(fields[-1]) + b"\x00") * (size_bytes // (len(_tag(fields[-1])) + 1))
-                for field in reversed(fields[:-1]):
-                    payload = _tag(field) + _varint(len(payload)) + payload
-                return f"/{service.full_name}/{method.name}", payload
+    services = module.DESCRIPTOR.services_by_name.values()
+    methods = [method for service in services for method in service.methods]
+    for method in sorted(methods, key=lambda method: method.client_streaming):
+        if (fields := repeated_message(method.input_type)) is not None:
+            entry = _tag(fields[-1]) + b"\x00"
+            payload = entry * (size_bytes // len(entry))
+            for field in reversed(fields[:-1]):
+                payload = _tag(field) + _varint(len(payload)) + payload
+            return f"/{method.containing_service.full_name}/{method.name}", payload
     raise AssertionError(f"no request of {role} has a list of messages")
 
 
