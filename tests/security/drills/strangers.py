@@ -79,12 +79,12 @@ async def half_open(target: Target) -> Found:
 
 def repeated_message(descriptor: Descriptor, depth: int = 4) -> list[FieldDescriptor] | None:
     """Return the fields that lead to a list of messages, None when there is no such list."""
-    fields = [field for field in descriptor.fields if field.message_type is not None]
-    for field in fields:
-        if field.is_repeated and not field.message_type.GetOptions().map_entry:
+    fields = [(field, field.message_type) for field in descriptor.fields if field.message_type is not None]
+    for field, kind in fields:
+        if field.is_repeated and not kind.GetOptions().map_entry:
             return [field]
-    for field in fields if depth else ():
-        inner = None if field.is_repeated else repeated_message(field.message_type, depth - 1)
+    for field, kind in fields if depth else ():
+        inner = None if field.is_repeated else repeated_message(kind, depth - 1)
         if inner is not None:
             return [field, *inner]
     return None
@@ -157,9 +157,10 @@ async def malformed(target: Target) -> Found:
     )
     for gateway in target.gateways:
         async with grpc.aio.insecure_channel(gateway.grpc) as channel:
+            complete: Any = channel.unary_unary(COMPLETE)
             for key, due in (("", "UNAUTHENTICATED"), (target.keys["drills"], "INVALID_ARGUMENT")):
                 try:
-                    await channel.unary_unary(COMPLETE)(b"\xff" * 9, metadata=metadata(key), timeout=10)
+                    await complete(b"\xff" * 9, metadata=metadata(key), timeout=10)
                 except grpc.aio.AioRpcError as error:
                     if error.code().name != due or "Error" in str(error.details()):
                         got = f"{error.code().name} {error.details()}"
