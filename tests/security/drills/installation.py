@@ -163,7 +163,7 @@ class Installation:
             name
             for name, known in self._known.items()
             if children.get(name) != known or not known.alive
-            if name not in expected
+            if not name.startswith(expected)
         ]
         self._known |= children
         return lost
