@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
-import psutil
 
+from fairway.cli.fleet.probes import grpc_serving
 from fairway.cli.fleet.record import FleetRecord
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
@@ -80,15 +81,9 @@ async def hold(
     running: Running,
     *,
     hold_s: float,
-    wait_for_ready: bool = False,
 ) -> None:
     """Run one generation, cancelled ``hold_s`` after its acceptance. What is refused is no failure."""
-    call = stub.Generate(
-        pb.GenerateRequest(generation=wanted),
-        metadata=metadata(key),
-        timeout=40,
-        wait_for_ready=wait_for_ready,
-    )
+    call = stub.Generate(pb.GenerateRequest(generation=wanted), metadata=metadata(key), timeout=40)
     held = False
     try:
         async for event in call:
@@ -118,7 +113,7 @@ async def _storm_session(target: Target, gateway: Gateway, count: int, running: 
         stub = inference_pb2_grpc.InferenceServiceStub(opened)
         ended, accepted = 0, 0
         try:
-            call = stub.Session(requests(), metadata=metadata(target.keys["storm"]), timeout=60)
+            call = stub.Session(requests(), metadata=metadata(target.keys[running.tenant]), timeout=60)
             async for answer in call:
                 accepted += len(answer.accepted)
                 ended += len(answer.finished)
@@ -134,8 +129,8 @@ async def _storm_session(target: Target, gateway: Gateway, count: int, running: 
 
 
 async def storm(target: Target) -> Found:
-    """Thousands of starts and cancels, while both tenants also try to run more than they may."""
-    found = Found()
+    """Starts and cancels of a tenant with a limit and of one without; two with limits try to run more."""
+    found, free = Found(), Running("drills", STARTS)
     storming, other = Running("storm", CONCURRENCY), Running("other", CONCURRENCY, PER_MINUTE)
     over = asyncio.Event()
 
@@ -152,12 +147,16 @@ async def storm(target: Target) -> Found:
             group.create_task(press(other, gateway, 0.2))
             group.create_task(press(storming, gateway, 0.5))
         await asyncio.sleep(1.0)
-        sessions = [(gateway, STARTS // 8) for gateway in target.gateways for _ in range(4)]
-        refused = await asyncio.gather(*(_storm_session(target, *each, storming) for each in sessions))
+        sessions = [
+            _storm_session(target, gateway, STARTS // 8, tenant)
+            for gateway in target.gateways
+            for tenant in (storming, free) * 2
+        ]
+        refused = await asyncio.gather(*sessions)
         await asyncio.sleep(2.0)
         over.set()
     found.did.append(f"{STARTS} starts and cancels, {sum(refused)} ended with an error")
-    for running in (storming, other):
+    for running in (storming, other, free):
         running.report(found)
     return found
 
@@ -166,28 +165,23 @@ async def cold(target: Target) -> Found:
     """Kill both gateways and send more than the limit to both as soon as they answer."""
     found, children = Found(), FleetRecord.load(target.state / "fleet.json")
     assert children is not None
-    running = Running("cold", CONCURRENCY)
     for gateway in target.gateways:
         os.kill(children.children[gateway.name].pid, signal.SIGKILL)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)
+    for gateway in target.gateways:
+        while await grpc_serving(gateway.grpc)():
+            await asyncio.sleep(0.1)
+    running = Running("cold", CONCURRENCY)
     wanted = generation(target.model, "class A:", LONG_TOKENS)
-    channels = [channel(gateway.grpc) for gateway in target.gateways]
-    stubs = [inference_pb2_grpc.InferenceServiceStub(each) for each in channels]
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = [
+            inference_pb2_grpc.InferenceServiceStub(await stack.enter_async_context(channel(gateway.grpc)))
+            for gateway in target.gateways
+        ]
         async with asyncio.TaskGroup() as group:
-            while running.accepted == 0 and psutil.pid_exists(os.getppid()):
+            for _ in range(60):
                 for stub in stubs:
-                    for _ in range(4):
-                        group.create_task(hold(stub, wanted, target.keys["cold"], running, hold_s=5.0))
-                await asyncio.sleep(0.1)
-            for _ in range(20):
-                for stub in stubs:
-                    for _ in range(4):
-                        group.create_task(hold(stub, wanted, target.keys["cold"], running, hold_s=5.0))
-                await asyncio.sleep(0.1)
-    finally:
-        for each in channels:
-            await each.close()
+                    group.create_task(hold(stub, wanted, target.keys["cold"], running, hold_s=5.0))
     running.report(found)
     return found
 
