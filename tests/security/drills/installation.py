@@ -37,6 +37,7 @@ TENANTS: Final = {
     "storm": (0, 5),
     "other": (30, 5),
     "cold": (0, 5),
+    "free": (0, 0),
     "session": (0, 0),
     "poor": (30, 0),
 }

@@ -130,7 +130,7 @@ async def _storm_session(target: Target, gateway: Gateway, count: int, running: 
 
 async def storm(target: Target) -> Found:
     """Starts and cancels of a tenant with a limit and of one without; two with limits try to run more."""
-    found, free = Found(), Running("drills", STARTS)
+    found, free = Found(), Running("free", STARTS)
     storming, other = Running("storm", CONCURRENCY), Running("other", CONCURRENCY, PER_MINUTE)
     over = asyncio.Event()
 
