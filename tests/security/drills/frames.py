@@ -11,6 +11,7 @@ from typing import Final
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
+_CONNECT_S: Final = 5.0
 _INITIAL_WINDOW: Final = 4
 _MAX_FRAME_BYTES: Final = 16384
 _CANCEL: Final = (8).to_bytes(4, "big")
@@ -58,9 +59,10 @@ class Http2:
     @classmethod
     @contextlib.asynccontextmanager
     async def connected(cls, address: str, source: str) -> AsyncIterator[Http2]:
-        """Raises OSError. What the server closes meanwhile is no error."""
+        """Raises OSError, TimeoutError. What the server closes meanwhile is no error."""
         host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
         connection = cls(reader, writer)
         writer.write(
             _PREFACE + frame(SETTINGS, 0, 0) + frame(WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4, "big"))

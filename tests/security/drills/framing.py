@@ -136,7 +136,7 @@ async def _slow(address: str, begin: bytes, count: int, hold_s: float) -> str:
     async def one(source: str) -> None:
         nonlocal closed
         try:
-            async with connected(address, source) as (_, writer):
+            async with asyncio.timeout(hold_s + 10), connected(address, source) as (_, writer):
                 writer.write(begin)
                 for _ in range(int(hold_s)):
                     await asyncio.sleep(1.0)

@@ -32,6 +32,7 @@ MODULES: Final = {
     "registry": registry_pb2,
     "controlplane": controlplane_pb2,
 }
+_OPEN_S: Final = 30.0
 MESSAGE_BYTES: Final = 16 * 1024**2 - 64
 now_s = SystemClock().monotonic_s
 
@@ -136,47 +137,6 @@ async def submessages_gzip(target: Target) -> Found:
     return await together(_submessages(*each, compressed=True) for each in target.roles.items())
 
 
-async def _malformed(address: str, source: str) -> str:
-    sent, ends_s = 0, now_s() + 10.0
-    while now_s() < ends_s:
-        async with Http2.connected(address, source) as connection:
-            for _ in range(20):
-                await asyncio.gather(*(connection.call(COMPLETE, message(b"\xff" * 9)) for _ in range(50)))
-                sent += 50
-                await connection.answers(sent, 0.05)
-                if connection.closed.is_set() or now_s() >= ends_s:
-                    break
-    return f"{sent} malformed requests"
-
-
-async def malformed(target: Target) -> Found:
-    logs = {gateway.name: target.state / "logs" / f"{gateway.name}.log" for gateway in target.gateways}
-    before = {name: path.stat().st_size for name, path in logs.items()}
-    found = await together(
-        _malformed(gateway.grpc, source) for gateway in target.gateways for source in SOURCES[:2]
-    )
-    for gateway in target.gateways:
-        async with grpc.aio.insecure_channel(gateway.grpc) as channel:
-            complete: Any = channel.unary_unary(COMPLETE)
-            for key, due in (("", "UNAUTHENTICATED"), (target.keys["drills"], "INVALID_ARGUMENT")):
-                try:
-                    await complete(b"\xff" * 9, metadata=metadata(key), timeout=10)
-                except grpc.aio.AioRpcError as error:
-                    if error.code().name != due or "Error" in str(error.details()):
-                        got = f"{error.code().name} {error.details()}"
-                        found.wrong.append(f"a malformed message got {got} instead of {due}"[:250])
-    for name, path in logs.items():
-        if traces := _since(path, before[name]).count(b"Traceback"):
-            found.wrong.append(f"{traces} tracebacks in the log of {name}")
-    return found
-
-
-def _since(path: Path, offset: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset if offset <= path.stat().st_size else 0)
-        return file.read()
-
-
 async def idle(addresses: Iterable[str], each: int, hold_s: float) -> Found:
     """Open so many connections to each address and hold them."""
     gate, sockets, refused = asyncio.Semaphore(100), [], 0
@@ -191,15 +151,16 @@ async def idle(addresses: Iterable[str], each: int, hold_s: float) -> Found:
                 opened.bind((source, 0))
                 await loop.sock_connect(opened, (host, port))
             sockets.append(opened)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, asyncio.CancelledError):
             refused += 1
             opened.close()
 
-    async with asyncio.TaskGroup() as group:
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            for number in range(each):
-                group.create_task(one(host, int(port), SOURCES[number % len(SOURCES)]))
+    ports = [(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)]
+    sources = [SOURCES[number % len(SOURCES)] for number in range(each)]
+    works = [asyncio.create_task(one(*port, source)) for source in sources for port in ports]
+    _, late = await asyncio.wait(works, timeout=_OPEN_S)
+    for task in late:
+        task.cancel()
     await asyncio.sleep(hold_s)
     closed = sum(_is_closed(each) for each in sockets)
     for opened in sockets:
@@ -245,7 +206,7 @@ async def _flood(
     async def one(address: str, source: str) -> str:
         done, connections, ends_s = 0, 0, now_s() + hold_s
         while now_s() < ends_s:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, TimeoutError):
                 async with Http2.connected(address, source) as connection:
                     connections += 1
                     while now_s() < ends_s and not connection.closed.is_set():
@@ -256,6 +217,38 @@ async def _flood(
 
     addresses = [*(gateway.grpc for gateway in target.gateways), target.roles["worker-0"]]
     return await together(one(address, source) for address in addresses for source in SOURCES[4:6])
+
+
+async def malformed(target: Target) -> Found:
+    logs = {gateway.name: target.state / "logs" / f"{gateway.name}.log" for gateway in target.gateways}
+    before = {name: path.stat().st_size for name, path in logs.items()}
+
+    async def flood(connection: Http2) -> int:
+        await asyncio.gather(*(connection.call(COMPLETE, message(b"\xff" * 9)) for _ in range(50)))
+        await asyncio.sleep(0.1)
+        return 50
+
+    found = await _flood(target, flood, "malformed messages")
+    for gateway in target.gateways:
+        async with grpc.aio.insecure_channel(gateway.grpc) as channel:
+            complete: Any = channel.unary_unary(COMPLETE)
+            for key, due in (("", "UNAUTHENTICATED"), (target.keys["drills"], "INVALID_ARGUMENT")):
+                try:
+                    await complete(b"\xff" * 9, metadata=metadata(key), timeout=10)
+                except grpc.aio.AioRpcError as error:
+                    if error.code().name != due or "Error" in str(error.details()):
+                        got = f"{error.code().name} {error.details()}"
+                        found.wrong.append(f"a malformed message got {got} instead of {due}"[:250])
+    for name, path in logs.items():
+        if traces := _since(path, before[name]).count(b"Traceback"):
+            found.wrong.append(f"{traces} tracebacks in the log of {name}")
+    return found
+
+
+def _since(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset if offset <= path.stat().st_size else 0)
+        return file.read()
 
 
 async def rapid_reset(target: Target) -> Found:
