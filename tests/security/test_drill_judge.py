@@ -58,7 +58,7 @@ def test_a_run_without_harm_passes() -> None:
         (good(found=Found(exceeded=1)), "limits_exceeded", 1),
         (good(found=Found(skipped="not root")), "attacks", 0),
         (good(found=Found(wrong=["a key in a trailer was accepted"])), "attacks", 1),
-        (good(silences={"worker-0 health": 10.5}), "attacks", 1),
+        (good(silences={"worker-0 health": 5.5}), "attacks", 1),
     ],
 )
 def test_each_harm_is_judged_wrong(row: Row, figure: str, value: float) -> None:

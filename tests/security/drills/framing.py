@@ -176,26 +176,14 @@ async def slow_trailers(target: Target) -> Found:
 
 
 FRAMING: Final = (
-    Attack(
-        "http-trailers", "trailers of 60 and 100 MB to each gateway", "cut off, nothing is kept", trailers
-    ),
-    Attack("http-trailer-line", "one trailer of 60 MB, with a key", "cut off, nothing is kept", trailer_line),
+    Attack("http-trailers", "trailers of 60 and 100 MB to each gateway", "cut off, none kept", trailers),
+    Attack("http-trailer-line", "one trailer of 60 MB, with a key", "cut off, nothing kept", trailer_line),
     Attack("http-trailer-key", "`authorization` as a trailer", "not accepted", trailer_key),
     Attack("http-slow-trailers", "4,200 trailers that never end", "new users are served", slow_trailers),
-    Attack("http-chunk-extensions", "chunk extensions of 1 MB", "cut off, nothing is kept", chunk_extensions),
+    Attack("http-chunk-extensions", "chunk extensions of 1 MB", "cut off, none kept", chunk_extensions),
+    Attack("http-ambiguous", "CL with TE, codings, obs-fold, NUL, bare CR", "refused", ambiguous, 150),
+    Attack("http-slow-heads", "2,000 at a byte a second to each gateway", "new users are served", slow_heads),
     Attack(
-        "http-ambiguous", "CL with TE, codings, obs-fold, NUL, bare CR, HTTP/1.0", "refused", ambiguous, 150
-    ),
-    Attack(
-        "http-slow-heads",
-        "2,000 heads at a byte a second to each gateway",
-        "new users are served",
-        slow_heads,
-    ),
-    Attack(
-        "http-slow-bodies",
-        "2,100 bodies at a byte a second to each gateway",
-        "new users are served",
-        slow_bodies,
+        "http-slow-bodies", "2,100 at a byte a second to each gateway", "new users are served", slow_bodies
     ),
 )

@@ -10,7 +10,7 @@ from typing import Final
 MAX_GAP_S: Final = 1.0
 MAX_GROWTH_MIB: Final = 64.0
 # A role whose probes fail for this long is on the way to being killed by its supervisor.
-MAX_SILENCE_S: Final = 10.0
+MAX_SILENCE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)

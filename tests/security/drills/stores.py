@@ -268,20 +268,10 @@ async def etcd_gone(target: Target) -> Found:
 
 STORES: Final = (
     Attack("log-disk-full", "the disk of the logs full, then free again", "no role ends", log_disk_full),
-    Attack(
-        "flipped-weights",
-        "bits flipped in a worker's cache, its engine killed",
-        "same answers",
-        flipped_weights,
-        120,
-    ),
-    Attack(
-        "ready-deleted", "a worker's `ready/` deleted, its engine killed", "READY again", ready_deleted, 120
-    ),
+    Attack("flipped-weights", "flipped bits cached, the engine killed", "same answers", flipped_weights, 120),
+    Attack("ready-deleted", "a cache's `ready/` gone, the engine killed", "READY again", ready_deleted, 120),
     Attack("other-user", "another user reads files and connects to stores", "nothing", other_user),
-    Attack(
-        "redis-flushed", "all of Redis flushed, scripts as well", "limits exact", redis_flushed, stores=True
-    ),
+    Attack("redis-flushed", "Redis flushed, scripts as well", "limits exact", redis_flushed, stores=True),
 )
 ETCD: Final = Attack(
     "etcd-gone",

@@ -17,6 +17,7 @@ import grpc
 from fairway.cli.fleet.options import bundled_checkpoint
 from fairway.client import FairwayError
 from fairway.client.publish import PublishRefused
+from fairway.formats.weights import weights_digest
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import registry_pb2_grpc
@@ -34,6 +35,7 @@ MAX_CREATE_S: Final = 5.0
 CHUNK_BYTES: Final = 8 * 1024**2
 REPEATS: Final = 500
 TENSORS: Final = 550_000
+_PIECE_BYTES: Final = 1024**2
 now_s = SystemClock().monotonic_s
 
 # Each costs seconds to hours, unless what it does is charged before it is done.
@@ -187,81 +189,58 @@ def _claiming_chunk() -> bytes:
     return ((4096).to_bytes(8, "little") + header).ljust(CHUNK_BYTES, b"\x01")
 
 
+async def _create(
+    target: Target, model: str, chunks: list[bytes], whole: str, repeats: int
+) -> tuple[str, float]:
+    """Make a version whose weights repeat these chunks; return outcome and seconds."""
+    names, admin = [_digest(chunk) for chunk in chunks], metadata(target.admin_key)
+    file = rg.ManifestFile(
+        path="model.safetensors",
+        size_bytes=sum(map(len, chunks)) * repeats,
+        digest=whole,
+        chunks=names * repeats,
+    )
+    weights = weights_digest([(file.path, file.digest)])
+    manifest = rg.Manifest(schema=2, files=[file], kind="causal-lm", weights_digest=weights)
+    async with grpc.aio.insecure_channel(target.registry) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        for name, chunk in zip(names, chunks, strict=True):
+            header = rg.ChunkHeader(digest=name, size_bytes=len(chunk))
+            pieces = [chunk[at : at + _PIECE_BYTES] for at in range(0, len(chunk), _PIECE_BYTES)]
+            parts = [
+                rg.UploadChunkRequest(header=header),
+                *(rg.UploadChunkRequest(data=each) for each in pieces),
+            ]
+            await stub.UploadChunk(iter(parts), metadata=admin, timeout=30)
+        began_s, outcome = now_s(), "accepted"
+        try:
+            request = rg.CreateVersionRequest(model=model, manifest=manifest)
+            await stub.CreateVersion(request, metadata=admin, timeout=60)
+        except grpc.aio.AioRpcError as error:
+            outcome = f"{error.code().name} {error.details()}"[:200]
+    return outcome, now_s() - began_s
+
+
 async def repeated_chunks(target: Target) -> Found:
     """Store 8 MiB and claim a file of 3.9 GiB by naming them 500 times."""
     chunk, whole = _claiming_chunk(), hashlib.sha256()
     for _ in range(REPEATS):
         await asyncio.to_thread(whole.update, chunk)
-    digest = _digest(chunk)
-    files = [
-        rg.ManifestFile(
-            path="model.safetensors",
-            size_bytes=CHUNK_BYTES * REPEATS,
-            digest="sha256:" + whole.hexdigest(),
-            chunks=[digest] * REPEATS,
-        )
-    ]
-    weights = _digest(f"{files[0].digest} model.safetensors\n".encode())
-    manifest = rg.Manifest(schema=2, files=files, kind="causal-lm", weights_digest=weights)
-    admin = metadata(target.admin_key)
-
-    async def parts() -> AsyncIterator[rg.UploadChunkRequest]:
-        yield rg.UploadChunkRequest(header=rg.ChunkHeader(digest=digest, size_bytes=len(chunk)))
-        for at in range(0, len(chunk), 1 << 20):
-            yield rg.UploadChunkRequest(data=chunk[at : at + (1 << 20)])
-
-    async with grpc.aio.insecure_channel(target.registry) as channel:
-        stub = registry_pb2_grpc.RegistryServiceStub(channel)
-        await stub.UploadChunk(parts(), metadata=admin, timeout=30)
-        request = rg.CreateVersionRequest(model="drill-claims", manifest=manifest)
-        began_s = now_s()
-        try:
-            await stub.CreateVersion(request, metadata=admin, timeout=60)
-        except grpc.aio.AioRpcError as error:
-            took_s = now_s() - began_s
-            found = Found(did=[f"{error.code().name} {error.details()} after {took_s:.1f} s"[:200]])
-            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-                found.wrong.append(f"8 MiB that claim 3.9 GiB were answered {error.code().name}")
-            elif took_s > MAX_CREATE_S:
-                found.wrong.append(f"8 MiB that claim 3.9 GiB kept the registry for {took_s:.1f} s")
-            elif "digest" in str(error.details()).lower() and "weights" in str(error.details()):
-                found.wrong.append(f"the attack is malformed: {error.details()}")
-            return found
-    return Found(wrong=[f"8 MiB claimed a version of 3.9 GiB in {now_s() - began_s:.1f} s"])
+    outcome, took_s = await _create(target, "drill-claims", [chunk], f"sha256:{whole.hexdigest()}", REPEATS)
+    found = Found(did=[f"{outcome} after {took_s:.1f} s"])
+    if not outcome.startswith(("INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")):
+        found.wrong.append("8 MiB that claim 3.9 GiB were not refused")
+    if took_s > MAX_CREATE_S:
+        found.wrong.append(f"8 MiB that claim 3.9 GiB kept the registry for {took_s:.1f} s")
+    return found
 
 
 async def many_tensors(target: Target) -> Found:
-    names = (f'"t{number}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for number in range(TENSORS))
-    header = ("{" + ",".join(names) + "}").encode()
+    tensor = '"t%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    header = ("{" + ",".join(tensor % number for number in range(TENSORS)) + "}").encode()
     data = len(header).to_bytes(8, "little") + header
     chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-    file = rg.ManifestFile(
-        path="model.safetensors",
-        size_bytes=len(data),
-        digest=_digest(data),
-        chunks=[_digest(chunk) for chunk in chunks],
-    )
-    weights = _digest(f"{file.digest} model.safetensors\n".encode())
-    admin = metadata(target.admin_key)
-    async with grpc.aio.insecure_channel(target.registry) as channel:
-        stub = registry_pb2_grpc.RegistryServiceStub(channel)
-        for chunk in chunks:
-            parts = [
-                rg.UploadChunkRequest(header=rg.ChunkHeader(digest=_digest(chunk), size_bytes=len(chunk))),
-                *(
-                    rg.UploadChunkRequest(data=chunk[at : at + (1 << 20)])
-                    for at in range(0, len(chunk), 1 << 20)
-                ),
-            ]
-            await stub.UploadChunk(iter(parts), metadata=admin, timeout=30)
-        manifest = rg.Manifest(schema=2, files=[file], kind="causal-lm", weights_digest=weights)
-        began_s, outcome = now_s(), "accepted"
-        try:
-            request = rg.CreateVersionRequest(model="drill-tensors", manifest=manifest)
-            await stub.CreateVersion(request, metadata=admin, timeout=60)
-        except grpc.aio.AioRpcError as error:
-            outcome = f"{error.code().name} {error.details()}"[:150]
-    took_s = now_s() - began_s
+    outcome, took_s = await _create(target, "drill-tensors", chunks, _digest(data), 1)
     found = Found(did=[f"a header of {len(header) / 1e6:.0f} MB: {outcome} after {took_s:.1f} s"])
     if took_s > MAX_CREATE_S:
         found.wrong.append(f"a header of {TENSORS} tensors kept the registry for {took_s:.1f} s")
@@ -270,33 +249,17 @@ async def many_tensors(target: Target) -> Found:
 
 VERSIONS: Final = (
     Attack(
-        "long-prompts",
-        "prompts of 2.6 MB to a long context, one and six",
-        "canaries go on",
-        long_prompts,
-        150,
+        "long-prompts", "2.6 MB to a long context, one and six at once", "canaries go on", long_prompts, 150
     ),
-    Attack(
-        "tokenizer-regex",
-        "a version with the pattern `(a+)+$`",
-        "the request ends, no role does",
-        tokenizer_regex,
-        150,
-    ),
+    Attack("tokenizer-regex", "a version with `(a+)+$`", "only the request ends", tokenizer_regex, 150),
     Attack(
         "tokenizer-normaliser",
-        "a version whose normaliser doubles 24 times",
-        "the request ends, no role does",
+        "one that doubles 24 times",
+        "only the request ends",
         tokenizer_normaliser,
         150,
     ),
-    Attack(
-        "template-bombs",
-        "chat templates that compute for hours",
-        "the request ends, no role does",
-        templates,
-        300,
-    ),
-    Attack("registry-chunks", "8 MiB stored that claim 3.9 GiB", "refused", repeated_chunks, 120),
+    Attack("template-bombs", "templates that compute for hours", "only the request ends", templates, 300),
+    Attack("registry-chunks", "8 MiB stored that claim 3.9 GiB", "refused within 5 s", repeated_chunks, 120),
     Attack("registry-header", "a header of 550,000 tensors", "answered within 5 s", many_tensors, 120),
 )
