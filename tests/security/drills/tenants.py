@@ -263,7 +263,7 @@ async def unpaid_work(target: Target) -> Found:
 async def logit_bias(target: Target) -> Found:
     """A map of 7.8 MB, once and 25 times at once."""
     body = {"model": target.model, "messages": [{"role": "user", "content": "x"}]}
-    bias = dict.fromkeys(map(str, range(100_000, 750_000)), 1)
+    bias = dict.fromkeys(map(str, range(100_000, 700_000)), 1)
     request = post(CHAT, json.dumps({**body, "logit_bias": bias}).encode(), target.keys["drills"])
     found = Found()
     for count in (1, 25):
