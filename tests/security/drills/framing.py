@@ -74,13 +74,18 @@ async def trailer_key(target: Target) -> Found:
 
 
 async def chunk_extensions(target: Target) -> Found:
-    begin, piece = head(PATH, "", _CHUNKED), b"1;" + b"e" * _MIB + b"\r\n{\r\n"
-    keyed = head(PATH, target.keys["drills"], _CHUNKED)
-    return await together(
-        _pour(gateway.http, start, piece, 40 * 10**6, SOURCES[3])
+    """Many of 1 MB, and one that never ends."""
+    heads = (head(PATH, "", _CHUNKED), head(PATH, target.keys["drills"], _CHUNKED))
+    piece = b"1;" + b"e" * _MIB + b"\r\n{\r\n"
+    many = [
+        _pour(gateway.http, begin, piece, 40 * 10**6, SOURCES[3])
         for gateway in target.gateways
-        for start in (begin, keyed)
-    )
+        for begin in heads
+    ]
+    one = [
+        _pour(target.gateways[0].http, begin + b"1;", b"e" * 65536, 60 * 10**6, SOURCES[4]) for begin in heads
+    ]
+    return await together([*many, *one])
 
 
 async def ambiguous(target: Target) -> Found:
@@ -167,8 +172,9 @@ async def slow_bodies(target: Target) -> Found:
 
 
 async def slow_trailers(target: Target) -> Found:
-    begin = head(PATH, "", _CHUNKED) + b"0\r\nx: "
-    return await together(_slow(target.gateways[0].http, begin, 4_200, 15.0) for _ in range(1))
+    keyed = head(PATH, target.keys["drills"], _CHUNKED) + b"2\r\n{}\r\n0\r\nx: "
+    begins = (head(PATH, "", _CHUNKED) + b"0\r\nx: ", keyed)
+    return await together(_slow(target.gateways[0].http, begin, 2_100, 15.0) for begin in begins)
 
 
 FRAMING: Final = (
@@ -176,7 +182,9 @@ FRAMING: Final = (
     Attack("http-trailer-line", "one trailer of 60 MB, with a key", "cut off, nothing kept", trailer_line),
     Attack("http-trailer-key", "`authorization` as a trailer", "not accepted", trailer_key),
     Attack("http-slow-trailers", "4,200 trailers that never end", "new users are served", slow_trailers),
-    Attack("http-chunk-extensions", "chunk extensions of 1 MB", "cut off, none kept", chunk_extensions),
+    Attack(
+        "http-chunk-extensions", "chunk extensions of 1 MB, one of 60", "cut off, none kept", chunk_extensions
+    ),
     Attack("http-ambiguous", "CL with TE, codings, obs-fold, NUL, bare CR", "refused", ambiguous, 150),
     Attack("http-slow-heads", "2,000 at a byte a second to each gateway", "new users are served", slow_heads),
     Attack(
