@@ -87,7 +87,7 @@ async def _engine_lost(target: Target, worker: str, damage: Callable[[Path], obj
     before = await _answers(target)
     cache = target.state / "state" / worker / "models"
     damage(cache)
-    for engine in psutil.Process(pid_of(target, worker)).children():
+    for engine in psutil.Process(pid_of(target, worker)).children(recursive=True):
         if "engine" in " ".join(engine.cmdline()):
             engine.kill()
     await asyncio.sleep(2.0)
