@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check e2e e2e-env s3-env engine-oracle triton-env triton-test chaos sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	lint types imports stubs stubs-check e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -48,7 +48,7 @@ test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those o
 
 verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
 
-verify-full: verify engine-oracle triton-test chaos sim ## verify, the oracles, the kernels, the chaos drills, the simulator's 500 seeds
+verify-full: verify engine-oracle triton-test chaos security-drills sim ## verify, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -111,6 +111,9 @@ triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and com
 
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+security-drills: setup-dev ## Attack an installation from outside, with canaries beside the attacks (about 15 minutes)
+	$(BIN)/python -m tests.security.drills $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
