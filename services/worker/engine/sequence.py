@@ -12,7 +12,7 @@ from services.worker.engine_protocol import Sampling, Submit
 
 
 class Status(Enum):
-    """Where a sequence is. Those that hold KV blocks: PREFILLING, DECODING, HELD, STALLED."""
+    """Where a sequence is. PREFILLING, DECODING and HELD hold KV and a seat, STALLED and RETURNING KV alone."""
 
     WAITING = auto()  # new, no KV
     PREEMPTED = auto()  # lost its KV, goes before new ones
@@ -21,6 +21,7 @@ class Status(Enum):
     DECODING = auto()
     HELD = auto()  # its next token is being computed, and may be its last
     STALLED = auto()  # holds KV, has no credit
+    RETURNING = auto()  # holds KV, has credit again, waits for a seat
     FINISHED = auto()
 
 
