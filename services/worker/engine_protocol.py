@@ -128,6 +128,15 @@ class Credit(Message, frozen=True):
     limits: list[int]
 
 
+class Park(Message, frozen=True):
+    """Stop these sequences after their next token, until a ``Credit``: their places in the batch are others'.
+
+    Their KV stays while nobody needs it.
+    """
+
+    handles: list[int]
+
+
 class Cancel(Message, frozen=True):
     """Forget these sequences and free their KV blocks before the next step. No event answers it."""
 
@@ -148,7 +157,7 @@ class Shutdown(Message, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Cancel | Resize | Shutdown
+Command = Submit | Credit | Park | Cancel | Resize | Shutdown
 
 # --- engine to agent -----------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class EngineLevels:
     kv_blocks_total: int
     running: int
     waiting: int
+    parked: int
     queued_prefill_tokens: int
     silent_s: float
     rss_bytes: int
@@ -285,8 +286,12 @@ _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, 
     ),
     (
         "fairway_worker_sequences",
-        "Sequences here: waiting for their first token, and running after it",
-        lambda engine: {("running",): engine.running, ("waiting",): engine.waiting},
+        "Sequences here: running, waiting to run, and parked until their readers give credit",
+        lambda engine: {
+            ("running",): engine.running,
+            ("waiting",): engine.waiting,
+            ("parked",): engine.parked,
+        },
     ),
     (
         "fairway_worker_version_state",

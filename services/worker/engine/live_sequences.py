@@ -65,6 +65,11 @@ class LiveSequences:
         if (sequence := self._live.get(handle)) is not None:
             self._planner.credit(sequence, limit)
 
+    def park(self, handle: int) -> None:
+        """Let a sequence make one token more, if it has not just finished; then it waits for credit."""
+        if (sequence := self._live.get(handle)) is not None:
+            sequence.cut_credit(sequence.output_tokens + 1)
+
     def cancel(self, handle: int) -> None:
         """Forget a sequence and its end: nothing is told of it."""
         if (sequence := self._live.pop(handle, None)) is not None:

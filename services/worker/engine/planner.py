@@ -31,8 +31,8 @@ _ORDER: Final = attrgetter("order")
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that run, whose readers give
-    credit. Those without credit hold KV at most.
+    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that run. Those without
+    credit hold KV at most.
 
     ``max_long_prefills``: sequences with LONG_PROMPT_TOKENS and more to compute that prefill at a time.
     """
@@ -111,7 +111,7 @@ class Planner:
         self._admission.line_up(sequence)
 
     def credit(self, sequence: SequenceState, limit: int) -> None:
-        """Raise the output limit; the sequence is planned again, once it has a seat, if it waited for that."""
+        """Raise the output limit; a sequence that waited for that is planned again once it has a seat."""
         sequence.set_credit(limit)
         if not sequence.has_credit:
             return
@@ -244,7 +244,7 @@ class Planner:
             assert sequence.computed <= sequence.capacity == len(sequence.blocks) * self._blocks.block_size
 
     def _seat_returning(self) -> None:
-        """Let sequences with KV and credit decode while seats are free: before any that would have to start."""
+        """Let sequences with KV and credit decode while seats are free, before others start."""
         returning = self._places.returning
         while returning and self._places.seated < self._limits.max_sequences:
             self._places.move(returning[0], Status.DECODING)

@@ -360,6 +360,7 @@ def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench: Bench,
     bench.host.sweep(129.9)
     assert len(bench.table) == 2
     reader.stream.credit([2], [1])
+    bench.clock.now_s = 130.0
     bench.stepped({2: A})
     bench.host.sweep(130.0)
     reader.read()
