@@ -19,7 +19,7 @@ import msgspec
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 LENGTH_PREFIX: Final = struct.Struct(">I")
 
-FinishReason = Literal["stop", "length", "preempted", "error"]
+FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -213,7 +213,8 @@ class Stepped(Message, frozen=True):
     them are output, unless a stop token came before them.
     A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
     ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
-    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why).
+    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why), and so does "not_finite": the model gave no
+    numbers for it.
     ``preemptions`` counts those of the process so far, handed back or not. ``attended_tokens`` are those of
     KV that the step's decodes read. ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into
     and left the cache; ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.generation import FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.charges import Charges
@@ -347,6 +347,10 @@ class SequenceTable:
             if reason == "error":
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
+            elif reason == "not_finite":  # the worker or the version is to blame: elsewhere it may go on
+                self._end(
+                    sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
+                )
             else:
                 self._end(sequence, FinishReason(reason))
         self._room_changed()
@@ -361,7 +365,7 @@ class SequenceTable:
         if sequence.text.stop:
             reason = FinishReason.STOP
         self._forget(sequence)
-        self._note_ended(sequence, reason)
+        self._note_ended(sequence, reason, error[0])
         started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
         sequence.outbox.end(
             sequence,
@@ -385,11 +389,11 @@ class SequenceTable:
             self.kv.remove(sequence)
             self.prefills.remove(sequence)
 
-    def _note_ended(self, sequence: LiveSequence, reason: FinishReason) -> None:
+    def _note_ended(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
         """Tell of a sequence that is no longer here."""
         self._charges.add_ended(sequence, reason)
         if self._telemetry is not None:
-            self._telemetry.ended(sequence, reason.value)
+            self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
     def _notice(self, sequence: LiveSequence) -> None:
         """It holds more blocks than it was granted, or has no credit left: the room says so."""

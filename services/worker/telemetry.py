@@ -91,6 +91,11 @@ class WorkerTelemetry:
             "Times that an engine process of a version ended by itself or was killed because it hung",
             by_model,
         )
+        self._damaged = metrics.counter(
+            "fairway_worker_damaged_model_folders_total",
+            "Times that the kept files of a version were found damaged, at the start of an engine or before",
+        )
+        self._damaged.cell()
         self._not_admitted = metrics.counter(
             "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
         )
@@ -114,6 +119,10 @@ class WorkerTelemetry:
     def restarted(self, model: str) -> None:
         """The engine process of a version ended without being told to."""
         self._restarts.add(self.metrics.models.of(model))
+
+    def found_damaged(self) -> None:
+        """The files of a version here were not what was published."""
+        self._damaged.add()
 
     def not_admitted(self, reason: NotAdmittedReason) -> None:
         self._not_admitted.add(reason.value)

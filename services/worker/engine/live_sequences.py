@@ -177,10 +177,10 @@ class LiveSequences:
 
     def _fail(self, sequence: SequenceState, why: str) -> None:
         self._errors[sequence.handle] = why
-        self._finish(sequence, "error")
+        self._finish(sequence, "not_finite")
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        self._planner.remove(sequence, is_sound=reason != "error")
+        self._planner.remove(sequence, is_sound=reason != "not_finite")
         self._report(sequence, reason)
 
     def _report(self, sequence: SequenceState, reason: FinishReason) -> None:

@@ -85,6 +85,7 @@ class FolderSource:
         *,
         only: Callable[[str], bool] | None = None,
         progress: Callable[[float], None] | None = None,
+        recheck: bool = False,
     ) -> Path:
         if self.error is not None:
             raise self.error

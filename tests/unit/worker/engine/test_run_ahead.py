@@ -164,7 +164,7 @@ def test_a_sequence_whose_token_failed_gets_no_other(
     bench.engine.apply(submit(0, [1, 2, 3], 5))
     bench.engine.apply(submit(1, [1, 2, 3], 5))
     bench.run()
-    assert bench.finished == {0: "error", 1: "length"}
+    assert bench.finished == {0: "not_finite", 1: "length"}
     assert 0 not in bench.tokens
 
 
