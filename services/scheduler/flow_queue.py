@@ -57,6 +57,7 @@ from services.scheduler.waiting import (
 )
 
 _MAX_TOOK_SLOT: Final = 4096
+_LOOKS_FOR_SLOTS: Final = 4
 _NO_DEADLINE_US: Final = round(NO_DEADLINE_S * MICROSECONDS)
 
 
@@ -275,7 +276,8 @@ class FlowQueue:
 
         A placement is granted such a slot once: should its worker refuse, it waits for a free one.
         """
-        for item in islice(pool.order.in_order(self._unix_us(now_s)), self._order.lookahead):
+        most = self._order.lookahead * _LOOKS_FOR_SLOTS  # a tenant within its share costs next to nothing
+        for item in islice(pool.order.in_order(self._unix_us(now_s)), most):
             spec = item.spec
             key = spec.request_id, spec.choice
             if key in self._took_slot or not self.ledger.is_below_share(digest, item.tenant, item.weight):

@@ -213,14 +213,14 @@ class Stepped(Message, frozen=True):
     them are output, unless a stop token came before them.
     A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
     ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
-    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why), and so does "not_finite": the model gave no
-    numbers for it.
-    ``preemptions`` counts those of the process so far, handed back or not. ``attended_tokens`` are those of
-    KV that the step's decodes read. ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into
-    and left the cache; ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first
-    computes the sequence, from an engine that has a cache. Such an engine holds a block once: a sequence that
-    computed what is cached refers to the cached block from the step of its first token on. A block that
-    a sequence refers to is not removed.
+    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why), and
+    so does "not_finite": the model gave no numbers for it. ``preemptions`` counts those of the process so
+    far, handed back or not. ``attended_tokens`` are those of KV that the step's decodes read.
+    ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into and left the cache;
+    ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first computes the
+    sequence, from an engine that has a cache. Such an engine holds a block once: a sequence that computed
+    what is cached refers to the cached block from the step of its first token on. A block that a sequence
+    refers to is not removed.
     """
 
     step: int

@@ -347,7 +347,7 @@ class SequenceTable:
             if reason == "error":
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
-            elif reason == "not_finite":  # the worker or the version is to blame: elsewhere it may go on
+            elif reason == "not_finite":  # the worker may be to blame: elsewhere it may go on
                 self._end(
                     sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
                 )
