@@ -475,6 +475,7 @@ class PoolReport(_message.Message):
     LONG_PREFILLS_FIELD_NUMBER: _builtins.int
     PREFIX_SHARED_FIELD_NUMBER: _builtins.int
     PREFIX_UNSHARED_FIELD_NUMBER: _builtins.int
+    YIELDS_TO_RANK_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     kv_blocks_total: _builtins.int
     kv_blocks_reserved: _builtins.int
@@ -501,6 +502,10 @@ class PoolReport(_message.Message):
     attended_tokens: _builtins.int
     long_prefills: _builtins.int
     """Accepted sequences with 4,096 prompt tokens and more to compute and no token yet."""
+    yields_to_rank: _builtins.int
+    """The lowest class, as the number of its rank, of which a tenant without a sequence here gets the place of
+    another's while there is none free; 0: of no class.
+    """
     @_builtins.property
     def prefix_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prefix blocks (of 64 tokens) that appeared in and disappeared from the cache since the last report. In
@@ -541,10 +546,11 @@ class PoolReport(_message.Message):
         long_prefills: _builtins.int = ...,
         prefix_shared: _abc.Iterable[_builtins.int] | None = ...,
         prefix_unshared: _abc.Iterable[_builtins.int] | None = ...,
+        yields_to_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

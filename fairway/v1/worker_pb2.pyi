@@ -359,7 +359,9 @@ class SequenceFinished(_message.Message):
     prefill_us: _builtins.int
     """First prefill step until the first token left the engine."""
     error_reason: _builtins.str
-    """With FINISH_REASON_ERROR: reason of the error tree and its text."""
+    """With FINISH_REASON_ERROR: reason of the error tree and its text. With FINISH_REASON_ENGINE_LOST
+    "NOT_FINITE" where the model gave no numbers for it on this worker; else empty.
+    """
     error_message: _builtins.str
     def __init__(
         self,

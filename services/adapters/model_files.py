@@ -1,8 +1,9 @@
 """Verified model files on the local disk, fetched from the registry once and kept within a bound.
 
 What is verified, and when: every chunk while it is received, before it is written; every file's digest
-before its folder appears; every chunk of a kept folder again at its first use in a process; presence
-and sizes at each use. A chunk that is found damaged is fetched again once, then it is an IntegrityError.
+before its folder appears; every chunk of a kept folder again at its first use in a process, and whenever
+a caller is about to load it (``recheck``); presence and sizes at each use. A chunk that is found damaged is
+fetched again once, then it is an IntegrityError.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters import model_folders
+from services.adapters.model_check import chunks_are_good
 from services.adapters.model_chunks import ChunkFetcher
 from services.adapters.model_folders import ModelFolders
 from services.adapters.threads import in_thread
@@ -65,11 +67,21 @@ class ModelFiles:
     first. A returned folder stays while pinned: call ``pin`` before the next await.
     """
 
-    def __init__(self, registry: VersionSource, root: Path, clock: Clock, *, max_bytes: int) -> None:
+    def __init__(
+        self,
+        registry: VersionSource,
+        root: Path,
+        clock: Clock,
+        *,
+        max_bytes: int,
+        found_damaged: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``found_damaged`` is called for each folder that is not what it was."""
         self._registry = registry
         self._folders = ModelFolders(root)
         self._chunks = ChunkFetcher(registry, clock)
         self._max_bytes = max_bytes
+        self._found_damaged = found_damaged
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
         self._reserved: dict[str, int] = {}
@@ -90,12 +102,19 @@ class ModelFiles:
             log.warning("model_files.unusable", error=repr(exc))
 
     async def fetch(
-        self, model: str, digest: str, *, only: Chooser | None = None, progress: Progress | None = None
+        self,
+        model: str,
+        digest: str,
+        *,
+        only: Chooser | None = None,
+        progress: Progress | None = None,
+        recheck: bool = False,
     ) -> Path:
         """Return a folder with the verified files of a version, or those whose path ``only`` chooses.
 
         Callers of one folder share one download; it resumes from the chunks that an earlier one left,
-        in this process or a killed one. ``progress`` hears 0..1 of the bytes. Raises NotFound,
+        in this process or a killed one. ``progress`` receives 0..1 of the bytes. ``recheck``: every chunk
+        is read again, also where that was done before. Raises NotFound,
         IntegrityError, FailedPrecondition (larger than the bound), StoreUnavailable (disk), Unavailable.
         """
         if not is_digest(digest):
@@ -108,7 +127,7 @@ class ModelFiles:
             if not files:
                 raise NotFound(f"no file of {digest} is asked for", digest=digest)
             name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
-            return await self._in_turn(name, partial(self._have, name, files, progress or _silent))
+            return await self._in_turn(name, partial(self._have, name, files, progress or _silent, recheck))
         except OSError as exc:
             raise self._disk_error(exc) from exc
 
@@ -184,8 +203,10 @@ class ModelFiles:
             if not turn.waiting:
                 del self._turns[name]
 
-    async def _have(self, name: str, files: Sequence[ManifestFile], progress: Progress) -> Path:
-        if await self._is_good(name, files):
+    async def _have(
+        self, name: str, files: Sequence[ManifestFile], progress: Progress, recheck: bool
+    ) -> Path:
+        if await self._is_good(name, files, recheck=recheck):
             await in_thread(self._folders.touch, name)
         else:
             await self._download(name, files, progress)
@@ -194,34 +215,27 @@ class ModelFiles:
         progress(1.0)
         return self._folders.ready(name)
 
-    async def _is_good(self, name: str, files: Sequence[ManifestFile]) -> bool:
+    async def _is_good(self, name: str, files: Sequence[ManifestFile], *, recheck: bool) -> bool:
         kept = self._kept.get(name)
         if kept is None:
             return False
         good = await in_thread(self._folders.present, name, files)
-        if good and not kept.checked:
+        if good and (recheck or not kept.checked):
             kept.pins += 1  # not evicted while it is read
             try:
-                good = await self._chunks_are_good(name, files)
+                good = await chunks_are_good(self._folders.ready(name), files)
             finally:
                 kept.pins -= 1
         kept.checked = good
         if good:
             return True
         log.warning("model_folder.found_damaged", folder=name)
+        self._found_damaged()
         if kept.pins:
             raise IntegrityError(f"the files of {name} are damaged while in use", folder=name)
         del self._kept[name]
         await in_thread(self._folders.demote, name)
         return False
-
-    async def _chunks_are_good(self, name: str, files: Sequence[ManifestFile]) -> bool:
-        for file in files:
-            path = self._folders.ready(name) / file.path
-            for index in range(len(file.chunks)):
-                if not await in_thread(model_folders.chunk_is_good, path, file, index):
-                    return False
-        return True
 
     async def _download(self, name: str, files: Sequence[ManifestFile], progress: Progress) -> None:
         total = sum(file.size_bytes for file in files)

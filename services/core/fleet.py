@@ -27,14 +27,15 @@ class PoolSnapshot:
 
     ``kv_blocks_reserved``: granted, running and preempted sequences, at the larger of their grant and
     their use, what several of them share once. ``waiting`` are accepted sequences without a place in the
-    batch; ``running + waiting`` is at most ``max_sequences``. ``ready``: it takes new sequences; False while
-    loading, draining or restarting its engine. ``steps``, ``step_seconds`` and what was computed inside the
-    steps count since the engine started: tokens prefilled, tokens decoded, tokens of KV that the decodes
-    read. ``long_prefills`` are accepted prompts with LONG_PROMPT_TOKENS and more to compute that have no
-    token yet. ``prefix_added`` and ``prefix_removed`` are deltas: prefix blocks that came into and left the
-    cache, and so are ``prefix_shared`` and ``prefix_unshared``: those that live sequences refer to and that
-    more than one had use of. ``kv_blocks_reserved`` of the same snapshot counts each of these once, and one
-    sequence more that begins with them takes no block for them.
+    batch; those whose readers give no credit are in neither. ``yields_to_rank`` is 0, or the lowest class of
+    which a tenant without a sequence here gets the place of another's while none is free. ``ready``: it
+    takes new sequences; False while loading, draining or restarting its engine. ``steps``, ``step_seconds``
+    and what was computed inside the steps count since the engine started: tokens prefilled, tokens decoded,
+    tokens of KV that the decodes read. ``long_prefills`` are accepted prompts with LONG_PROMPT_TOKENS and
+    more to compute that have no token yet. ``prefix_added`` and ``prefix_removed`` are deltas: prefix blocks
+    that came into and left the cache, and so are ``prefix_shared`` and ``prefix_unshared``: those that live
+    sequences refer to and that more than one had use of. ``kv_blocks_reserved`` of the same snapshot counts
+    each of these once, and one sequence more that begins with them takes no block for them.
     """
 
     digest: str
@@ -57,6 +58,7 @@ class PoolSnapshot:
     prefix_removed: tuple[int, ...] = ()
     prefix_shared: tuple[int, ...] = ()
     prefix_unshared: tuple[int, ...] = ()
+    yields_to_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

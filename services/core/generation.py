@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from services.core.records import KeyRole, Priority
 
@@ -20,6 +21,10 @@ class FinishReason(StrEnum):
     PREEMPTED = "preempted"
     ENGINE_LOST = "engine_lost"
     ERROR = "error"
+
+
+# The error of a sequence that ended with ENGINE_LOST since the model gave no numbers for it on that worker.
+NOT_FINITE: Final = "NOT_FINITE"
 
 
 class NotAdmittedReason(StrEnum):

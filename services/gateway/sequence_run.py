@@ -19,8 +19,10 @@ from services.core.errors import (
     QueueTimeout,
     SlowReader,
     StreamBroken,
+    VersionFailing,
 )
 from services.core.generation import (
+    NOT_FINITE,
     AnyGrant,
     FallbackGrant,
     FinishReason,
@@ -303,6 +305,15 @@ class SequenceRun:
                 if outcome.reason is not FinishReason.ENGINE_LOST:
                     raise self._error(outcome)
             decision = self._after_end(outcome, grant, jitter)
+            if isinstance(decision, GiveUp) and _is_not_finite(outcome):
+                raise VersionFailing(
+                    f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
+                    f"finite on {self.losses} tries: the version is at fault",
+                    retry_after_s=10.0,
+                    version_digest=self.spec.version_digest,
+                    model=self.spec.model,
+                    tries=self.losses,
+                )
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
             paced_s = self._context.retries.take(self._context.clock.monotonic_s())
@@ -324,6 +335,7 @@ class SequenceRun:
 
     def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
+        cause = "not_finite" if _is_not_finite(outcome) else cause
         self._context.telemetry.placed_again(cause)
         log.info(
             "sequence.placed_again",
@@ -390,6 +402,10 @@ class SequenceRun:
     def _resolve(self, outcome: Outcome) -> None:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
+
+
+def _is_not_finite(outcome: Outcome) -> bool:
+    return isinstance(outcome, SequenceEnd) and outcome.error_reason == NOT_FINITE
 
 
 def _refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:

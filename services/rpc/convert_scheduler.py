@@ -313,6 +313,7 @@ def _pool_to_proto(pool: PoolSnapshot) -> scheduler_pb2.PoolReport:
         prefix_removed=pool.prefix_removed,
         prefix_shared=pool.prefix_shared,
         prefix_unshared=pool.prefix_unshared,
+        yields_to_rank=pool.yields_to_rank,
     )
 
 
@@ -338,6 +339,7 @@ def _pool_from_proto(message: scheduler_pb2.PoolReport) -> PoolSnapshot:
         prefix_removed=tuple(message.prefix_removed),
         prefix_shared=tuple(message.prefix_shared),
         prefix_unshared=tuple(message.prefix_unshared),
+        yields_to_rank=message.yields_to_rank,
     )
 
 

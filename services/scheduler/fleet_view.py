@@ -212,6 +212,18 @@ class FleetView:
             return 0
         return shareable_blocks(chain, tokens) * PREFIX_BLOCK_TOKENS
 
+    def any_yields(self, digest: str) -> bool:
+        """Whether some worker without a slot has one for a tenant below its share."""
+        seats = self._pools.get(digest)
+        return seats is not None and seats.any_yields
+
+    def choose_yielding(
+        self, digest: str, query: PlaceQuery, rank: int, profile: PlacementProfile, rng: Random
+    ) -> Chosen | NoWorker:
+        """Return a worker that has room for the query and a slot of another tenant's for its class."""
+        seats = self._pools.get(digest)
+        return _NO_POOL if seats is None else seats.choose_yielding(query, rank, profile, rng)
+
     def room(self, digest: str) -> RoomSummary:
         """Return the best that any serving worker of the version offers."""
         seats = self._pools.get(digest)

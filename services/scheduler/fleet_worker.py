@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from msgspec import Struct
 
@@ -12,6 +13,9 @@ from services.scheduler.policy import candidate as filters
 from services.scheduler.policy.candidate import Candidate
 from services.scheduler.policy.pool_seats import SERVING, Level
 from services.scheduler.policy.step_time import StepModel
+
+# Grants on their way to a pool that has no slot: a report shows whether its worker made room for them.
+MAX_YIELDING_GRANTS: Final = 4
 
 
 class Outstanding(Struct, frozen=True, gc=False):
@@ -137,6 +141,7 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
         pool.kv_blocks_total * pool.block_size,
         pool.max_model_len,
         worker.number,
+        pool.yields_to_rank if sums.grants < MAX_YIELDING_GRANTS else 0,
     )
 
 

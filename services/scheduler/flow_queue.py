@@ -56,6 +56,8 @@ from services.scheduler.waiting import (
     Waiting,
 )
 
+_MAX_TOOK_SLOT: Final = 4096
+_LOOKS_FOR_SLOTS: Final = 4
 _NO_DEADLINE_US: Final = round(NO_DEADLINE_S * MICROSECONDS)
 
 
@@ -95,6 +97,7 @@ class FlowQueue:
         self._dirty: dict[str, None] = {}
         self._outcomes: list[tuple[int, Outcome]] = []
         self._numbers = 0
+        self._took_slot: dict[tuple[str, int], None] = {}  # granted what another tenant held, newest last
         self._ahead_us = -math.inf  # of the monotonic clock: the arrivals' one, as far as they tell
         self._hold_s = fleet.limits.grant_ttl_s + fleet.limits.transit_margin_s
         outputs = OutputPolicy(
@@ -263,8 +266,29 @@ class FlowQueue:
                 self._end(item, too_long(item.spec, self._fleet.candidates(digest).values()), now_s)
             else:
                 walk.pass_by(item, found, value, restricted=restricted)
+        if self._fleet.any_yields(digest):
+            self._take_slots(pool, digest, walk, now_s)
         if not len(pool.order):
             self._pools.pop(digest, None)
+
+    def _take_slots(self, pool: Pool, digest: str, walk: QueueWalk, now_s: float) -> None:
+        """Grant those whose tenants are below their share slots that others hold, where none is free.
+
+        A placement is granted such a slot once: should its worker refuse, it waits for a free one.
+        """
+        most = self._order.lookahead * _LOOKS_FOR_SLOTS  # a tenant within its share costs next to nothing
+        for item in islice(pool.order.in_order(self._unix_us(now_s)), most):
+            spec = item.spec
+            key = spec.request_id, spec.choice
+            if key in self._took_slot or not self.ledger.is_below_share(digest, item.tenant, item.weight):
+                continue
+            query = walk.query(item, pool.order.value(item))
+            found = self._fleet.choose_yielding(digest, query, item.priority.rank, self._profile, self._rng)
+            if isinstance(found, Chosen):
+                self._took_slot[key] = None
+                if len(self._took_slot) > _MAX_TOOK_SLOT:
+                    del self._took_slot[next(iter(self._took_slot))]
+                self._grant(item, pool, found, now_s)
 
     def _try(self, item: Waiting, query: PlaceQuery, digest: str, room: RoomSummary) -> Chosen | NoWorker:
         if not query.excluded_workers and room.is_short_for(item.demand):

@@ -127,6 +127,11 @@ class ServiceLedger:
         account = self.shares(digest)[priority].find(tenant)
         return account is not None and held[priority].gives_way(tenant, account.waiting)
 
+    def is_below_share(self, digest: str, tenant: str, weight: float) -> bool:
+        """Return whether a tenant is to have a sequence more before others keep what they hold."""
+        held = self._held.get(digest)
+        return held is not None and held[LOWEST].is_below(tenant, weight)
+
     # --- grants -----------------------------------------------------------------------------------
 
     def asked(self, spec: PlaceSpec) -> None:

@@ -19,7 +19,7 @@ import msgspec
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 LENGTH_PREFIX: Final = struct.Struct(">I")
 
-FinishReason = Literal["stop", "length", "preempted", "error"]
+FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -128,6 +128,15 @@ class Credit(Message, frozen=True):
     limits: list[int]
 
 
+class Park(Message, frozen=True):
+    """Stop these sequences after their next token, until a ``Credit``: their places in the batch are others'.
+
+    Their KV stays while nobody needs it.
+    """
+
+    handles: list[int]
+
+
 class Cancel(Message, frozen=True):
     """Forget these sequences and free their KV blocks before the next step. No event answers it."""
 
@@ -148,7 +157,7 @@ class Shutdown(Message, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Cancel | Resize | Shutdown
+Command = Submit | Credit | Park | Cancel | Resize | Shutdown
 
 # --- engine to agent -----------------------------------------------------------------------------
 
@@ -204,13 +213,14 @@ class Stepped(Message, frozen=True):
     them are output, unless a stop token came before them.
     A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
     ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
-    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why).
-    ``preemptions`` counts those of the process so far, handed back or not. ``attended_tokens`` are those of
-    KV that the step's decodes read. ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into
-    and left the cache; ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first
-    computes the sequence, from an engine that has a cache. Such an engine holds a block once: a sequence that
-    computed what is cached refers to the cached block from the step of its first token on. A block that
-    a sequence refers to is not removed.
+    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why), and
+    so does "not_finite": the model gave no numbers for it. ``preemptions`` counts those of the process so
+    far, handed back or not. ``attended_tokens`` are those of KV that the step's decodes read.
+    ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into and left the cache;
+    ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first computes the
+    sequence, from an engine that has a cache. Such an engine holds a block once: a sequence that computed
+    what is cached refers to the cached block from the step of its first token on. A block that a sequence
+    refers to is not removed.
     """
 
     step: int

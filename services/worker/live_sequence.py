@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from services.core.generation import FallbackGrant, StartSpec, TokenLogprobs
@@ -11,6 +12,14 @@ from services.worker.text_stream import TextStream
 
 if TYPE_CHECKING:
     from services.worker.outbox import Outbox
+
+
+class SlotState(Enum):
+    """Whether a sequence has a slot of its engine's batch. See ``sequence_slots``."""
+
+    RUNNING = auto()
+    PARKED = auto()  # its reader gave no credit
+    RETURNING = auto()  # it has credit and waits for a slot
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +40,11 @@ class LiveSequence:
     credit_limit: int  # absolute output offset
     reserved_blocks: int
     reserved_tokens: int  # what fits into them
+    notice_tokens: int  # with so many it needs a block more, or has no credit
     accepted_s: float
     deadline_s: float = math.inf
     fast: bool = False
+    slot: SlotState = SlotState.RUNNING
     # not yet taken by the writer
     queued: bool = False
     dropped: bool = False
@@ -58,3 +69,11 @@ class LiveSequence:
     @property
     def output_tokens(self) -> int:
         return self.tokens - self.prompt_tokens
+
+    @property
+    def has_credit(self) -> bool:
+        return self.output_tokens < self.credit_limit
+
+    def watch(self) -> None:
+        """Set ``notice_tokens`` after a change of credit or reservation."""
+        self.notice_tokens = min(self.reserved_tokens + 1, self.prompt_tokens + self.credit_limit)

@@ -56,7 +56,7 @@ def take_snapshot(host: SequenceHost, identity: ReportIdentity, *, whole: bool) 
 
 
 def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnapshot:
-    waiting, stats = table.waiting, table.stats
+    stats = table.stats
     added, removed = table.kv.cached.take(whole=whole)
     shared, unshared = table.kv.shared.told.take(whole=whole)
     return PoolSnapshot(
@@ -64,10 +64,11 @@ def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnaps
         kv_blocks_total=table.limits.kv_blocks_total,
         kv_blocks_reserved=table.kv.blocks,
         block_size=table.limits.block_size,
-        running=len(table) - waiting,
-        waiting=waiting,
+        running=table.running,
+        waiting=table.waiting,
         max_sequences=table.limits.max_sequences,
         max_model_len=table.limits.max_model_len,
+        yields_to_rank=table.slots.yields_to_rank,
         queued_prefill_tokens=table.prefills.queued_tokens,
         ready=host.takes(table.version_digest),
         steps=stats.steps,

@@ -51,11 +51,20 @@ class Reservations:
         self._share(sequence, 0)
         self._reserve(sequence, -sequence.reserved_blocks)
 
-    def grow(self, sequence: LiveSequence) -> None:
-        """It holds one block more than was reserved for it."""
+    def has_room_again(self, sequence: LiveSequence) -> bool:
+        """Whether a sequence whose reservation was given back could have it again. One may be alone in any
+        pool: it fitted into one that was larger."""
+        if not self.blocks:
+            return True
+        shared = self.shared.held_blocks(self._cached_run(sequence.spec))
+        return self.blocks + sequence.reserved_blocks - shared <= self._total_blocks
+
+    def grow(self, sequence: LiveSequence, *, reserved: bool = True) -> None:
+        """It holds one block more than was reserved for it, or than it had ``reserved``."""
         sequence.reserved_blocks += 1
         sequence.reserved_tokens += self._block_size
-        self._reserve(sequence, 1)
+        if reserved:
+            self._reserve(sequence, 1)
 
     def attach(self, sequence: LiveSequence, tokens: int) -> bool:
         """The engine gave it that many tokens of cached KV, and blocks of its own for the rest.

@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.generation import FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.charges import Charges
 from services.worker.detokenizer import Vocabulary
-from services.worker.live_sequence import LiveSequence
+from services.worker.live_sequence import LiveSequence, SlotState
 from services.worker.outbox import Outbox
 from services.worker.policy.engine_silence import EngineSilence
 from services.worker.pool import PoolLimits, PoolStats
 from services.worker.prefills import Prefills
 from services.worker.reservations import Reservations
+from services.worker.sequence_slots import SequenceSlots
 from services.worker.submit import submit_command
 from services.worker.tally import Tally
 from services.worker.telemetry import VersionTelemetry
@@ -46,7 +47,8 @@ FLUSHED: Final = frozenset(
 class SequenceTable:
     """Single writer: the worker's event loop. ``send`` hands a command to the engine, False if it cannot.
 
-    ``kv`` is what its sequences reserve, ``prefills`` those of them that have no token yet.
+    ``slots`` says which sequences run. ``kv`` is what these reserve, ``prefills`` those of them that have no
+    token yet.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SequenceTable:
         self.stats = PoolStats()
         self.kv = Reservations(limits)
         self.prefills = Prefills()
+        self.slots = SequenceSlots(limits.max_sequences)
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._send = send
@@ -87,9 +90,14 @@ class SequenceTable:
         return self._live.values()
 
     @property
+    def running(self) -> int:
+        """Return how many have a slot and a token."""
+        return self.slots.taken - len(self.prefills)
+
+    @property
     def waiting(self) -> int:
-        """Return how many have no token yet."""
-        return len(self.prefills)
+        """Return how many have no token yet, or wait to have a slot again."""
+        return len(self.prefills) + self.slots.returning
 
     @property
     def stalled(self) -> bool:
@@ -101,12 +109,12 @@ class SequenceTable:
         if kv_blocks_total != self.limits.kv_blocks_total:
             self.limits = replace(self.limits, kv_blocks_total=kv_blocks_total)
             self.kv.resize(kv_blocks_total)
-            self._changed()
+            self._room_changed()
 
     # --- the gateway's side ---------------------------------------------------------------------
 
     def has_room(self, spec: StartSpec) -> bool:
-        return len(self._live) < self.limits.max_sequences and self.kv.has_room(spec)
+        return self.slots.admits(spec) and self.kv.has_room(spec)
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> bool:
         """Reserve, submit and accept; False, with nothing changed, if the engine takes no commands.
@@ -119,8 +127,11 @@ class SequenceTable:
             return False
         self._last_number = sequence.number
         self._live[sequence.number] = sequence
-        self.kv.add(sequence)
-        self.prefills.add(sequence)
+        if sequence.has_credit:
+            self._make_slot(spec)
+            self._run(sequence)
+        else:
+            self._wait_for_reader(sequence)
         outbox.accept(sequence)
         if resumed_text:
             sequence.pending_text = resumed_text
@@ -132,14 +143,19 @@ class SequenceTable:
 
     def credit(self, grants: Sequence[tuple[LiveSequence, int]]) -> None:
         """Raise the output limits of sequences of this table."""
-        numbers: list[int] = []
-        limits: list[int] = []
+        raised: list[LiveSequence] = []
         for sequence, tokens in grants:
             sequence.credit_limit = min(sequence.credit_limit + tokens, MAX_CREDIT)
-            sequence.blocked_since_s = None
-            numbers.append(sequence.number)
-            limits.append(sequence.credit_limit)
-        self._send(wire.Credit(numbers, limits))
+            sequence.watch()
+            if sequence.slot is SlotState.RUNNING:
+                raised.append(sequence)
+            elif sequence.slot is SlotState.PARKED and sequence.has_credit:
+                sequence.blocked_since_s = None
+                self.slots.move(sequence, SlotState.RETURNING)
+        if raised:
+            self._send(wire.Credit([each.number for each in raised], [each.credit_limit for each in raised]))
+        if len(raised) < len(grants):
+            self._room_changed()
 
     def cancel(self, sequences: Sequence[LiveSequence]) -> None:
         """Forget them now; the engine frees their blocks before its next step."""
@@ -147,7 +163,7 @@ class SequenceTable:
             self._forget(sequence)
             self._note_ended(sequence, FinishReason.CANCELLED)
         self._send(wire.Cancel([sequence.number for sequence in sequences]))
-        self._changed()
+        self._room_changed()
 
     def sweep(self, now_s: float) -> None:
         """End what is past its deadline or was not read for too long. Called several times a second."""
@@ -156,16 +172,13 @@ class SequenceTable:
         for sequence in self._live.values():
             if now_s >= sequence.deadline_s:
                 ended.append((sequence, FinishReason.DEADLINE))
-            elif sequence.output_tokens >= sequence.credit_limit:
-                if sequence.blocked_since_s is None:
-                    sequence.blocked_since_s = now_s
-                elif now_s - sequence.blocked_since_s >= self._slow_reader_s:
-                    ended.append((sequence, FinishReason.SLOW_READER))
+            elif (since_s := sequence.blocked_since_s) is not None and now_s - since_s >= self._slow_reader_s:
+                ended.append((sequence, FinishReason.SLOW_READER))
         if ended:
             self._send(wire.Cancel([sequence.number for sequence, _ in ended]))
             for sequence, reason in ended:
                 self._end(sequence, reason)
-            self._changed()
+            self._room_changed()
 
     def _watch_engine(self, now_s: float) -> None:
         """Take nothing new while the engine is silent; give back what it has when it is silent for long."""
@@ -205,8 +218,8 @@ class SequenceTable:
                     continue
             sequence.pending_ids.append(token)
             sequence.tokens = tokens = sequence.tokens + 1
-            if tokens > sequence.reserved_tokens:
-                self._grow(sequence)
+            if tokens >= sequence.notice_tokens:
+                self._notice(sequence)
             if not sequence.queued:
                 sequence.queued = True
                 outbox = sequence.outbox
@@ -256,8 +269,10 @@ class SequenceTable:
     def check_integrity(self) -> None:
         """Raise AssertionError if a reservation leaked or a sequence is on one side only."""
         live = self._live.values()
-        self.kv.check_integrity(live)
-        self.prefills.check_integrity(live)
+        running = [sequence for sequence in live if sequence.slot is SlotState.RUNNING]
+        self.kv.check_integrity(running)
+        self.prefills.check_integrity(running)
+        self.slots.check_integrity(live)
         for sequence in live:
             assert sequence.outbox.live.get(sequence.handle) is sequence, "its stream does not know it"
 
@@ -270,7 +285,7 @@ class SequenceTable:
         )
         now_s = self._clock.monotonic_s()
         blocks = self.kv.needed_blocks(spec)
-        return LiveSequence(
+        sequence = LiveSequence(
             spec=spec,
             outbox=outbox,
             handle=handle,
@@ -281,11 +296,14 @@ class SequenceTable:
             credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
             reserved_blocks=blocks,
             reserved_tokens=blocks * self.limits.block_size,
+            notice_tokens=0,
             accepted_s=now_s,
             deadline_s=math.inf if spec.time_left_s is None else now_s + spec.time_left_s,
             prefill_left=spec.prefill_tokens,
             charged_output=len(spec.produced_ids),
         )
+        sequence.watch()
+        return sequence
 
     def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
         """The token that is not plain: the first, a partial character, one with log-probabilities or stops.
@@ -329,9 +347,13 @@ class SequenceTable:
             if reason == "error":
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
+            elif reason == "not_finite":  # the worker may be to blame: elsewhere it may go on
+                self._end(
+                    sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
+                )
             else:
                 self._end(sequence, FinishReason(reason))
-        self._changed()
+        self._room_changed()
 
     def _end(
         self, sequence: LiveSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
@@ -343,7 +365,7 @@ class SequenceTable:
         if sequence.text.stop:
             reason = FinishReason.STOP
         self._forget(sequence)
-        self._note_ended(sequence, reason)
+        self._note_ended(sequence, reason, error[0])
         started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
         sequence.outbox.end(
             sequence,
@@ -362,19 +384,30 @@ class SequenceTable:
     def _forget(self, sequence: LiveSequence) -> None:
         del self._live[sequence.number]
         self._charges.add_output(sequence)
-        self.kv.remove(sequence)
-        self.prefills.remove(sequence)
+        self.slots.take(sequence)
+        if sequence.slot is SlotState.RUNNING:
+            self.kv.remove(sequence)
+            self.prefills.remove(sequence)
 
-    def _note_ended(self, sequence: LiveSequence, reason: FinishReason) -> None:
+    def _note_ended(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
         """Tell of a sequence that is no longer here."""
         self._charges.add_ended(sequence, reason)
         if self._telemetry is not None:
-            self._telemetry.ended(sequence, reason.value)
+            self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
-    def _grow(self, sequence: LiveSequence) -> None:
-        """It holds more blocks than it was granted: the room says so."""
-        self.kv.grow(sequence)
-        self._changed()
+    def _notice(self, sequence: LiveSequence) -> None:
+        """It holds more blocks than it was granted, or has no credit left: the room says so."""
+        running = sequence.slot is SlotState.RUNNING
+        if sequence.tokens > sequence.reserved_tokens:
+            self.kv.grow(sequence, reserved=running)
+        sequence.watch()
+        if running and not sequence.has_credit:
+            self._leave(sequence)
+            self._wait_for_reader(sequence)
+            if self.slots.spare < 0 and (longest := self.slots.longest_parked()) is not None:
+                self._send(wire.Cancel([longest.number]))
+                self._end(longest, FinishReason.SLOW_READER)
+        self._room_changed()
 
     def _note_step(self, event: wire.Stepped) -> None:
         self.stats.note_step(event)
@@ -387,7 +420,8 @@ class SequenceTable:
     def _note_cached(self, event: wire.Stepped) -> None:
         """What came from the cache needs no prefill, and no blocks of its own."""
         for number, tokens in event.cached.items():
-            if (sequence := self._live.get(number)) is not None:
+            sequence = self._live.get(number)
+            if sequence is not None and sequence.slot is SlotState.RUNNING:
                 if self.kv.attach(sequence, tokens):
                     self._changed()
                 self.prefills.note_cached(sequence, tokens)
@@ -397,10 +431,47 @@ class SequenceTable:
         sequence.first_token_s = now_s
         if sequence.prefill_started_s is None:
             sequence.prefill_started_s = max(now_s - event.step_s, sequence.accepted_s)
-        self.prefills.remove(sequence)
-        self.kv.share_computed(sequence)
+        if sequence.slot is SlotState.RUNNING:
+            self.prefills.remove(sequence)
+            self.kv.share_computed(sequence)
         self.stats.decode_tokens -= 1  # a prefill made it
         self._charges.add_prefill(sequence)
+
+    # --- slots ----------------------------------------------------------------------------------
+
+    def _room_changed(self) -> None:
+        """Let those that wait to return have what is free, then tell of what is left."""
+        while (sequence := self.slots.next_back(self.kv.has_room_again)) is not None:
+            self._make_slot(sequence.spec)
+            self.slots.take(sequence)
+            self._run(sequence)
+            self._send(wire.Credit([sequence.number], [sequence.credit_limit]))
+        self._changed()
+
+    def _make_slot(self, spec: StartSpec) -> None:
+        """Have a slot free for a sequence, to which another yields one if there is none."""
+        if self.slots.taken >= self.slots.most and (victim := self.slots.victim(spec)) is not None:
+            self._leave(victim)
+            self.slots.put(victim, SlotState.RETURNING)
+            self._send(wire.Park([victim.number]))
+
+    def _run(self, sequence: LiveSequence) -> None:
+        """Give a sequence that is in no group a slot and its reservation."""
+        self.slots.put(sequence, SlotState.RUNNING)
+        self.kv.add(sequence)
+        if sequence.first_token_s is None:
+            self.prefills.add(sequence)
+
+    def _leave(self, sequence: LiveSequence) -> None:
+        """Take slot and reservation from a running sequence. Its KV stays while nobody needs it."""
+        self.slots.take(sequence)
+        self.kv.remove(sequence)
+        self.prefills.remove(sequence)
+
+    def _wait_for_reader(self, sequence: LiveSequence) -> None:
+        """Park a sequence that is in no group until it has credit."""
+        sequence.blocked_since_s = self._clock.monotonic_s()
+        self.slots.put(sequence, SlotState.PARKED)
 
 
 def _ends(event: wire.Stepped) -> dict[int, int]:

@@ -36,6 +36,7 @@ class EngineLevels:
     kv_blocks_total: int
     running: int
     waiting: int
+    parked: int
     queued_prefill_tokens: int
     silent_s: float
     rss_bytes: int
@@ -90,6 +91,11 @@ class WorkerTelemetry:
             "Times that an engine process of a version ended by itself or was killed because it hung",
             by_model,
         )
+        self._damaged = metrics.counter(
+            "fairway_worker_damaged_model_folders_total",
+            "Times that the kept files of a version were found damaged, at the start of an engine or before",
+        )
+        self._damaged.cell()
         self._not_admitted = metrics.counter(
             "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
         )
@@ -113,6 +119,10 @@ class WorkerTelemetry:
     def restarted(self, model: str) -> None:
         """The engine process of a version ended without being told to."""
         self._restarts.add(self.metrics.models.of(model))
+
+    def found_damaged(self) -> None:
+        """The files of a version here were not what was published."""
+        self._damaged.add()
 
     def not_admitted(self, reason: NotAdmittedReason) -> None:
         self._not_admitted.add(reason.value)
@@ -285,8 +295,12 @@ _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, 
     ),
     (
         "fairway_worker_sequences",
-        "Sequences here: waiting for their first token, and running after it",
-        lambda engine: {("running",): engine.running, ("waiting",): engine.waiting},
+        "Sequences here: running, waiting to run, and parked until their readers give credit",
+        lambda engine: {
+            ("running",): engine.running,
+            ("waiting",): engine.waiting,
+            ("parked",): engine.parked,
+        },
     ),
     (
         "fairway_worker_version_state",

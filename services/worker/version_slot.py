@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from services.worker.weight_size import weight_bytes
 
 log = structlog.get_logger()
 
+CHECK_COUNTS_S: Final = 10.0  # an engine that starts so soon after its files were checked maps what was read
 CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes anew
 PROGRESS_STEP: Final = 0.05
 
@@ -59,6 +61,7 @@ class ModelSource(Protocol):
         *,
         only: Callable[[str], bool] | None = None,
         progress: Callable[[float], None] | None = None,
+        recheck: bool = False,
     ) -> Awaitable[Path]: ...
 
     async def max_context_tokens(self, model: str, digest: str) -> int: ...
@@ -111,6 +114,7 @@ class VersionSlot:
         self._ready_s = 0.0
         self._phase_s = context.clock.monotonic_s()
         self._folder: Path | None = None
+        self._checked_until_s = -math.inf  # its files need no second look until then, for one engine
         self._vocabulary: Vocabulary | None = None
         self._max_sequences = 0
         self._engine: EngineProcess | None = None
@@ -227,21 +231,43 @@ class VersionSlot:
     # --- fetching and loading -------------------------------------------------------------------
 
     async def _fetch(self) -> None:
-        only = without_weights if self.version.executor == "null" else None
         try:
-            folder = await self._context.files.fetch(
-                self.version.model, self.digest, only=only, progress=self._note_progress
-            )
-            self._context.files.pin(folder)
+            await self._have_files()
         except FairwayError as error:
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
         else:
-            self._folder = folder
+            self._checked_until_s = self._context.clock.monotonic_s() + CHECK_COUNTS_S
             self._failures = 0
             self._enter(Phase.FETCHED)
 
+    async def _have_files(self) -> Path:
+        """Return the folder, pinned, each chunk read just now and as the manifest says.
+
+        What is damaged is fetched again. Raises as ``ModelSource.fetch``; there is no folder then.
+        """
+        files = self._context.files
+        held, self._folder = self._folder, None
+        if held is not None:
+            files.unpin(held)  # what is in use would not be replaced
+        only = without_weights if self.version.executor == "null" else None
+        folder = await files.fetch(
+            self.version.model, self.digest, only=only, progress=self._note_progress, recheck=True
+        )
+        files.pin(folder)
+        self._folder = folder
+        return folder
+
     async def _load(self, folder: Path) -> None:
-        """Start an engine; ``_on_ready`` or ``_on_exit`` say what became of it."""
+        """Start an engine on files that are what they were published as; ``_on_ready`` or ``_on_exit`` say
+        what became of it."""
+        try:
+            fresh = self._context.clock.monotonic_s() <= self._checked_until_s
+            self._checked_until_s = -math.inf
+            if not fresh:
+                folder = await self._have_files()
+        except FairwayError as error:
+            self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
+            return
         if self._lost_files():
             return
         try:

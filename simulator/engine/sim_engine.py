@@ -360,9 +360,9 @@ class SimEngine:
             prefix_removed=removed,
         )
 
-    def _matters(self, command: wire.Submit | wire.Credit | wire.Cancel | wire.Resize) -> bool:
+    def _matters(self, command: wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize) -> bool:
         """Whether a command changes what the steps of the window would do."""
-        if isinstance(command, wire.Submit | wire.Resize):
+        if isinstance(command, wire.Submit | wire.Park | wire.Resize):
             return True
         live = self._intake.live
         if isinstance(command, wire.Cancel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from services.adapters.model_files import ModelFiles
@@ -41,10 +42,18 @@ def open_directory(environment: Environment) -> SchedulerDirectory:
     return directory
 
 
-def open_model_files(environment: Environment) -> ModelFiles:
+def open_model_files(
+    environment: Environment, found_damaged: Callable[[], None] = lambda: None
+) -> ModelFiles:
     settings = environment.settings
     channel = open_channel(settings.registry)
     environment.closing.push_async_callback(channel.close)
     client = RegistryClient(channel, environment.internal_token)
     root: Path = settings.state_dir / "models"
-    return ModelFiles(client, root, environment.clock, max_bytes=settings.model_cache_bytes)
+    return ModelFiles(
+        client,
+        root,
+        environment.clock,
+        max_bytes=settings.model_cache_bytes,
+        found_damaged=found_damaged,
+    )

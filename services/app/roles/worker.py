@@ -38,7 +38,7 @@ def worker(environment: Environment) -> Role:
         not_admitted=telemetry.not_admitted,
         fallback=_fallback(settings, clock, telemetry),
     )
-    files = open_model_files(environment)
+    files = open_model_files(environment, telemetry.found_damaged)
     agent = WorkerAgent(
         worker_identity(settings),
         settings=engine_settings(settings),

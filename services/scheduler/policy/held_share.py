@@ -8,10 +8,15 @@ floods a network is held to what it leaves free for the same reason: trunk reser
 and trunk reservation in loss networks, 1990).
 
 The share is by weight, among the tenants that hold something, and counts sequences: granted and not ended. A
-tenant that is alone gives way to nobody, nor does one whose queue is short. Pure; a change costs O(1).
+tenant that is alone gives way to nobody, nor does one whose queue is short.
+
+Where no worker has a slot, a tenant that would hold no more than its share with one sequence more may have a
+slot that a worker takes from the tenant with the most. Pure; a change costs O(1).
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from msgspec import Struct
 
@@ -19,6 +24,9 @@ from msgspec import Struct
 class _Held(Struct):
     sequences: int
     weight: float
+
+
+_NOTHING: Final = _Held(0, 0.0)
 
 
 class HeldShares:
@@ -63,6 +71,14 @@ class HeldShares:
             return False
         share = self._sequences * held.weight / self._weight
         return held.sequences > share and waiting > share
+
+    def is_below(self, tenant: str, weight: float) -> bool:
+        """Return whether one sequence more leaves it within its share, while others hold some."""
+        held = self._held.get(tenant, _NOTHING)
+        others = self._weight - held.weight
+        if len(self._held) - (held is not _NOTHING) == 0:
+            return False
+        return held.sequences + 1 <= self._sequences * weight / (others + weight)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the sums are not those of the tenants."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Final, NamedTuple
 
@@ -45,6 +46,7 @@ from services.scheduler.policy.shared_prefix import NOTHING_SHARED
 
 SERVING: Final = ""
 _MAX_FUTILE: Final = 4
+_MAX_YIELDING: Final = 8  # looked at for a tenant below its share, when no worker has a slot
 _MAX_SHARERS: Final = 8  # looked at for a prompt whose beginning they share, when none has room for all
 _OF_OPEN_SEATS: Final = (ready, heard, not_draining, not_ejected, has_sequence_slot)  # each passes them
 _OF_ROOM: Final = (fits_when_empty, has_kv_room, not_excluded)  # those with room pass, where none is excluded
@@ -53,7 +55,8 @@ _OF_ROOM: Final = (fits_when_empty, has_kv_room, not_excluded)  # those with roo
 class Level(NamedTuple):
     """What the index knows of a seat. ``standing``: ``SERVING``, or the name of the filter that keeps it out.
 
-    ``number`` is the worker's bit in masks of workers.
+    ``number`` is the worker's bit in masks of workers. ``yields_to_rank``: the lowest class of which a tenant
+    below its share may have a slot of another tenant's, where none is free; 0: of no class.
     """
 
     standing: str
@@ -62,6 +65,7 @@ class Level(NamedTuple):
     kv_tokens_total: int
     max_model_len: int
     number: int
+    yields_to_rank: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +87,7 @@ class PoolSeats:
         self._sizes: dict[tuple[int, int], int] = {}  # serving seats by (pool size, model length)
         self._bounds: tuple[int, int, int] | None = None  # what ``room`` says of the sizes, while they stay
         self._away: dict[str, int] = {}  # the others by standing
+        self._yielding: dict[str, _Seat] = {}  # without a slot, but for tenants below their share
         self._futile: list[tuple[PlaceQuery, NoWorker]] = []
         self._profile: PlacementProfile | None = None
         self._filters: tuple[Filter, ...] = ()
@@ -124,10 +129,15 @@ class PoolSeats:
                 self._push(seat)
         elif seat.place >= 0:
             self._leave(seat, before)
+        if _yields(level):
+            self._yielding[worker_id] = seat
+        else:
+            self._yielding.pop(worker_id, None)
 
     def drop(self, worker_id: str) -> None:
         """The worker has no such pool any more."""
         seat = self._seats.pop(worker_id)
+        self._yielding.pop(worker_id, None)
         self._count(seat.level, -1)
         if seat.place >= 0:
             self._leave(seat, seat.level)
@@ -184,6 +194,20 @@ class PoolSeats:
         sharing = self._choose(seats, query, profile, rng, cached_tokens)
         return sharing if isinstance(sharing, Chosen) else found
 
+    @property
+    def any_yields(self) -> bool:
+        return bool(self._yielding)
+
+    def choose_yielding(
+        self, query: PlaceQuery, rank: int, profile: PlacementProfile, rng: Random
+    ) -> Chosen | NoWorker:
+        """Return a worker without a slot where another tenant yields one to a class of that rank."""
+        some = islice(self._yielding.values(), _MAX_YIELDING * 4)
+        seats = [seat for seat in some if seat.level.yields_to_rank <= rank]
+        if len(seats) > _MAX_YIELDING:
+            seats = rng.sample(seats, _MAX_YIELDING)
+        return self._choose(seats, query, profile, rng, lambda _: {})
+
     def _with_room(
         self,
         query: PlaceQuery,
@@ -223,6 +247,8 @@ class PoolSeats:
         assert self.open_mask == sum(1 << seat.level.number for seat in self._open)
         entries = set(self._by_room)
         assert all((-seat.level.room_tokens, seat.worker_id) in entries for seat in self._open)
+        yielding = {worker_id for worker_id, seat in self._seats.items() if _yields(seat.level)}
+        assert self._yielding.keys() == yielding, "who yields a slot is miscounted"
         assert len(self._by_room) <= self._most_entries, "the heap outgrows the seats"
         assert sum(self._sizes.values()) + sum(self._away.values()) == len(self._seats)
         for seat in self._seats.values():
@@ -374,6 +400,12 @@ class PoolSeats:
 
 def _is_open(level: Level) -> bool:
     return level.standing == SERVING and level.slots > 0 and level.room_tokens > 0
+
+
+def _yields(level: Level) -> bool:
+    if level.standing != SERVING or level.slots > 0:
+        return False
+    return level.yields_to_rank > 0 and level.room_tokens > 0
 
 
 def _have_room(seats: Sequence[_Seat], query: PlaceQuery) -> bool:

@@ -56,16 +56,14 @@ class Admission:
             head = self._places.head(long=long)
         if head is None:
             return None
-        free = self._max_sequences - self._places.with_kv
+        if self._places.seated >= self._max_sequences:
+            return None
         missing = self._missing(head)
-        if free > 0 and missing <= 0:
-            return head
-        could_be_free = free + len(self._places.stalled)
-        return head if could_be_free > 0 and missing <= self._freed_for(head, missing) else None
+        return head if missing <= 0 or missing <= self._freed_for(head, missing) else None
 
     def fits(self, head: SequenceState) -> bool:
-        """Whether it has a place and blocks without anybody giving way."""
-        return self._places.with_kv < self._max_sequences and self._missing(head) <= 0
+        """Whether it has a seat and blocks without anybody giving way."""
+        return self._places.seated < self._max_sequences and self._missing(head) <= 0
 
     def admit(self, head: SequenceState) -> list[tuple[int, int]]:
         """Let it prefill, with all blocks of its prompt; return the blocks to copy before, (from, to)."""

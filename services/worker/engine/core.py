@@ -20,7 +20,7 @@ from services.worker.engine.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import MAX_WAITING, ModelLimits
-from services.worker.engine_protocol import Cancel, Credit, Heartbeat, Resize, Resized, Stepped, Submit
+from services.worker.engine_protocol import Cancel, Credit, Heartbeat, Park, Resize, Resized, Stepped, Submit
 from services.worker.policy.prefill_budget import PrefillBudget
 
 _TOKENS: Final = attrgetter("tokens")
@@ -79,7 +79,7 @@ class Engine:
     def max_model_len(self) -> int:
         return self._model.max_model_len
 
-    def apply(self, command: Submit | Credit | Cancel | Resize) -> None:
+    def apply(self, command: Submit | Credit | Park | Cancel | Resize) -> None:
         """Carry out a command between two steps. Raises DuplicateHandle."""
         match command:
             case Submit():
@@ -87,6 +87,9 @@ class Engine:
             case Credit():
                 for handle, limit in zip(command.handles, command.limits, strict=False):
                     self._live.credit(handle, limit)
+            case Park():
+                for handle in command.handles:
+                    self._live.park(handle)
             case Cancel():
                 for handle in command.handles:
                     self._live.cancel(handle)

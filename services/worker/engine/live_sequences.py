@@ -65,6 +65,11 @@ class LiveSequences:
         if (sequence := self._live.get(handle)) is not None:
             self._planner.credit(sequence, limit)
 
+    def park(self, handle: int) -> None:
+        """Let a sequence make one token more, if it has not just finished; then it waits for credit."""
+        if (sequence := self._live.get(handle)) is not None:
+            sequence.cut_credit(sequence.output_tokens + 1)
+
     def cancel(self, handle: int) -> None:
         """Forget a sequence and its end: nothing is told of it."""
         if (sequence := self._live.pop(handle, None)) is not None:
@@ -167,13 +172,15 @@ class LiveSequences:
             self._finish(sequence, "length")
         elif not sequence.has_credit:
             self._planner.stall(sequence)
+        elif sequence.status is Status.HELD:
+            self._planner.resume(sequence)
 
     def _fail(self, sequence: SequenceState, why: str) -> None:
         self._errors[sequence.handle] = why
-        self._finish(sequence, "error")
+        self._finish(sequence, "not_finite")
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        self._planner.remove(sequence, is_sound=reason != "error")
+        self._planner.remove(sequence, is_sound=reason != "not_finite")
         self._report(sequence, reason)
 
     def _report(self, sequence: SequenceState, reason: FinishReason) -> None:

@@ -214,7 +214,8 @@ def _warm_up(engine: Engine, token_budget: int) -> float:
         longest_s = 0.0
         while engine.has_work:
             began_s = time.monotonic()
-            engine.step()
+            if "not_finite" in engine.step().finished.values():
+                raise BadCheckpoint("the logits are not finite in the warm-up: the weights are at fault")
             longest_s = max(longest_s, time.monotonic() - began_s)
     return longest_s * max(1.0, token_budget / len(prompt))
 

@@ -20,18 +20,25 @@ class Places:
         self.decoding: list[SequenceState] = []
         self.held: list[SequenceState] = []
         self.stalled: list[SequenceState] = []
+        self.returning: list[SequenceState] = []  # in the order of their credit
         self.long_prefills = 0  # of those that prefill
         self._lists = {
             Status.PREFILLING: self.prefilling,
             Status.DECODING: self.decoding,
             Status.HELD: self.held,
             Status.STALLED: self.stalled,
+            Status.RETURNING: self.returning,
         }
+
+    @property
+    def seated(self) -> int:
+        """How many sequences run: they are computed in the next steps."""
+        return len(self.decoding) + len(self.prefilling) + len(self.held)
 
     @property
     def with_kv(self) -> int:
         """How many sequences hold KV."""
-        return len(self.decoding) + len(self.prefilling) + len(self.held) + len(self.stalled)
+        return self.seated + len(self.stalled) + len(self.returning)
 
     @property
     def without_kv(self) -> int:
@@ -40,7 +47,7 @@ class Places:
 
     def holders(self) -> list[SequenceState]:
         """Return those that hold KV."""
-        return [*self.decoding, *self.prefilling, *self.held, *self.stalled]
+        return [*self.decoding, *self.prefilling, *self.held, *self.stalled, *self.returning]
 
     def head(self, *, long: bool) -> SequenceState | None:
         """Return who is next, or next of those that are not long: preempted ones go first."""

@@ -31,7 +31,8 @@ _ORDER: Final = attrgetter("order")
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that hold KV.
+    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that run. Those without
+    credit hold KV at most.
 
     ``max_long_prefills``: sequences with LONG_PROMPT_TOKENS and more to compute that prefill at a time.
     """
@@ -89,7 +90,7 @@ class Planner:
     def has_work(self) -> bool:
         """Whether ``plan`` would return a batch."""
         places = self._places
-        return bool(places.decoding or places.prefilling or self._closed_holders()) or (
+        return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
             self._admission.head() is not None
         )
 
@@ -101,7 +102,7 @@ class Planner:
     @property
     def only_decodes(self) -> bool:
         """Whether the next step decodes and nothing else: nobody prefills, nobody can start."""
-        if self._places.prefilling or self._blocks.is_closing:
+        if self._places.prefilling or self._places.returning or self._blocks.is_closing:
             return False
         return bool(self._places.decoding) and self._admission.head() is None
 
@@ -110,12 +111,13 @@ class Planner:
         self._admission.line_up(sequence)
 
     def credit(self, sequence: SequenceState, limit: int) -> None:
-        """Raise the output limit; the sequence is planned again if it waited for that."""
+        """Raise the output limit; a sequence that waited for that is planned again once it has a seat."""
         sequence.set_credit(limit)
         if not sequence.has_credit:
             return
         if sequence.status is Status.STALLED:
-            self._places.move(sequence, Status.DECODING)
+            self._places.move(sequence, Status.RETURNING)
+            self._seat_returning()
         elif sequence.status is Status.PARKED:
             self._places.take(sequence)
             self._admission.line_up(sequence)
@@ -130,6 +132,7 @@ class Planner:
         wait behind a long one and a long one is never starved. While the pool shrinks, one holder of blocks
         beyond its end gives way in each plan.
         """
+        self._seat_returning()
         handed_back = [*self._give_closed_back(), *self._grow()]
         decodes = list(self._places.decoding)
         while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
@@ -211,8 +214,13 @@ class Planner:
         """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
         self._places.move(sequence, Status.HELD)
 
+    def resume(self, sequence: SequenceState) -> None:
+        """Let a held sequence decode again: its token was not the last, or credit came meanwhile."""
+        self._places.move(sequence, Status.DECODING)
+
     def stall(self, sequence: SequenceState) -> None:
-        """Take a decoding sequence out of the plan, with its blocks, until it has credit."""
+        """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay while nobody
+        needs them."""
         self._places.move(sequence, Status.STALLED)
 
     def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
@@ -230,10 +238,16 @@ class Planner:
         places, holders = self._places, self._places.holders()
         places.check_integrity()
         self._blocks.check_integrity(sequence.blocks for sequence in holders)
-        assert len(holders) <= self._limits.max_sequences, "more sequences hold KV than allowed"
+        assert places.seated <= self._limits.max_sequences, "more sequences run than allowed"
         assert places.long_prefills <= self._limits.max_long_prefills, "too many long prefills"
         for sequence in holders:
             assert sequence.computed <= sequence.capacity == len(sequence.blocks) * self._blocks.block_size
+
+    def _seat_returning(self) -> None:
+        """Let sequences with KV and credit decode while seats are free, before others start."""
+        returning = self._places.returning
+        while returning and self._places.seated < self._limits.max_sequences:
+            self._places.move(returning[0], Status.DECODING)
 
     # --- blocks --------------------------------------------------------------------------------------
 
@@ -273,7 +287,8 @@ class Planner:
         """
         if self._blocks.freed_by([sequence.blocks for sequence in self._places.stalled]):
             return self._admission.stalled_victim()
-        return max((*self._places.decoding, *self._places.prefilling), key=_ORDER)
+        places = self._places
+        return max((*places.decoding, *places.prefilling, *places.returning), key=_ORDER)
 
     def _release(self, sequence: SequenceState) -> None:
         if self._reuse is not None:

@@ -12,7 +12,7 @@ from services.worker.engine_protocol import Sampling, Submit
 
 
 class Status(Enum):
-    """Where a sequence is. Those that hold KV blocks: PREFILLING, DECODING, HELD, STALLED."""
+    """Where a sequence is. PREFILLING, DECODING, HELD: KV and a seat; STALLED, RETURNING: KV alone."""
 
     WAITING = auto()  # new, no KV
     PREEMPTED = auto()  # lost its KV, goes before new ones
@@ -21,6 +21,7 @@ class Status(Enum):
     DECODING = auto()
     HELD = auto()  # its next token is being computed, and may be its last
     STALLED = auto()  # holds KV, has no credit
+    RETURNING = auto()  # holds KV, has credit again, waits for a seat
     FINISHED = auto()
 
 
@@ -68,8 +69,16 @@ class SequenceState:
         return self.output_tokens < self.credit_limit
 
     def set_credit(self, limit: int) -> None:
-        """Credit never falls: a limit below the present one changes nothing."""
+        """Raise the credit: a limit below the present one changes nothing."""
         self.credit_limit = max(self.credit_limit, limit)
+        self._set_pause()
+
+    def cut_credit(self, limit: int) -> None:
+        """Take credit back: a limit above the present one changes nothing."""
+        self.credit_limit = min(self.credit_limit, limit)
+        self._set_pause()
+
+    def _set_pause(self) -> None:
         self.pause_at = self.prompt_tokens + min(self.credit_limit, self.sampling.max_tokens)
 
 

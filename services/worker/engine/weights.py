@@ -102,7 +102,11 @@ class Checkpoint:
         except SafetensorError as error:
             raise BadCheckpoint(f"{name} cannot be read") from error
         # A copy: a file that is overwritten in place must not change a loaded model.
-        return stored.to(dtype, copy=True)
+        owned = stored.to(dtype, copy=True)
+        least, most = torch.aminmax(owned)  # both are NaN where any is
+        if not (least.isfinite() and most.isfinite()):
+            raise BadCheckpoint(f"{name} holds values that are not finite in {dtype}")
+        return owned
 
     def _open(self, path: Path, expected: frozenset[str] | None) -> None:
         try:

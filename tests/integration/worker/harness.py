@@ -47,6 +47,7 @@ from services.worker.engine_settings import EngineSettings
 from services.worker.host import SequenceHost
 from services.worker.sequences import SequenceTable
 from services.worker.servicer import WorkerServicer
+from services.worker.version_slot import ModelSource
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512
@@ -85,6 +86,7 @@ class FolderSource:
         *,
         only: Callable[[str], bool] | None = None,
         progress: Callable[[float], None] | None = None,
+        recheck: bool = False,
     ) -> Path:
         if self.error is not None:
             raise self.error
@@ -285,6 +287,7 @@ async def start_harness(
     *,
     assign: bool = True,
     memory_bytes: int = 2 * 1024**3,
+    source: ModelSource | None = None,
 ) -> Harness:
     """Start a worker with the null executor, or with none until it is assigned a version."""
     clock = SystemClock()
@@ -299,7 +302,7 @@ async def start_harness(
         or EngineSettings(null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)),
         host=host,
         store=store,
-        files=files,
+        files=files if source is None else source,
         clock=clock,
         supervisor=supervisor,
     )

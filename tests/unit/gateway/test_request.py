@@ -247,6 +247,21 @@ async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> No
     assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
 
 
+NOT_FINITE = SequenceEnd(FinishReason.ENGINE_LOST, error_reason="NOT_FINITE")
+
+
+async def test_a_version_without_finite_logits_is_named_after_bounded_tries() -> None:
+    harness = Harness(emit(2, NOT_FINITE), emit(2, ended(4)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.placement.asked[1].excluded_workers == ("w0",)
+    harness = Harness(*(emit(0, NOT_FINITE) for _ in range(4)))
+    end = await harness.run()
+    assert isinstance(end, errors.VersionFailing)
+    assert "not finite on 3 tries: the version is at fault" in end.message
+    assert len(harness.workers.started) == 3
+
+
 @pytest.mark.parametrize(
     ("first", "again", "told"),
     [

@@ -65,17 +65,27 @@ class Rig:
         for index in range(len(totals)):
             self.report(index)
 
-    def report(self, index: int, *, ready: bool = True, draining: bool = False, digest: str = DIGEST) -> None:
+    def report(
+        self,
+        index: int,
+        *,
+        ready: bool = True,
+        draining: bool = False,
+        digest: str = DIGEST,
+        running: int = 0,
+        yields: int = 0,
+    ) -> None:
         pool = PoolSnapshot(
             digest,
             self.totals[index],
             self.reserved[index],
             BLOCK,
-            0,
+            running,
             0,
             self.slots,
             self.totals[index] * BLOCK,
             ready=ready,
+            yields_to_rank=yields,
         )
         seen, self.seen[index] = tuple(self.seen[index]), []
         snapshot = ReportSnapshot(
@@ -569,3 +579,59 @@ def test_a_higher_class_does_not_give_way_to_a_lower_one() -> None:
     below.ask(1, tenant="minnow", priority=Priority.INTERACTIVE)
     below.turn()
     assert granted_of_whale(below, priority=Priority.BATCH) < alone
+
+
+def full_of(tenant: str, *totals: int) -> Rig:
+    """Return workers of four slots, each taken by the tenant, which would have more."""
+    rig = Rig(*totals, slots=4)
+    for _ in range(4 * len(totals)):
+        rig.ask(1, tenant=tenant)
+    assert len(rig.turn()) == 4 * len(totals)
+    for index in range(len(totals)):
+        rig.report(index, running=4, yields=Priority.STANDARD.rank)
+    for _ in range(20):
+        rig.ask(1, tenant=tenant)
+    assert rig.turn() == {}
+    return rig
+
+
+def test_a_tenant_below_its_share_has_slots_of_the_one_that_holds_all() -> None:
+    rig = full_of("whale", 100, 100)
+    asked = [rig.ask(1, tenant="canary") for _ in range(8)]
+    granted: list[int] = []
+    for _ in range(4):
+        granted += rig.turn()
+        for index in range(2):
+            rig.report(index, running=4, yields=Priority.STANDARD.rank)
+    assert granted == asked[: len(granted)]
+    assert len(granted) == 8, "half of what is held then"
+    rig.ask(1, tenant="canary")
+    assert rig.turn() == {}, "it has its share"
+
+
+def test_no_slot_is_taken_from_a_higher_class_nor_without_kv() -> None:
+    rig = full_of("whale", 4)
+    rig.ask(1, tenant="canary")
+    assert rig.turn() == {}, "no KV"
+    rig = full_of("whale", 100)
+    low = rig.ask(1, tenant="canary", priority=Priority.BATCH)
+    assert rig.turn() == {}
+    high = rig.ask(1, tenant="canary", priority=Priority.INTERACTIVE)
+    assert list(rig.turn()) == [high]
+    rig.report(0, running=3)
+    assert low not in rig.turn()
+
+
+def test_a_placement_that_was_refused_such_a_slot_waits_for_a_free_one() -> None:
+    rig = full_of("whale", 100)
+    asked = rig.ask(1, tenant="canary")
+    (grant,) = rig.turn().values()
+    assert isinstance(grant, Grant)
+    rig.report(0, running=4, yields=Priority.STANDARD.rank)
+    spec = place_spec(prompt_tokens=BLOCK - 1, arrival_s=rig.now_s, queue_ttl_s=60.0, tenant="canary")
+    rig.number += 1
+    again = replace(spec, request_id=f"req_{asked}")
+    rig.queue.submit(1, rig.number, again, spec.arrival_unix_us, rig.now_s)
+    assert rig.turn() == {}
+    rig.report(0, running=2)
+    assert rig.number in rig.turn()

@@ -360,6 +360,7 @@ def test_a_reader_that_stays_away_is_cancelled_with_its_own_reason(bench: Bench,
     bench.host.sweep(129.9)
     assert len(bench.table) == 2
     reader.stream.credit([2], [1])
+    bench.clock.now_s = 130.0
     bench.stepped({2: A})
     bench.host.sweep(130.0)
     reader.read()
@@ -444,6 +445,15 @@ def test_preempted_and_failed_sequences_say_so(bench: Bench, reader: Reader) -> 
     assert (reader.ends[3].error_reason, reader.ends[3].error_message) == ("INVALID_INPUT", "prompt too long")
 
 
+def test_a_sequence_without_finite_logits_may_go_on_elsewhere(bench: Bench, reader: Reader) -> None:
+    reader.stream.start(1, bench.spec())
+    bench.stepped({1: A}, prefill_tokens=16)
+    bench.stepped({}, finished={1: "not_finite"}, errors={1: "the logits are not finite"})
+    reader.read()
+    assert (reader.ends[1].reason, reader.ends[1].error_reason) == (FinishReason.ENGINE_LOST, "NOT_FINITE")
+    assert reader.ids[1] == [A]
+
+
 def test_the_stage_clock_splits_waiting_from_prefill(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
     bench.clock.now_s += 1.0
@@ -513,7 +523,7 @@ def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], d
                 tokens = {number: data.draw(st.sampled_from((A, B, 0xC3, EOS))) for number in chosen}
                 ends = data.draw(st.lists(st.sampled_from(chosen), unique=True)) if chosen else []
                 reasons: st.SearchStrategy[wire.FinishReason] = st.sampled_from(
-                    ("stop", "length", "preempted", "error")
+                    ("stop", "length", "preempted", "error", "not_finite")
                 )
                 bench.stepped(
                     tokens, finished={n: data.draw(reasons) for n in ends}, prefill_tokens=len(chosen)

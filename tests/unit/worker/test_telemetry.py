@@ -22,6 +22,7 @@ OLD = EngineLevels(
     kv_blocks_total=10,
     running=1,
     waiting=0,
+    parked=0,
     queued_prefill_tokens=0,
     silent_s=0.1,
     rss_bytes=100,

@@ -90,3 +90,14 @@ def test_a_placement_that_gives_way_goes_only_where_hardly_a_prompt_is_queued() 
     assert not passes(least + 2, gives_way=True)
     assert passes(least + 2, gives_way=False)
     assert passes(least + 2, gives_way=True, uncached=1000), "most of it is cached there"
+
+
+def test_who_is_below_its_share_with_one_more() -> None:
+    assert not holding({}).is_below("a", 1.0)
+    assert not holding({"a": 9}).is_below("a", 1.0), "alone"
+    held = holding({"a": 9, "b": 1})
+    assert held.is_below("b", 1.0)
+    assert not held.is_below("a", 1.0)
+    assert held.is_below("c", 1.0), "a third of ten"
+    assert not held.is_below("c", 0.1), "by weight"
+    assert not holding({"a": 1, "b": 1}).is_below("c", 1.0), "nobody has two"

@@ -16,7 +16,7 @@ from services.worker.engine.executor import Samples
 from services.worker.engine.launch import Inline
 from services.worker.engine.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import Cancel, Credit
+from services.worker.engine_protocol import Cancel, Credit, Park
 from services.worker.policy.prefill_budget import PrefillBudget
 
 COMMON = settings(
@@ -39,6 +39,7 @@ operations = st.lists(
             ),
         ),
         st.tuples(st.just("credit"), st.tuples(st.integers(0, 30), st.integers(0, 12))),
+        st.tuples(st.just("park"), st.integers(0, 30)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
     ),
     max_size=40,
@@ -69,6 +70,11 @@ class Ledger:
             self.bench.engine.apply(Credit([handle], [limit]))
             if handle in self.limit:
                 self.limit[handle] = max(self.limit[handle], limit)
+        elif kind == "park":
+            self.bench.engine.apply(Park([value]))
+            if value in self.limit:  # what it makes from now on; it may have more than it is allowed
+                made = self.base[value] + len(self.bench.tokens.get(value, []))
+                self.limit[value] = min(self.limit[value], made + 1)
         else:
             self.bench.engine.apply(Cancel([value]))
             if value in self.limit and value not in self.bench.finished:

@@ -19,7 +19,7 @@ from services.worker.engine.launch import Inline
 from services.worker.engine.sampler import NO_TOKEN, NOT_FINITE
 from services.worker.engine.sequence import sequence_of
 from services.worker.engine.torch_executor import TorchExecutor
-from services.worker.engine_protocol import Cancel, Credit, Submit
+from services.worker.engine_protocol import Cancel, Credit, Park, Submit
 from tests.support.engine_oracle import Arrival, Outcome, Run, Schedule, Shape, load_engine, save, schedules
 from tests.support.run_ahead import RunsAhead
 from tests.unit.worker.engine.prefix.cache_rig import CacheRig, ask
@@ -39,6 +39,7 @@ class Asked:
     stop: int | None
     credit: int
     cancelled_at: int | None
+    parked_at: int | None
     penalty: float
 
 
@@ -50,6 +51,7 @@ asked = st.builds(
     stop=st.none() | st.integers(0, 96),
     credit=st.sampled_from((0, 0, 1, 3)),
     cancelled_at=st.none() | st.integers(0, 20),
+    parked_at=st.none() | st.integers(0, 20),
     penalty=st.sampled_from((0.0, 0.0, 0.0, 0.5)),
 )
 
@@ -66,8 +68,12 @@ def drive(bench: Any, submit: Callable[..., Submit], requests: list[Asked], fail
             if request.cancelled_at == step:
                 bench.engine.apply(Cancel([number]))
                 handles.pop(number, None)
+            if request.parked_at == step and number in handles:
+                bench.engine.apply(Park([number]))
+            if request.parked_at is not None and number in handles and request.parked_at == step - 2:
+                bench.engine.apply(Credit([number], [1 << 30]))
         if not bench.engine.has_work:
-            if step > 20:
+            if step > 24:
                 return bench
             continue
         event = bench.step()
@@ -158,7 +164,7 @@ def test_a_sequence_whose_token_failed_gets_no_other(
     bench.engine.apply(submit(0, [1, 2, 3], 5))
     bench.engine.apply(submit(1, [1, 2, 3], 5))
     bench.run()
-    assert bench.finished == {0: "error", 1: "length"}
+    assert bench.finished == {0: "not_finite", 1: "length"}
     assert 0 not in bench.tokens
 
 

@@ -1,0 +1,48 @@
+"""Whether a folder of model files is what its manifest says, chunk by chunk, read now.
+
+The bytes pass through the page cache, so that what an engine maps next is what was read here unless its pages
+are dropped and read from a disk that answers differently. A file that is written to after the check is not
+found by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from services.adapters.model_folders import chunk_is_good
+from services.adapters.threads import in_thread
+from services.core.manifest import ManifestFile
+
+MAX_THREADS: Final = 4
+
+_Chunk = tuple[Path, ManifestFile, int]
+
+
+async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
+    """Return whether every chunk below ``root`` has its digest. Raises OSError for an unreadable file.
+
+    Hashing releases the interpreter, so that several threads share it. A cancelled caller waits for a chunk.
+    """
+    chunks = [(root / file.path, file, index) for file in files for index in range(len(file.chunks))]
+    count = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(chunks)))
+    stop = threading.Event()
+    tasks = [asyncio.ensure_future(in_thread(_all_good, chunks[part::count], stop)) for part in range(count)]
+    try:
+        return all(await asyncio.gather(*tasks))
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _all_good(chunks: Sequence[_Chunk], stop: threading.Event) -> bool:
+    """Return whether all are good; False too once one of another thread is not, or the caller is gone."""
+    for path, file, index in chunks:
+        if stop.is_set() or not chunk_is_good(path, file, index):
+            stop.set()
+            return False
+    return True

@@ -1,0 +1,77 @@
+"""Readers that stay away hold no slot: the first token of another tenant comes as if they were not there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from fairway.client import Client, ClientOptions, Options, SessionOptions, Tokens
+from tests.support.command_line import CommandLine
+from tests.support.stack import Stack
+
+pytestmark = pytest.mark.timeout(300)
+SLOTS = 16
+STALLED = 5 * SLOTS  # more than may be without a slot: the longest parked are ended
+LOOKS = 7
+SLACK_S = 0.05  # of a machine that has other work
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    state: Path = tmp_path_factory.mktemp("stalled") / "state"
+    settings = {"FAIRWAY_MAX_SEQUENCES": str(SLOTS), "FAIRWAY_SHEDDING": "false"}
+    with Stack.started(state, workers=1, replicas=1, settings=settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def keys(stack: Stack) -> dict[str, str]:
+    """A key of each of two tenants."""
+    cli = CommandLine(stack.state)
+    found: dict[str, str] = {}
+    for name in ("flood", "canary"):
+        cli("tenants", "create", name, "--max-concurrency", "1000", "--requests-per-minute", "100000")
+        found[name] = cli("keys", "create", name, "--tenant", name, "-o", "json").json["secret"]
+    time.sleep(1.0)  # a key is known to the gateways a moment after it was made
+    return found
+
+
+async def ttft_s(client: Client, model: str) -> float:
+    """Return the median time until the first token of a few requests, one after the other."""
+    taken: list[float] = []
+    for number in range(LOOKS):
+        began_s = time.monotonic()
+        async with client.generate(model, f"Canary {number}", Options(max_output_tokens=4)) as stream:
+            async for event in stream:
+                if isinstance(event, Tokens):
+                    taken.append(time.monotonic() - began_s)
+                    break
+    return median(taken)
+
+
+@pytest.mark.parametrize("window_tokens", [1, 2])
+async def test_stalled_readers_cost_another_tenant_nothing(
+    stack: Stack, keys: dict[str, str], window_tokens: int
+) -> None:
+    options = ClientOptions(connect_timeout_s=30, idempotency=False)
+    endpoints = stack.endpoints["gateways"]
+    async with (
+        Client(endpoints, api_key=keys["canary"], options=options) as canary,
+        Client(endpoints, api_key=keys["flood"], options=options) as flood,
+    ):
+        await ttft_s(canary, stack.model)  # what is set up at the first request
+        alone_s = await ttft_s(canary, stack.model)
+        session_options = SessionOptions(max_concurrency=STALLED, window_tokens=window_tokens)
+        async with flood.session(session_options) as session:
+            long = Options(max_output_tokens=200, ignore_eos=True)
+            streams = [session.generate(stack.model, f"Flood {n}", long) for n in range(STALLED)]
+            begun = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+            assert sum(not isinstance(each, BaseException) for each in begun) >= 4 * SLOTS
+            beside_s = await ttft_s(canary, stack.model)
+    print(f"alone {alone_s * 1e3:.1f} ms, beside {STALLED} stalled readers {beside_s * 1e3:.1f} ms")
+    assert beside_s <= 2 * alone_s + SLACK_S
