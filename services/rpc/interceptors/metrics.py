@@ -32,6 +32,11 @@ class RpcMetrics:
             ("method",),
         )
         self.running: dict[str, int] = {}
+        self.connections_shut = metrics.counter(
+            "fairway_rpc_connections_shut_total",
+            "Connections without a known caller that were ended: surplus, or with answers unread",
+            ("reason",),
+        )
         metrics.gauge(
             "fairway_rpc_running",
             "RPCs that run now; of a stream: that are open",
