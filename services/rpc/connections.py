@@ -8,6 +8,7 @@ shut, which grpc observes as if the peer had gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import socket
@@ -25,6 +26,7 @@ MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
 KNOWN_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2
+_PAUSE_S: Final = 0.02
 _FEW: Final = 64
 _DESCRIPTORS: Final = "/dev/fd"
 
@@ -41,6 +43,7 @@ class Connections:
         self._running: dict[str, int] = {}
         self._known_until_s: dict[str, float] = {}
         self._condemned: set[str] = set()
+        self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
         self._calm = _FEW
 
@@ -59,11 +62,16 @@ class Connections:
     def condemn(self, peer: str) -> None:
         """End this connection soon, unless a known caller uses it too."""
         self._condemned.add(peer)
+        self._wanted.set()
 
     async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
         """Keep the bounds until cancelled. ``port``: where the server listens, 0 until it does."""
         while True:
-            await clock.sleep(PERIOD_S)
+            await clock.sleep(_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._wanted.wait()
+            self._wanted.clear()
             if not port():
                 continue
             try:

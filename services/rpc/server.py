@@ -39,6 +39,9 @@ _OPTIONS: Final = (
     ("grpc.max_concurrent_streams", 4096),
     # Bit 0 is identity. Of a compressed message nobody can tell what it grows to, so no caller may send one.
     ("grpc.compression_enabled_algorithms_bitset", 1),
+    # Calls that wait for this process to take them: none is dropped below the bound, to leave room above it.
+    ("grpc.server.max_pending_requests", 2048),
+    ("grpc.server.max_pending_requests_hard_limit", 2048),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),  # a client that is still there connects again for its next call
     ("grpc.keepalive_time_ms", 20_000),

@@ -12,7 +12,8 @@ from services.rpc.connections import source_of
 MAX_OF_CONNECTION: Final = 32
 MAX_STREAMS_OF_SOURCE: Final = 32
 MAX_STREAMS: Final = 128
-# Answers that a connection has not read. Refusals are a few bytes each: who leaves so many is not reading.
+# Refusals of one connection, in a second and unread. Its calls wait in the same line as those of everybody.
+MAX_REFUSALS_PER_S: Final = 100
 MAX_UNREAD: Final = 256
 UNREAD_WITHIN_S: Final = 15.0
 
@@ -26,11 +27,21 @@ class Strangers:
     def __init__(self, condemn: Callable[[str], None]) -> None:
         self._condemn = condemn
         self._of_peer: dict[str, int] = {}
+        self._refusals: dict[str, int] = {}
+        self._second = 0
         self._streams: dict[str, int] = {}
 
     def refused(self, peer: str) -> None:
-        """Count an RPC that is being refused, so that refusals do not pile up for who does not read them."""
-        if _count(self._of_peer, peer) > MAX_UNREAD:
+        """Count an RPC that is being refused, and end the connection of who goes on nevertheless."""
+        _count(self._of_peer, peer)
+        self._refuse(peer)
+
+    def _refuse(self, peer: str) -> None:
+        second = int(asyncio.get_running_loop().time())
+        if second != self._second:
+            self._second, self._refusals = second, {}
+        refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
+        if refusals > MAX_REFUSALS_PER_S or self._of_peer[peer] > MAX_UNREAD:
             self._condemn(peer)
 
     def enter(self, peer: str) -> None:
@@ -48,13 +59,13 @@ class Strangers:
         source = source_of(peer)
         mine, all_of_them = self._streams.get(source, 0), sum(self._streams.values())
         if mine >= MAX_STREAMS_OF_SOURCE or all_of_them >= MAX_STREAMS:
+            self._refuse(peer)
             raise OverQuota("too many streams without credentials are open", retry_after_s=1.0)
         _count(self._streams, source)
 
     def _admit(self, peer: str) -> None:
-        if _count(self._of_peer, peer) > MAX_UNREAD:
-            self._condemn(peer)
-        if self._of_peer[peer] > MAX_OF_CONNECTION:
+        if _count(self._of_peer, peer) > MAX_OF_CONNECTION:
+            self._refuse(peer)
             text = f"{MAX_OF_CONNECTION} calls without credentials run on this connection"
             raise OverQuota(text, retry_after_s=1.0)
 

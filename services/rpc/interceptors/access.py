@@ -73,6 +73,7 @@ class AccessControl(AroundInterceptor):
         internal_token: str,
         connections: Connections,
     ) -> None:
+        super().__init__()
         if len(internal_token) < 32:
             raise ValueError("the internal token has less than 32 characters")
         self._table = table

@@ -18,6 +18,9 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):
     ``context.write`` inside it, so that its ``finally`` blocks run when the client goes away.
     """
 
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}  # by method: no more than there are
+
     async def around(self, method: str, call: Call, context: Context) -> Any:
         """Run ``call`` and return its result. ``method`` is "/package.Service/Method"."""
         return await call()
@@ -27,6 +30,9 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        method = handler_call_details.method
+        if method in self._handlers:
+            return self._handlers[method]
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -40,8 +46,9 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
-        wrapped = self._wrap(handler_call_details.method, inner)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        wrapped = make(self._wrap(method, inner), handler.request_deserializer, handler.response_serializer)
+        self._handlers[method] = wrapped
+        return wrapped
 
     def _wrap(self, method: str, inner: Any) -> Any:
         async def behaviour(request: Any, context: Context) -> Any:

@@ -19,6 +19,7 @@ log = structlog.get_logger()
 class ErrorStatus(AroundInterceptor):
     def __init__(self, new_incident: Callable[[], str], lines: LineBudget | None = None) -> None:
         """``lines`` bounds what refusals write to the log: anybody can cause them."""
+        super().__init__()
         self._new_incident = new_incident
         self._lines = lines
 

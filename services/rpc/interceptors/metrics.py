@@ -49,6 +49,7 @@ class CountRpcs(AroundInterceptor):
     """``services``: whose methods with one response are timed; streams last as long as their clients wish."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], instruments: RpcMetrics, clock: Clock) -> None:
+        super().__init__()
         self._instruments = instruments
         self._clock = clock
         self._timed = frozenset(
