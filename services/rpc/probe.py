@@ -13,10 +13,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 TIMEOUT_S: Final = 3.0
+# CANCELLED is what grpc answers by itself to calls that it cannot queue.
+REFUSED: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 
 
 def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
-    """Return "" when the health service at host:port answers SERVING or RESOURCE_EXHAUSTED, else why not."""
+    """Return "" when the health service at host:port answers SERVING or is flooded, else why not."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -26,7 +28,7 @@ def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
         try:
             answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as exc:
-            if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if exc.code() in REFUSED:
                 return ""
             return f"no answer on {address} ({exc.code().name})"
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -32,11 +32,12 @@ class Strangers:
         self._streams: dict[str, int] = {}
 
     def refused(self, peer: str) -> None:
-        """Count an RPC that is being refused, and end the connection of who goes on nevertheless."""
+        """Count an RPC that is refused for its credentials."""
         _count(self._of_peer, peer)
-        self._refuse(peer)
+        self.refuse(peer)
 
-    def _refuse(self, peer: str) -> None:
+    def refuse(self, peer: str) -> None:
+        """Note that a counted RPC is refused; a connection with many refusals is ended."""
         second = int(asyncio.get_running_loop().time())
         if second != self._second:
             self._second, self._refusals = second, {}
@@ -59,15 +60,15 @@ class Strangers:
         source = source_of(peer)
         mine, all_of_them = self._streams.get(source, 0), sum(self._streams.values())
         if mine >= MAX_STREAMS_OF_SOURCE or all_of_them >= MAX_STREAMS:
-            self._refuse(peer)
+            self.refuse(peer)
             raise OverQuota("too many streams without credentials are open", retry_after_s=1.0)
         _count(self._streams, source)
 
     def _admit(self, peer: str) -> None:
-        if _count(self._of_peer, peer) > MAX_OF_CONNECTION:
-            self._refuse(peer)
-            text = f"{MAX_OF_CONNECTION} calls without credentials run on this connection"
-            raise OverQuota(text, retry_after_s=1.0)
+        refusals = self._refusals.get(peer, 0)
+        if _count(self._of_peer, peer) > MAX_OF_CONNECTION or refusals > MAX_REFUSALS_PER_S:
+            self.refuse(peer)
+            raise OverQuota("this connection has too many calls without credentials", retry_after_s=1.0)
 
 
 def _count(counts: dict[str, int], name: str) -> int:

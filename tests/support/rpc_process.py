@@ -1,4 +1,4 @@
-"""A server as the roles build it, in a process of its own, so that its memory and its pauses can be measured."""
+"""A server as the roles build it, in a process of its own: its memory and its pauses can be measured."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 KEY = (("authorization", "Bearer tenant-key"),)
 INTERNAL = "i" * 32
 MIB = 1024 * 1024
+# As ``python -m services`` does: grpc reads its environment when it is imported.
+_START = "from services.runtime import grpc_environment as grpc; grpc.prepare(); "
+_START += "from tests.support.rpc_process import main; main()"
 
 
 @dataclass
@@ -35,6 +38,9 @@ class RpcProcess:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address, options=(("grpc.max_send_message_length", -1),))
+
     def rss_mib(self) -> float:
         return float(self.process.memory_info().rss) / MIB
 
@@ -44,11 +50,11 @@ class RpcProcess:
         log = folder / "server.log"
         with log.open("wb") as lines:
             child = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rpc_process"],
+                [sys.executable, "-c", _START],
                 stdout=subprocess.PIPE,
                 stderr=lines,
                 cwd=ROOT,
-                env=os.environ | {"GRPC_VERBOSITY": ""},
+                env={name: value for name, value in os.environ.items() if not name.startswith("GRPC_")},
             )
             try:
                 assert child.stdout is not None
@@ -56,7 +62,7 @@ class RpcProcess:
                 assert child.poll() is None, log.read_text()
             finally:
                 child.kill()
-                child.wait()
+                child.communicate()
 
 
 @dataclass
@@ -65,6 +71,7 @@ class Canary:
 
     waits_s: dict[str, list[float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    refusals: int = 0
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -96,6 +103,8 @@ class Canary:
                 await ask()
             except grpc.aio.AioRpcError as error:
                 self.failures.append(f"{name}: {error.code().name} {error.details()}")
+                if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                    self.refusals += 1  # grpc cancels what it cannot queue while a flood begins
             self.waits_s[name].append(time.monotonic() - began_s)
             await asyncio.sleep(0.05)
 
@@ -104,6 +113,12 @@ class Canary:
         async with grpc.aio.insecure_channel(address, options=own) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+
+    def judge(self, worst_s: float) -> None:
+        """Raises AssertionError for silence, for a long wait, or when the refused were more than a few."""
+        assert len(self.failures) == self.refusals, self.failures
+        assert self.refusals <= sum(map(len, self.waits_s.values())) / 4, self.failures
+        assert self.worst_s() < worst_s
 
     def worst_s(self) -> float:
         assert all(self.waits_s.values())
@@ -158,12 +173,10 @@ async def _serve() -> None:
     await server.guard_connections(clock)
 
 
-if __name__ == "__main__":
+def main() -> None:
     import uvloop
 
-    from services.runtime import grpc_environment, logging
+    from services.runtime import logging
 
-    os.environ.pop("GRPC_VERBOSITY", None)
-    grpc_environment.prepare()
     logging.configure(role="test")
     uvloop.run(_serve())

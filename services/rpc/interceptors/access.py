@@ -10,7 +10,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import ServiceDescriptor
 
 from fairway.v1 import options_pb2
-from services.core.errors import FairwayError, OverQuota, PermissionDenied, Unauthenticated
+from services.core.errors import DeadlineExceeded, FairwayError, OverQuota, PermissionDenied, Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.connections import Connections
@@ -89,7 +89,11 @@ class AccessControl(AroundInterceptor):
         allowed = self._table.get(method)
         if self._is_public(method, allowed):
             (self._strangers.enter_stream if method in _PUBLIC_STREAMS else self._strangers.enter)(peer)
-            return await call()
+            try:
+                return await call()
+            except (DeadlineExceeded, OverQuota):  # its message did not come, or came too late
+                self._strangers.refuse(peer)
+                raise
         try:
             if allowed is None:
                 raise PermissionDenied(f"{method} has no access rule")
