@@ -38,7 +38,7 @@ class RpcProcess:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def channel(self) -> grpc.aio.Channel:
+    def channel(self) -> Any:
         return grpc.aio.insecure_channel(self.address, options=(("grpc.max_send_message_length", -1),))
 
     def rss_mib(self) -> float:
