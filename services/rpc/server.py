@@ -42,6 +42,8 @@ _OPTIONS: Final = (
     # Calls that wait for this process to take them: none is dropped below the bound, to leave room above it.
     ("grpc.server.max_pending_requests", 2048),
     ("grpc.server.max_pending_requests_hard_limit", 2048),
+    # Windows that grow by themselves reach megabytes, which a stream that nobody reads may then fill.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),  # a client that is still there connects again for its next call
     ("grpc.keepalive_time_ms", 20_000),

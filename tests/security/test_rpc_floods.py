@@ -18,6 +18,7 @@ import pytest
 
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.rpc.connections import MAX_OF_SOURCE, MAX_STRANGERS, PERIOD_S
+from services.rpc.interceptors.messages import MAX_WAITING_STRANGERS
 from services.rpc.strangers import MAX_REFUSALS_PER_S
 from tests.support.http2 import (
     CHECK,
@@ -34,6 +35,7 @@ from tests.support.http2 import (
 from tests.support.rpc_process import KEY, Canary, RpcProcess
 
 COMPLETE = "/fairway.v1.InferenceService/Complete"
+COUNT = "/fairway.v1.InferenceService/CountTokens"
 LARGEST = 16 * 1024 * 1024 - 64
 WORST_S = 2.0
 GROWTH_MIB = 64.0
@@ -100,30 +102,38 @@ async def test_watchers_that_read_nothing_do_not_hold_up_the_health_status(serve
 
 async def test_a_message_without_a_credential_is_not_read(server: RpcProcess) -> None:
     """16 MiB of empty submessages: decoding them takes a second and a gigabyte."""
-    async with attacked(server) as attackers:
-        for attacker in attackers:
-            await attacker.send(call(1, COMPLETE), message(1, b"\x12\x00" * (LARGEST // 2)))
+    async with attacked(server, connections=0), server.channel() as channel:
+        for method in (COUNT, "/fairway.v1.InferenceService/Infer"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(method)(bomb())
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert server.peak_mib() < server.rss_mib() + GROWTH_MIB
 
 
 async def test_large_messages_for_the_health_service(server: RpcProcess) -> None:
-    """Few are read at a time, and none is decoded."""
-    async with attacked(server, connections=8) as attackers:
-        bomb = message(1, b"\x0a\x00" * (LARGEST // 2), end=False)
+    """Each is read but for its last byte. Few are read at a time, so that others' end."""
+    data = struct.pack(">BI", 0, LARGEST) + bytes(LARGEST - 1)
+    before_mib = server.rss_mib()
+    async with attacked(server, connections=24) as attackers:
+        sending = []
         for attacker in attackers:
-            await attacker.send(call(1, CHECK), bomb[: len(bomb) // 8])
+            await attacker.send(call(1, CHECK))
+            sending.append(asyncio.create_task(attacker.send_body(1, data)))
+        await asyncio.wait(sending, timeout=5)
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+    assert server.peak_mib() - before_mib < (MAX_WAITING_STRANGERS + 4) * 16
 
 
 async def test_a_tenants_message_of_empty_submessages_is_counted_before_it_is_decoded(
     server: RpcProcess,
 ) -> None:
-    path = "/fairway.v1.InferenceService/CountTokens"
-    messages = b"\x0a\x00" * (LARGEST // 2 - 8)
-    chat = b"\x1a" + _varint(len(messages)) + messages
     before_mib = server.rss_mib()
     async with Canary.beside(server.address) as canary, server.channel() as channel:
         for _ in range(4):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(path)(chat, metadata=KEY)
+                await channel.unary_unary(COUNT)(bomb(), metadata=KEY)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "more than" in str(caught.value.details())
         canary.judge(WORST_S)
@@ -217,6 +227,12 @@ async def test_health_lists_and_what_is_not_there_is_unimplemented(server: RpcPr
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Embed(inference_pb2.EmbedRequest(model="m", inputs=["x"]), metadata=KEY)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def bomb() -> bytes:
+    """Return a chat of eight million empty messages."""
+    messages = b"\x0a\x00" * (LARGEST // 2 - 8)
+    return b"\x1a" + _varint(len(messages)) + messages
 
 
 async def _never() -> AsyncIterator[bytes]:

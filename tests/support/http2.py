@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
+DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE: Final = 4
 CHECK: Final = "/grpc.health.v1.Health/Check"
@@ -75,6 +75,8 @@ class Attacker:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        self._windows: dict[int, int] = {}  # bytes that may be sent: 0 is the connection, others its streams
+        self._window_grew = asyncio.Event()
 
     @classmethod
     async def connect(cls, port: int, *, source: str = "127.0.0.1", **values: int) -> Attacker:
@@ -91,6 +93,21 @@ class Attacker:
         except ConnectionError:
             return
 
+    async def send_body(self, stream: int, data: bytes) -> None:
+        """Send bytes of a message within the windows, while ``answer_pings`` runs beside."""
+        at = 0
+        while at < len(data):
+            room = min(self._windows.setdefault(each, 65_535) for each in (0, stream))
+            part = data[at : at + min(room, 16_384)]
+            if not part:
+                self._window_grew.clear()
+                await self._window_grew.wait()
+                continue
+            at += len(part)
+            for each in (0, stream):
+                self._windows[each] -= len(part)
+            await self.send(frame(DATA, 0, stream, part))
+
     async def answer_pings(self) -> None:
         """Read until the server closes the connection, so that its keepalive is content."""
         try:
@@ -99,6 +116,10 @@ class Attacker:
                 body = await self.reader.readexactly(int.from_bytes(head[:3]))
                 if head[3] == PING and not head[4] & ACK:
                     await self.send(frame(PING, ACK, 0, body))
+                elif head[3] == WINDOW_UPDATE:
+                    stream = int.from_bytes(head[5:9])
+                    self._windows[stream] = self._windows.get(stream, 65_535) + int.from_bytes(body)
+                    self._window_grew.set()
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 

@@ -41,6 +41,13 @@ class RpcProcess:
     def channel(self) -> Any:
         return grpc.aio.insecure_channel(self.address, options=(("grpc.max_send_message_length", -1),))
 
+    def peak_mib(self) -> float:
+        """The most that was resident at any time; what is resident, where the system does not say."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        peaks = [float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")]
+        return peaks[0] if peaks else self.rss_mib()
+
     def rss_mib(self) -> float:
         return float(self.process.memory_info().rss) / MIB
 
