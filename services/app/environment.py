@@ -70,7 +70,7 @@ class Environment:
 
     def server(self, *services: Service, identity: KeyDirectory | None = None) -> RpcServer:
         """Return the role's gRPC server, not started. Without an identity no API key opens it."""
-        return RpcServer(
+        server = RpcServer(
             services,
             listen=self.settings.listen,
             internal_token=self.internal_token,
@@ -80,8 +80,11 @@ class Environment:
                 RpcMetrics(self.metrics),
                 self.clock,
                 self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None,
+                self.request_lines,
             ),
         )
+        self.supervisor.spawn("connections", server.guard_connections(self.clock))
+        return server
 
     async def sync(self, timeout_s: float = 20.0) -> None:
         """Start the views and return once each was listed. Raises StoreUnavailable after ``timeout_s``,

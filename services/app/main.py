@@ -13,6 +13,7 @@ from services.app.environment import Environment
 from services.app.process import run
 from services.core.errors import FairwayError
 from services.runtime import config, logging
+from services.runtime.descriptors import raise_descriptor_limit
 
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3
@@ -28,6 +29,7 @@ def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1] not in ROLES:
         sys.exit(f"usage: python -m services {{{'|'.join(ROLES)}}}")
     role = sys.argv[1]
+    raise_descriptor_limit()
     try:
         settings = config.load()
         logging.configure(settings.log_level, settings.log_format, role=role)

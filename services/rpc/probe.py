@@ -1,6 +1,7 @@
 """Ask a role whether it serves: ``python -m services.rpc.probe HOST:PORT``, for health checks of containers.
 
-Exits 0 for SERVING, 1 with the reason on stderr for everything else.
+Exits 0 for SERVING, 1 with the reason on stderr for everything else. A server that refuses the question
+because it has too many is alive and serves known callers: a restart would help whoever floods it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 TIMEOUT_S: Final = 3.0
+# CANCELLED is what grpc answers by itself to calls that it cannot queue.
+REFUSED: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 
 
 def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
-    """Return "" when the health service at host:port answers SERVING, else what it said or why it did not."""
+    """Return "" when the health service at host:port answers SERVING or is flooded, else why not."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -25,6 +28,8 @@ def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
         try:
             answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as exc:
+            if exc.code() in REFUSED:
+                return ""
             return f"no answer on {address} ({exc.code().name})"
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return "" if status == "SERVING" else f"{address} answers {status}"

@@ -9,21 +9,25 @@ from typing import Any, Final
 import grpc
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
 from services.rpc.channel import MAX_MESSAGE_BYTES
+from services.rpc.connections import Connections
+from services.rpc.health import Health
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
-from services.rpc.interceptors.bounds import RequestBounds
 from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.log_context import LogContext
+from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.traces import TraceRpcs
+from services.rpc.message_size import limits_of
+from services.runtime.descriptors import descriptor_limit
+from services.runtime.logging import LineBudget
 from services.runtime.tracing import Tracing
 
 log = structlog.get_logger()
@@ -33,6 +37,15 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", 4096),
+    # Bit 0 is identity. Of a compressed message nobody can tell what it grows to, so no caller may send one.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    # Calls that wait for this process to take them: none is dropped below the bound, to leave room above it.
+    ("grpc.server.max_pending_requests", 2048),
+    ("grpc.server.max_pending_requests_hard_limit", 2048),
+    # Windows that grow by themselves reach megabytes, which a stream that nobody reads may then fill.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),  # a client that is still there connects again for its next call
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -40,16 +53,20 @@ _OPTIONS: Final = (
     ("grpc.http2.max_ping_strikes", 4),
     ("grpc.so_reuseport", 0),
 )
-_MAX_RPCS: Final = 16_384
+_MAX_CONNECTIONS: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class RpcTelemetry:
-    """What a server tells of its RPCs. ``tracing``: what makes a span of each, None where nothing does."""
+    """What a server reports of its RPCs. ``tracing``: what makes a span of each, None where nothing does.
+
+    ``lines`` bounds the log lines about single RPCs.
+    """
 
     instruments: RpcMetrics
     clock: Clock
     tracing: Tracing | None = None
+    lines: LineBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +101,31 @@ class RpcServer:
         """Raises ValueError when a method of ``services`` has no access rule."""
         self._services = services
         self._listen = listen
-        self._health = HealthServicer()
-        self._parts: dict[str, bool] = {}
+        self._health = Health()
+        self._parts: frozenset[str] = frozenset()
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
+        limits = {
+            f"/{each.full_name}/{method.name}": limits_of(method)
+            for each in descriptors
+            for method in each.methods
+        }
         outermost = [] if telemetry is None else _watchers(descriptors, telemetry)
+        shut = () if telemetry is None else (telemetry.instruments.connections_shut.add,)
+        self._connections = Connections(*shut)
+        # Without grpc's own bound of RPCs: it counts a stranger's half-open call before any layer sees it.
         self._server = grpc.aio.server(
             interceptors=(
                 *outermost,
                 LogContext(),
-                ErrorStatus(new_incident),
-                AccessControl(table, authenticate, internal_token),
-                RequestBounds(),
+                ErrorStatus(new_incident, None if telemetry is None else telemetry.lines),
+                AccessControl(table, authenticate, internal_token, self._connections),
+                ReadMessages(limits),
             ),
-            options=_OPTIONS,
-            maximum_concurrent_rpcs=_MAX_RPCS,
+            options=(
+                *_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", min(_MAX_CONNECTIONS, descriptor_limit() // 2)),
+            ),
         )
         self.port = 0
 
@@ -121,24 +148,22 @@ class RpcServer:
         await self._server.start()
         log.info("server.started", listen=self._listen, port=self.port, services=names)
 
+    async def guard_connections(self, clock: Clock) -> None:
+        """Keep the bounds on connections of unknown callers until cancelled."""
+        await self._connections.guard(clock, lambda: self.port)
+
     async def set_serving(self, serving: bool) -> None:
         """Answer health checks with SERVING or NOT_SERVING, for the whole server and each service."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
         for name in ("", *(service.descriptor.full_name for service in self._services)):
-            await self._health.set(name, status)
+            self._health.set(name, serving)
 
     async def set_parts(self, serving: Mapping[str, bool]) -> None:
         """Answer health checks of these names so; a name that is no longer there is unknown."""
-        statuses = health_pb2.HealthCheckResponse
-        for name in [name for name in self._parts if name not in serving]:
-            del self._parts[name]
-            await self._health.set(name, statuses.SERVICE_UNKNOWN)
+        for name in self._parts - serving.keys():
+            self._health.set(name, None)
         for name, serves in serving.items():
-            if self._parts.get(name) is not serves:
-                self._parts[name] = serves
-                await self._health.set(name, statuses.SERVING if serves else statuses.NOT_SERVING)
+            self._health.set(name, serves)
+        self._parts = frozenset(serving)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new RPCs, give running ones ``grace_s``, then cancel them."""

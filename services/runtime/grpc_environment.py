@@ -9,6 +9,7 @@ def prepare() -> None:
     """Make grpc safe for a process that starts others, and quiet. Call before grpc is imported.
 
     Its fork handlers run in every child between fork and exec, and may crash the child of a busy process.
+    Its C core writes a raw line for each call that it refuses by itself: callers would fill the log.
     """
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

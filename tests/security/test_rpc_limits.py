@@ -15,9 +15,9 @@ from services.core.errors import InternalError
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.channel import MAX_MESSAGE_BYTES
-from services.rpc.interceptors.access import MAX_PUBLIC_CALLS
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
+from services.rpc.strangers import MAX_STREAMS_OF_SOURCE
 
 AUTH = (("authorization", "Bearer key"),)
 
@@ -87,34 +87,41 @@ async def test_a_bug_tells_its_incident_and_nothing_else(
     assert error.metadata == {"incident": "inc_9"}
 
 
-async def test_a_compressed_message_never_grows_here(server: tuple[str, Servicer]) -> None:
+async def test_no_caller_may_compress(server: tuple[str, Servicer]) -> None:
     address, servicer = server
     bomb = complete("a" * (MAX_MESSAGE_BYTES + 1))
     error = await refused(
         lambda stub: stub.Complete(bomb, metadata=AUTH, compression=grpc.Compression.Gzip), address
     )
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert servicer.prompts == []
 
 
-async def test_streams_without_credentials_are_counted(server: tuple[str, Servicer]) -> None:
+async def test_streams_without_credentials_are_counted_and_checks_go_on(
+    server: tuple[str, Servicer],
+) -> None:
     address, _ = server
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
-        watches: list[Any] = [stub.Watch(request) for _ in range(MAX_PUBLIC_CALLS)]
+        watches: list[Any] = [stub.Watch(request) for _ in range(MAX_STREAMS_OF_SOURCE)]
         async with asyncio.timeout(20):
             for watch in watches:
                 await watch.read()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(request, timeout=5)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        watches.pop().cancel()
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    await stub.Check(request, timeout=5)
-                except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.02)
-                else:
-                    break
+        async with grpc.aio.insecure_channel(
+            address, options=(("grpc.use_local_subchannel_pool", 1),)
+        ) as other:
+            another: Any = health_pb2_grpc.HealthStub(other)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await another.Watch(request).read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await another.Check(request, timeout=5)
+            watches.pop().cancel()
+            async with asyncio.timeout(5):
+                while True:
+                    try:
+                        await another.Watch(request).read()
+                    except grpc.aio.AioRpcError:
+                        await asyncio.sleep(0.02)
+                    else:
+                        break

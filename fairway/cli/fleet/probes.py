@@ -1,4 +1,7 @@
-"""Questions to a process: does it serve? An answer is "" for yes, else why not."""
+"""Questions to a process: does it serve? An answer is "" for yes, else why not.
+
+A reason that begins with ``NO_ANSWER`` means silence; every other one came from a process that is alive.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from grpc_health.v1 import health_pb2
 Probe = Callable[[], Awaitable[str]]
 
 NO_ANSWER: Final = "no answer"  # how the reason begins when nothing came back at all
+_SILENT: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _TIMEOUT_S: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 4096
 
@@ -55,7 +59,9 @@ def grpc_serving(address: str) -> Probe:
             try:
                 answer = await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
             except grpc.aio.AioRpcError as exc:
-                return f"{NO_ANSWER} on {address} ({exc.code().name})"
+                if exc.code() in _SILENT:
+                    return f"{NO_ANSWER} on {address} ({exc.code().name})"
+                return f"refuses to answer ({exc.code().name})"  # so the process is alive
         status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         return "" if status == "SERVING" else f"answers {status}"
 

@@ -10,23 +10,32 @@ from typing import Any, Final
 from google.protobuf.descriptor import ServiceDescriptor
 
 from fairway.v1 import options_pb2
-from services.core.errors import OverQuota, PermissionDenied, Unauthenticated
+from services.core.errors import DeadlineExceeded, FairwayError, OverQuota, PermissionDenied, Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole
+from services.rpc.connections import Connections
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.rpc.strangers import Strangers
 
 Authenticate = Callable[[str | None], Principal]
 
 # Third-party services that every server carries, and their rule.
 PUBLIC_SERVICES: Final = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 
-MAX_PUBLIC_CALLS: Final = 256
+_PUBLIC_STREAMS: Final = (
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+# RPCs that run at once: of one tenant or operator, and of all; other services have no bound but their number.
+MAX_CALLS_OF_CALLER: Final = 4096
+MAX_CALLS: Final = 16_384
 
 _ROLE_ACCESS: Final = {
     KeyRole.TENANT: options_pb2.ACCESS_TENANT,
     KeyRole.ADMIN: options_pb2.ACCESS_ADMIN,
 }
 _principal: ContextVar[Principal] = ContextVar("principal")
+_caller: ContextVar[str | None] = ContextVar("caller", default=None)
 
 
 def principal() -> Principal:
@@ -35,6 +44,11 @@ def principal() -> Principal:
     if found is None:
         raise Unauthenticated("no API key was given")
     return found
+
+
+def caller() -> str | None:
+    """Return whose limits the RPC of this task counts against: "" for a service, None without credentials."""
+    return _caller.get()
 
 
 def access_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[int]]:
@@ -53,41 +67,72 @@ class AccessControl(AroundInterceptor):
     """Identifies the caller by `authorization: Bearer <key or internal token>` and applies the table."""
 
     def __init__(
-        self, table: Mapping[str, frozenset[int]], authenticate: Authenticate | None, internal_token: str
+        self,
+        table: Mapping[str, frozenset[int]],
+        authenticate: Authenticate | None,
+        internal_token: str,
+        connections: Connections,
     ) -> None:
+        super().__init__()
         if len(internal_token) < 32:
             raise ValueError("the internal token has less than 32 characters")
         self._table = table
         self._authenticate = authenticate
         self._internal = internal_token.encode()
-        self._public_calls = 0
+        self._connections = connections
+        self._strangers = Strangers(connections.condemn)
+        self._running: dict[str, int] = {}
+        self._all = 0
 
     async def around(self, method: str, call: Call, context: Context) -> Any:
-        if method[1:].rpartition("/")[0] in PUBLIC_SERVICES:
-            return await self._public(call)
+        peer = context.peer()
         allowed = self._table.get(method)
-        if allowed is None:
-            raise PermissionDenied(f"{method} has no access rule")
-        if options_pb2.ACCESS_PUBLIC in allowed:
-            return await call()
-        who = self._identify(bearer_token(context.invocation_metadata()), allowed)
-        if who is None:
-            return await call()
-        token = _principal.set(who)
+        if self._is_public(method, allowed):
+            (self._strangers.enter_stream if method in _PUBLIC_STREAMS else self._strangers.enter)(peer)
+            try:
+                return await call()
+            except (DeadlineExceeded, OverQuota):  # its message did not come, or came too late
+                self._strangers.refuse(peer)
+                raise
         try:
+            if allowed is None:
+                raise PermissionDenied(f"{method} has no access rule")
+            who = self._identify(bearer_token(context.invocation_metadata()), allowed)
+        except FairwayError:
+            self._strangers.refused(peer)
+            raise
+        self._connections.begin(peer)
+        try:
+            if who is not None:
+                return await self._counted(who, call)
+            _caller.set("")
             return await call()
         finally:
-            _principal.reset(token)
+            self._connections.end(peer)
 
-    async def _public(self, call: Call) -> Any:
-        """Run a call that needs no credentials. Its streams may stay open, so they are counted."""
-        if self._public_calls >= MAX_PUBLIC_CALLS:
-            raise OverQuota(f"{MAX_PUBLIC_CALLS} calls without credentials are running", retry_after_s=1.0)
-        self._public_calls += 1
+    def _is_public(self, method: str, allowed: frozenset[int] | None) -> bool:
+        if allowed is None:
+            return method[1:].rpartition("/")[0] in PUBLIC_SERVICES
+        return options_pb2.ACCESS_PUBLIC in allowed
+
+    async def _counted(self, who: Principal, call: Call) -> Any:
+        """Run the call of a tenant or an operator, who have a share of what runs at once."""
+        name = who.tenant_id or who.key_id
+        mine = self._running.get(name, 0)
+        if mine >= MAX_CALLS_OF_CALLER or self._all >= MAX_CALLS:
+            text = f"{mine} calls of this caller and {self._all} of all callers are running"
+            raise OverQuota(text, retry_after_s=1.0)
+        self._running[name] = mine + 1
+        self._all += 1
+        _principal.set(who)
+        _caller.set(name)
         try:
             return await call()
         finally:
-            self._public_calls -= 1
+            self._all -= 1
+            self._running[name] -= 1
+            if not self._running[name]:
+                del self._running[name]
 
     def _identify(self, token: str | None, allowed: frozenset[int]) -> Principal | None:
         """Return the caller, None for another service. Raises Unauthenticated or PermissionDenied."""

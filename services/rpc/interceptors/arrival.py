@@ -45,6 +45,7 @@ def many_requests() -> None:
 
 class NoteArrival(AroundInterceptor):
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self._clock = clock
 
     async def intercept_service(

@@ -9,17 +9,21 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from services.core.errors import FairwayError, InternalError
+from services.core.errors import FairwayError, InternalError, Unimplemented
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
 from services.rpc.status import to_grpc_status
+from services.runtime.logging import LineBudget
 
 log = structlog.get_logger()
 _NOT_OURS: Final = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 class ErrorStatus(AroundInterceptor):
-    def __init__(self, new_incident: Callable[[], str]) -> None:
+    def __init__(self, new_incident: Callable[[], str], lines: LineBudget | None = None) -> None:
+        """``lines`` bounds what refusals write to the log: anybody can cause them."""
+        super().__init__()
         self._new_incident = new_incident
+        self._lines = lines
 
     async def around(self, method: str, call: Call, context: Context) -> Any:
         try:
@@ -27,10 +31,13 @@ class ErrorStatus(AroundInterceptor):
         except FairwayError as error:
             if isinstance(error, InternalError) and "incident" not in error.metadata:
                 await self._crashed(method, error, context)
-            log.info("rpc.rejected", method=method, reason=error.reason)
+            if self._lines is None or self._lines.take():
+                log.info("rpc.rejected", method=method, reason=error.reason)
             await context.abort_with_status(to_grpc_status(error))
         except (grpc.aio.AbortError, grpc.aio.UsageError, *_NOT_OURS):
             raise
+        except NotImplementedError:  # a method that the generated base class answers
+            await context.abort_with_status(to_grpc_status(Unimplemented(f"{method} is not implemented")))
         except BaseException as error:  # a native library's panic is no Exception
             await self._crashed(method, error, context)
 

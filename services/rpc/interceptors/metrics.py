@@ -32,6 +32,11 @@ class RpcMetrics:
             ("method",),
         )
         self.running: dict[str, int] = {}
+        self.connections_shut = metrics.counter(
+            "fairway_rpc_connections_shut_total",
+            "Connections without a known caller that were ended: surplus, or with answers unread",
+            ("reason",),
+        )
         metrics.gauge(
             "fairway_rpc_running",
             "RPCs that run now; of a stream: that are open",
@@ -44,6 +49,7 @@ class CountRpcs(AroundInterceptor):
     """``services``: whose methods with one response are timed; streams last as long as their clients wish."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], instruments: RpcMetrics, clock: Clock) -> None:
+        super().__init__()
         self._instruments = instruments
         self._clock = clock
         self._timed = frozenset(

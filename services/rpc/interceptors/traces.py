@@ -20,6 +20,7 @@ class TraceRpcs(AroundInterceptor):
     """``services``: whose methods with one response are traced; others last as long as a client wishes."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], tracing: Tracing, clock: Clock) -> None:
+        super().__init__()
         self._tracing = tracing
         self._clock = clock
         self._traced = frozenset(

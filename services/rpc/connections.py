@@ -1,0 +1,181 @@
+"""Bounds on a port's connections that carry nothing of a known caller, by their source and in all.
+
+grpc bounds the connections of a whole port, and offers neither a bound for a source nor a way to close one
+connection. So this process inspects its own sockets: the oldest connections of the source that has most are
+shut, which grpc observes as if the peer had gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+from services.ports.clock import Clock
+
+log = structlog.get_logger()
+
+MAX_OF_SOURCE: Final = 128
+MAX_STRANGERS: Final = 1024
+KNOWN_FOR_S: Final = 60.0
+PERIOD_S: Final = 0.2
+_PAUSE_S: Final = 0.02
+_FEW: Final = 64
+_DESCRIPTORS: Final = "/dev/fd"
+
+
+class Connections:
+    """Which connections carry calls of known callers, or did in the last minute; and the end of others.
+
+    A connection is named as ``context.peer()`` names it.
+    """
+
+    def __init__(self, count: Callable[[str], None] = lambda reason: None) -> None:
+        """``count`` is called with the reason, surplus or unread, of each connection that is ended."""
+        self._count = count
+        self._running: dict[str, int] = {}
+        self._known_until_s: dict[str, float] = {}
+        self._condemned: set[str] = set()
+        self._wanted = asyncio.Event()
+        self._since_s: dict[str, float] = {}
+        self._calm = _FEW
+
+    def begin(self, peer: str) -> None:
+        """A known caller's RPC runs on this connection until ``end``."""
+        self._running[peer] = self._running.get(peer, 0) + 1
+
+    def end(self, peer: str) -> None:
+        left = self._running[peer] - 1
+        if left:
+            self._running[peer] = left
+        else:
+            del self._running[peer]
+            self._known_until_s[peer] = _now_s() + KNOWN_FOR_S
+
+    def condemn(self, peer: str) -> None:
+        """End this connection soon, unless a known caller uses it too."""
+        self._condemned.add(peer)
+        self._wanted.set()
+
+    async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
+        """Keep the bounds until cancelled. ``port``: where the server listens, 0 until it does."""
+        while True:
+            await clock.sleep(_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._wanted.wait()
+            self._wanted.clear()
+            if not port():
+                continue
+            try:
+                await self._look(port())
+            except OSError as error:  # no descriptor is left for the look itself, or no such folder
+                log.warning("connections.not_inspected", error=error.strerror)
+                await clock.sleep(10 * PERIOD_S)
+
+    async def _look(self, port: int) -> None:
+        now_s = _now_s()
+        for peer in [peer for peer, until_s in self._known_until_s.items() if until_s <= now_s]:
+            del self._known_until_s[peer]
+        known = self._running.keys() | self._known_until_s.keys()
+        descriptors = await asyncio.to_thread(os.listdir, _DESCRIPTORS)
+        if not self._condemned and len(descriptors) - len(known) <= self._calm:
+            return
+        found = await asyncio.to_thread(connected, port, descriptors)
+        condemned, self._condemned = self._condemned & found.keys() - known, set()
+        seen_s, self._since_s = self._since_s, {}
+        for peer in found.keys() - known:
+            self._since_s[peer] = seen_s.get(peer, now_s)
+        # One that was not there at the last look may be about to identify itself.
+        settled = {peer: since_s for peer, since_s in self._since_s.items() if since_s < now_s}
+        surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS) - condemned
+        self._calm = _FEW if surplus or condemned else len(descriptors) - len(known) + _FEW // 2
+        if surplus or condemned:
+            await asyncio.to_thread(shut, {peer: found[peer] for peer in surplus | condemned})
+            for peers, reason in ((surplus, "surplus"), (condemned, "unread")):
+                for _ in peers:
+                    self._count(reason)
+            log.warning("connections.shut", surplus=len(surplus), unread=len(condemned), left=len(settled))
+
+
+def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> set[str]:
+    """Return what to end so that no source has more than ``of_source``, and all together ``in_all``.
+
+    The oldest of a source end first, and the sources with most share what the total takes from them.
+    """
+    by_source: defaultdict[str, list[str]] = defaultdict(list)
+    for peer in sorted(since_s, key=lambda peer: (-since_s[peer], peer)):
+        by_source[source_of(peer)].append(peer)
+    share = of_source
+    while share and sum(min(share, len(peers)) for peers in by_source.values()) > in_all:
+        share -= 1
+    return {peer for peers in by_source.values() for peer in peers[share:]}
+
+
+def source_of(peer: str) -> str:
+    """Return whom a connection counts against: its IPv4 address, or its IPv6 network of 64 bits."""
+    kind, _, address = peer.partition(":")
+    if kind != "ipv6":
+        return peer.rpartition(":")[0]
+    host = address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").partition("%25")[0]
+    return str(ipaddress.IPv6Network((host, 64), strict=False))
+
+
+def connected(port: int, descriptors: list[str]) -> dict[str, int]:
+    """Return the accepted connections of a port, by the peer's name, each with its descriptor."""
+    found: dict[str, int] = {}
+    for descriptor in map(int, descriptors):
+        if peer := _peer_at(descriptor, port):
+            found[peer] = descriptor
+    return found
+
+
+def shut(peers: Mapping[str, int]) -> None:
+    """End these connections; a descriptor that is another connection's by now is left alone."""
+    for peer, descriptor in peers.items():
+        try:
+            mine = socket.socket(fileno=os.dup(descriptor))  # cannot become another's while it is looked at
+        except OSError:
+            continue
+        with mine:
+            try:
+                if _name(mine.getpeername()) == peer:
+                    mine.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+
+def _peer_at(descriptor: int, port: int) -> str:
+    """Return the peer of the connection that a descriptor is, or "" when it is none of this port."""
+    try:
+        borrowed = socket.socket(fileno=descriptor)
+    except OSError:
+        return ""
+    try:
+        if borrowed.family not in (socket.AF_INET, socket.AF_INET6) or borrowed.getsockname()[1] != port:
+            return ""
+        return _name(borrowed.getpeername())
+    except OSError:  # it listens, or has just ended
+        return ""
+    finally:
+        borrowed.detach()
+
+
+def _name(address: tuple[str, int] | tuple[str, int, int, int]) -> str:
+    """Return how grpc names a peer."""
+    host, port = address[0], address[1]
+    if ":" not in host:
+        return f"ipv4:{host}:{port}"
+    mapped = ipaddress.IPv6Address(host.partition("%")[0]).ipv4_mapped
+    return f"ipv4:{mapped}:{port}" if mapped else f"ipv6:%5B{host.replace('%', '%25')}%5D:{port}"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,189 @@
+"""A server as the roles build it, in a process of its own: its memory and its pauses can be measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+KEY = (("authorization", "Bearer tenant-key"),)
+INTERNAL = "i" * 32
+MIB = 1024 * 1024
+# As ``python -m services`` does: grpc reads its environment when it is imported.
+_START = "from services.runtime import grpc_environment as grpc; grpc.prepare(); "
+_START += "from tests.support.rpc_process import main; main()"
+
+
+@dataclass
+class RpcProcess:
+    process: psutil.Process
+    port: int
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def channel(self) -> Any:
+        return grpc.aio.insecure_channel(self.address, options=(("grpc.max_send_message_length", -1),))
+
+    def peak_mib(self) -> float:
+        """The most that was resident at any time; what is resident, where the system does not say."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        peaks = [float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")]
+        return peaks[0] if peaks else self.rss_mib()
+
+    def rss_mib(self) -> float:
+        return float(self.process.memory_info().rss) / MIB
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, folder: Path) -> Iterator[RpcProcess]:
+        log = folder / "server.log"
+        with log.open("wb") as lines:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _START],
+                stdout=subprocess.PIPE,
+                stderr=lines,
+                cwd=ROOT,
+                env={name: value for name, value in os.environ.items() if not name.startswith("GRPC_")},
+            )
+            try:
+                assert child.stdout is not None
+                yield cls(psutil.Process(child.pid), int(child.stdout.readline()), log)
+                assert child.poll() is None, log.read_text()
+            finally:
+                child.kill()
+                child.communicate()
+
+
+@dataclass
+class Canary:
+    """What probes and a known caller observe meanwhile: each asks on and on, the probe on new connections."""
+
+    waits_s: dict[str, list[float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    refusals: int = 0
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def beside(cls, address: str) -> AsyncIterator[Canary]:
+        canary = cls({"probe": [], "tenant": []})
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=KEY, wait_for_ready=True)
+            tasks = [
+                asyncio.create_task(canary._run("probe", lambda: canary._probe(address))),
+                asyncio.create_task(
+                    canary._run(
+                        "tenant",
+                        lambda: stub.ListModels(inference_pb2.ListModelsRequest(), metadata=KEY, timeout=5),
+                    )
+                ),
+            ]
+            try:
+                yield canary
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, name: str, ask: Any) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await ask()
+            except grpc.aio.AioRpcError as error:
+                self.failures.append(f"{name}: {error.code().name} {error.details()}")
+                if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                    self.refusals += 1  # grpc cancels what it cannot queue while a flood begins
+            self.waits_s[name].append(time.monotonic() - began_s)
+            await asyncio.sleep(0.05)
+
+    async def _probe(self, address: str) -> None:
+        own = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(address, options=own) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+
+    def judge(self, worst_s: float) -> None:
+        """Raises AssertionError for silence, for a long wait, or when the refused were more than a few."""
+        assert len(self.failures) == self.refusals, self.failures
+        assert self.refusals <= sum(map(len, self.waits_s.values())) / 4, self.failures
+        assert self.worst_s() < worst_s
+
+    def worst_s(self) -> float:
+        assert all(self.waits_s.values())
+        return max(wait_s for waits_s in self.waits_s.values() for wait_s in waits_s)
+
+
+class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    async def ListModels(self, request: Any, context: Any) -> Any:
+        return inference_pb2.ListModelsResponse()
+
+    async def Complete(self, request: Any, context: Any) -> Any:
+        return inference_pb2.CompleteResponse()
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        async for _ in request_iterator:
+            await context.write(inference_pb2.SessionResponse())
+
+
+async def _serve() -> None:
+    from services.core.errors import Unauthenticated
+    from services.core.generation import Principal
+    from services.core.records import KeyRole
+    from services.rpc.interceptors.metrics import RpcMetrics
+    from services.rpc.server import RpcServer, RpcTelemetry, Service
+    from services.runtime.clock import SystemClock
+    from services.runtime.logging import LineBudget
+    from services.runtime.metrics import Metrics
+
+    def authenticate(token: str | None) -> Principal:
+        if token != "tenant-key":
+            raise Unauthenticated("the API key is not valid")
+        return Principal("t", KeyRole.TENANT, "acme")
+
+    clock = SystemClock()
+    server = RpcServer(
+        [
+            Service(
+                inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+                inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                Servicer(),  # type: ignore[abstract]
+            )
+        ],
+        listen="127.0.0.1:0",
+        internal_token=INTERNAL,
+        new_incident=lambda: "inc_1",
+        authenticate=authenticate,
+        telemetry=RpcTelemetry(RpcMetrics(Metrics()), clock, None, LineBudget(clock.monotonic_s, 20)),
+    )
+    await server.start()
+    await server.set_serving(True)
+    print(server.port, flush=True)
+    await server.guard_connections(clock)
+
+
+def main() -> None:
+    import uvloop
+
+    from services.runtime import logging
+
+    logging.configure(role="test")
+    uvloop.run(_serve())

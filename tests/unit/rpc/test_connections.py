@@ -1,0 +1,79 @@
+"""Which connections are surplus, whom they count against, and that the right sockets are shut."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rpc.connections import connected, shut, source_of, surplus_of
+
+names = st.builds("ipv4:10.0.0.{}:{}".format, st.integers(0, 6), st.integers(1, 40))
+peers = st.dictionaries(names, st.floats(0, 100), max_size=80)
+
+
+@given(peers, st.integers(1, 10), st.integers(7, 40))
+def test_no_source_and_not_all_together_have_more_than_their_bound(
+    since_s: dict[str, float], of_source: int, in_all: int
+) -> None:
+    surplus = surplus_of(since_s, of_source=of_source, in_all=in_all)
+    left = since_s.keys() - surplus
+    counts: dict[str, list[float]] = {}
+    for peer in left:
+        counts.setdefault(source_of(peer), []).append(since_s[peer])
+    assert len(left) <= in_all
+    assert all(len(found) <= of_source for found in counts.values())
+    for peer in surplus:  # older than all that are left of its source
+        assert since_s[peer] <= min(counts[source_of(peer)], default=101.0)
+
+
+@given(peers)
+def test_below_the_bounds_nothing_is_surplus(since_s: dict[str, float]) -> None:
+    assert surplus_of(since_s, of_source=80, in_all=80) == set()
+
+
+def test_a_source_with_few_keeps_them_when_another_has_many() -> None:
+    since_s = {f"ipv4:10.0.0.1:{port}": 50.0 for port in range(100)} | {"ipv4:10.0.0.2:1": 0.0}
+    assert "ipv4:10.0.0.2:1" not in surplus_of(since_s, of_source=60, in_all=20)
+
+
+@pytest.mark.parametrize(
+    ("peer", "source"),
+    [
+        ("ipv4:127.0.0.1:5", "ipv4:127.0.0.1"),
+        ("ipv6:%5B2001:db8:0:1:2:3:4:5%5D:80", "2001:db8:0:1::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:80", "fe80::/64"),
+        ("unix:", "unix"),
+    ],
+)
+def test_source_of_a_peer(peer: str, source: str) -> None:
+    assert source_of(peer) == source
+
+
+def test_only_the_named_connection_of_the_port_is_shut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        port = listener.getsockname()[1]
+        with (
+            socket.create_connection(("127.0.0.1", port)) as first,
+            socket.create_connection(("127.0.0.1", port)) as second,
+            socket.create_connection(other.getsockname()) as elsewhere,
+            listener.accept()[0] as accepted,
+            listener.accept()[0],
+            other.accept()[0],
+        ):
+            found = connected(port, os.listdir("/dev/fd"))
+            name = f"ipv4:127.0.0.1:{first.getsockname()[1]}"
+            assert found[name] == accepted.fileno()
+            assert set(found) == {name, f"ipv4:127.0.0.1:{second.getsockname()[1]}"}
+            shut({name: found[name], "ipv4:127.0.0.1:1": found[name]})
+            assert first.recv(1) == b""
+            second.settimeout(0.05)
+            elsewhere.settimeout(0.05)
+            for alive in (second, elsewhere):
+                with pytest.raises(TimeoutError):
+                    alive.recv(1)
+            shut({"ipv4:127.0.0.1:1": accepted.fileno()})  # the descriptor is another connection's by now
+            assert accepted.getpeername()
