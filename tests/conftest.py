@@ -21,7 +21,13 @@ from tests.support.object_store import ObjectStore
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
-INSTALLATIONS = ("tests/e2e/", "tests/unit/cli/test_up.py", "tests/integration/client/test_gateways.py")
+INSTALLATIONS = (
+    "tests/e2e/",
+    "tests/unit/cli/test_up.py",
+    "tests/integration/client/test_gateways.py",
+    "tests/security/test_log_disk.py",
+    "tests/security/test_local_stores.py",
+)
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
@@ -84,7 +90,9 @@ class Server:
         data.mkdir(parents=True, exist_ok=True)
         data.chmod(0o700)
         if self.name == "etcd":
-            command = embedded.etcd_command(data, self.port, self._peer_port, fsync=False)
+            command = embedded.etcd_command(
+                data, f"http://{self.address}", f"http://{embedded.LOOPBACK}:{self._peer_port}", fsync=False
+            )
         else:
             command = embedded.redis_command(data, self.port)
         with (self.folder / f"{self.name}.log").open("ab") as log:

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Final
 from fairway.cli.errors import CliError
 
 PRIVATE_UMASK: Final = 0o077
-# What the addresses of etcd's client, Redis' client and a socket all take as it is; 103 bytes is macOS' bound.
+# What etcd's client, Redis' client and a socket all take as it is; macOS bounds a socket's path to 103 bytes.
 _SOCKET_FOLDER: Final = re.compile(r"/[A-Za-z0-9_./+@-]{1,90}")
 
 
@@ -43,12 +42,12 @@ class StateDir:
 
     @property
     def sockets(self) -> Path:
-        """Folder of the stores' Unix sockets: one of the temporary folder where the own path does not suit."""
+        """Folder of the stores' Unix sockets: one below /tmp where the installation's path does not suit."""
         inside = self.root / "sockets"
         if _SOCKET_FOLDER.fullmatch(str(inside)):
             return inside
         digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"fairway-{os.geteuid()}-{digest}"
+        return Path("/tmp") / f"fairway-{os.geteuid()}-{digest}"
 
     @property
     def etcd_address(self) -> str:
@@ -104,16 +103,19 @@ class StateDir:
             _make_private(self.root)
             for folder in (*inside, self.sockets):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                if open_before or _is_open(folder):
-                    _narrow(folder)
+                others_could_look = open_before or _is_open(folder)
+                _make_private(folder)
+                if others_could_look:
+                    _make_contents_private(folder)
             for path in (self.ports, self.endpoints, self.lock, self.fleet):
                 if path.exists():
                     _make_private(path)
 
     def _is_ours(self) -> bool:
         """Whether the folder is an installation's, or empty: the modes of no other are changed."""
-        shared = self.root.stat().st_mode & stat.S_ISVTX
-        return not shared and (self.secrets.is_dir() or not any(self.root.iterdir()))
+        if self.root.stat().st_mode & stat.S_ISVTX:
+            return False
+        return self.root.name == ".fairway" or self.secrets.is_dir() or not any(self.root.iterdir())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -134,7 +136,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _make_private(path: Path) -> None:
-    """Leave a file or folder to its owner. Raises OSError where that is another user."""
+    """Leave a file or folder to this user. Raises OSError where another one owns it."""
     for found in (path.lstat(), path.stat()):
         if found.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, f"it belongs to the user {found.st_uid}", str(path))
@@ -142,9 +144,8 @@ def _make_private(path: Path) -> None:
         path.chmod(path.stat().st_mode & 0o700)
 
 
-def _narrow(folder: Path) -> None:
-    """Leave a folder and all that it holds to their owner. Links are left alone. Raises OSError."""
-    _make_private(folder)
+def _make_contents_private(folder: Path) -> None:
+    """Leave all that a folder holds to this user. Links are left alone. Raises OSError."""
     for at, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(at, name)

@@ -128,7 +128,7 @@ async def _start(
     progress: Progress,
 ) -> Endpoints:
     with state.writing():
-        await supervisor.start(store_specs(state, addresses, os.environ))
+        await supervisor.start(store_specs(state, os.environ))
         await supervisor.start(role_specs(state, addresses, os.environ, options.settings))
     api_key = await Bootstrap(options, state, addresses, progress).run()
     return Endpoints(
