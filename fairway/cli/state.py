@@ -112,10 +112,12 @@ class StateDir:
                     _make_private(path)
 
     def _is_ours(self) -> bool:
-        """Whether the folder is an installation's, or empty: the modes of no other are changed."""
+        """Whether the folder is an installation's, or is to become one: the modes of no other are changed."""
         if self.root.stat().st_mode & stat.S_ISVTX:
             return False
-        return self.root.name == ".fairway" or self.secrets.is_dir() or not any(self.root.iterdir())
+        known = {"logs", "secrets", "sockets", "state"}
+        found = {path.name for path in self.root.iterdir()}
+        return self.root.name == ".fairway" or "secrets" in found or found <= known
 
     @contextmanager
     def writing(self) -> Iterator[None]:

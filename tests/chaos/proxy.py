@@ -1,6 +1,6 @@
 """The network between the processes of a fleet: one listener per server, and rules per pair of names.
 
-    python -m tests.chaos.proxy '{"etcd": [23790, 2379], ...}'   (name: [listening port, server's port or path])
+    python -m tests.chaos.proxy '{"etcd": [23790, 2379], ...}' (name: [listening port, server's port or path])
 
 Who connects is found out by the kernel's tables: the process that owns the socket says its name in the
 variable CHAOS_NAME; a process without one is the client. Rules arrive as lines of JSON on the standard

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -55,7 +54,6 @@ print(stream.lost)
             [sys.executable, "-c", program], stderr=log, stdout=subprocess.PIPE, text=True, check=True
         )
     assert done.stdout == "7\n"
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] > 100
     assert (tmp_path / "log").stat().st_size == 100
 
 
