@@ -26,6 +26,8 @@ INSTALLATIONS = (
     "tests/unit/cli/test_up.py",
     "tests/integration/client/test_gateways.py",
     "tests/security/test_store_identity.py",
+    "tests/security/test_log_disk.py",
+    "tests/security/test_local_stores.py",
 )
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
@@ -89,7 +91,9 @@ class Server:
         data.mkdir(parents=True, exist_ok=True)
         data.chmod(0o700)
         if self.name == "etcd":
-            command = embedded.etcd_command(data, self.port, self._peer_port, fsync=False)
+            command = embedded.etcd_command(
+                data, f"http://{self.address}", f"http://{embedded.LOOPBACK}:{self._peer_port}", fsync=False
+            )
         else:
             command = embedded.redis_command(data, self.port)
         with (self.folder / f"{self.name}.log").open("ab") as log:

@@ -46,13 +46,14 @@ def redis_binary() -> str:
 
 
 def etcd_command(
-    data_dir: str | Path, client_port: int, peer_port: int, *, name: str = "fairway", fsync: bool = True
+    data_dir: str | Path, client: str, peer: str, *, name: str = "fairway", fsync: bool = True
 ) -> list[str]:
-    """Return the command of a single etcd member on the loopback, with its data under ``data_dir``.
+    """Return the command of a single etcd member that listens on two URLs, with its data under ``data_dir``.
 
-    ``fsync=False`` is for tests: what was written survives the process, but not the machine.
+    Neither asks who connects. ``unix://etcd:0`` is a socket of the name ``etcd:0`` where it runs: the modes
+    of that folder say who may. ``fsync=False`` is for tests: what was written survives the process, but not
+    the machine.
     """
-    client, peer = f"http://{LOOPBACK}:{client_port}", f"http://{LOOPBACK}:{peer_port}"
     return [
         etcd_binary(),
         f"--name={name}",
@@ -72,16 +73,20 @@ def etcd_command(
 
 
 def redis_command(
-    data_dir: str | Path, port: int, *, password: str = "", max_memory_bytes: int = 256 * 1024 * 1024
+    data_dir: str | Path, listen: int | Path, *, max_memory_bytes: int = 256 * 1024 * 1024
 ) -> list[str]:
-    """Return the command of a Redis on the loopback that loses no acknowledged write and evicts nothing.
+    """Return the command of a Redis that loses no acknowledged write and evicts nothing.
 
-    Without a password, any user of this machine can connect.
+    It listens on a port of the loopback, to any user of this machine, or on a Unix socket, to this one.
     """
-    command = [
+    where = (
+        ("--bind", LOOPBACK, "--port", str(listen))
+        if isinstance(listen, int)
+        else ("--port", "0", "--unixsocket", str(listen), "--unixsocketperm", "700")
+    )
+    return [
         redis_binary(),
-        *("--bind", LOOPBACK),
-        *("--port", str(port)),
+        *where,
         *("--dir", str(data_dir)),
         *("--appendonly", "yes"),
         *("--appendfsync", "always"),
@@ -91,7 +96,6 @@ def redis_command(
         *("--daemonize", "no"),
         *("--loglevel", "warning"),
     ]
-    return [*command, "--requirepass", password] if password else command
 
 
 def wait_etcd(
@@ -118,25 +122,22 @@ def wait_redis(
     port: int,
     *,
     host: str = LOOPBACK,
-    password: str = "",
     timeout_s: float = 30.0,
     process: subprocess.Popen[bytes] | None = None,
 ) -> None:
     """Return once Redis on that port answers with its data loaded. Raises ServerFailed."""
-    secret = password.encode()
-    hello = b"*2\r\n$4\r\nAUTH\r\n$%d\r\n%s\r\n" % (len(secret), secret) if secret else b""
 
     def answers() -> bool:
         try:
             with socket.create_connection((host, port), timeout=1.0) as connection:
-                connection.sendall(hello + b"*1\r\n$4\r\nPING\r\n")
+                connection.sendall(b"*1\r\n$4\r\nPING\r\n")
                 received = b""
-                while received.count(b"\r\n") < (2 if password else 1):
+                while b"\r\n" not in received:
                     piece = connection.recv(256)
                     if not piece:
                         return False
                     received += piece
-                return received.endswith(b"+PONG\r\n")
+                return received == b"+PONG\r\n"
         except OSError:
             return False
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fairway.cli.errors import CliError
+
+PRIVATE_UMASK: Final = 0o077
+# What etcd's client, Redis' client and a socket all take as it is; macOS bounds a socket's path to 103 bytes.
+_SOCKET_FOLDER: Final = re.compile(r"/[A-Za-z0-9_./+@-]{1,90}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,28 @@ class StateDir:
     @property
     def secrets(self) -> Path:
         return self.root / "secrets"
+
+    @property
+    def sockets(self) -> Path:
+        """Folder of the stores' Unix sockets: one below /tmp where the installation's path does not suit."""
+        inside = self.root / "sockets"
+        if _SOCKET_FOLDER.fullmatch(str(inside)):
+            return inside
+        digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+        return Path("/tmp") / f"fairway-{os.geteuid()}-{digest}"
+
+    @property
+    def etcd_address(self) -> str:
+        """Where etcd is: its server makes names of the form host:port."""
+        return f"unix:{self.sockets}/etcd:0"
+
+    @property
+    def redis_address(self) -> str:
+        return f"unix:{self.sockets}/redis"
+
+    @property
+    def redis_url(self) -> str:
+        return f"unix://{self.sockets}/redis?db=0"
 
     @property
     def ports(self) -> Path:
@@ -60,12 +90,34 @@ class StateDir:
         return self.secrets / name
 
     def create(self) -> None:
-        """Make the folders. Raises CliError when that is not possible."""
+        """Make the folders; only this user can look into them and into what they hold afterwards.
+
+        Raises CliError when that is not possible, or another user owns one of them.
+        """
+        inside = (self.logs, self.secrets, self.root / "state", self.root / "sockets")
         with self.writing():
-            self.root.mkdir(parents=True, exist_ok=True)
-            self.logs.mkdir(exist_ok=True)
-            self.secrets.mkdir(mode=0o700, exist_ok=True)
-            self.secrets.chmod(0o700)
+            open_before = self.root.exists() and _is_open(self.root)
+            if open_before and not self._is_ours():
+                raise OSError(errno.EEXIST, "it holds other files, or other users' too", str(self.root))
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(self.root)
+            for folder in (*inside, self.sockets):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                others_could_look = open_before or _is_open(folder)
+                _make_private(folder)
+                if others_could_look:
+                    _make_contents_private(folder)
+            for path in (self.ports, self.endpoints, self.lock, self.fleet):
+                if path.exists():
+                    _make_private(path)
+
+    def _is_ours(self) -> bool:
+        """Whether the folder is an installation's, or is to become one: the modes of no other are changed."""
+        if self.root.stat().st_mode & stat.S_ISVTX:
+            return False
+        known = {"logs", "secrets", "sockets", "state"}
+        found = {path.name for path in self.root.iterdir()}
+        return self.root.name == ".fairway" or "secrets" in found or found <= known
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -76,8 +128,31 @@ class StateDir:
             raise CliError(
                 "STATE_DIR_UNUSABLE",
                 f"cannot use the state folder {self.root}: {exc.strerror} ({exc.filename or 'writing'})",
-                next_step="free some space, or choose a folder that you may write to with --state-dir",
+                next_step="free some space, or choose a folder of your own with --state-dir",
             ) from exc
+
+
+def _is_open(path: Path) -> bool:
+    """Whether others may do anything there."""
+    return bool(path.stat().st_mode & 0o077)
+
+
+def _make_private(path: Path) -> None:
+    """Leave a file or folder to this user. Raises OSError where another one owns it."""
+    for found in (path.lstat(), path.stat()):
+        if found.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to the user {found.st_uid}", str(path))
+    if _is_open(path):
+        path.chmod(path.stat().st_mode & 0o700)
+
+
+def _make_contents_private(folder: Path) -> None:
+    """Leave all that a folder holds to this user. Links are left alone. Raises OSError."""
+    for at, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(at, name)
+            if not path.is_symlink():
+                _make_private(path)
 
 
 def write_private(path: Path, text: str) -> None:

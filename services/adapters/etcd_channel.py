@@ -34,7 +34,9 @@ _OPTIONS: Final = (
 
 
 def targets(endpoints: Sequence[str]) -> tuple[str, ...]:
-    """Return the gRPC targets for ``host:port`` endpoints: one for literal addresses, else one per name.
+    """Return the gRPC targets for endpoints: one for all literal addresses, else one per name or socket.
+
+    An endpoint is ``host:port`` or ``unix:/PATH``, a path without commas.
 
     Raises InvalidInput for an endpoint that is not one.
     """
@@ -44,10 +46,12 @@ def targets(endpoints: Sequence[str]) -> tuple[str, ...]:
     kinds = {_kind(address) for address in addresses}
     if kinds == {"ipv4"} or kinds == {"ipv6"}:
         return (f"{kinds.pop()}:{','.join(addresses)}",)
-    return tuple(f"dns:///{address}" for address in addresses)
+    return tuple(a if _kind(a) == "unix" else f"dns:///{a}" for a in addresses)
 
 
 def _kind(address: str) -> str:
+    if address.startswith("unix:/"):
+        return "unix"
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
         raise InvalidInput(f"not an etcd endpoint of the form host:port: {address}", field="endpoints")

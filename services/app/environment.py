@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from random import Random
 from typing import Any, Final, TypeVar
 
+from fairway.log_stream import LogStream
 from services.adapters.etcd_store import EtcdStore
 from services.adapters.threads import in_thread
 from services.core.errors import StoreUnavailable
@@ -37,7 +38,7 @@ NEEDS_STORE: Final = ("registry", "controlplane")  # what they answer comes from
 class Environment:
     """The shared objects of one process; ``close`` ends them in reverse order of their making."""
 
-    def __init__(self, settings: Settings, role: str) -> None:
+    def __init__(self, settings: Settings, role: str, log_stream: LogStream) -> None:
         """Raises ConfigError for a secret that cannot be read."""
         self.settings = settings
         self.role = role
@@ -52,6 +53,11 @@ class Environment:
         self.store = GuardedStore(etcd, self.clock, folder=settings.state_dir)
         self._informers: dict[str, Informer[Any]] = {}
         self._open_telemetry()
+        self.metrics.counted(
+            "fairway_runtime_log_lines_lost_total",
+            "Lines that could not be written to the log: its disk was full, or nobody read its pipe",
+            lambda: [((), float(log_stream.lost))],
+        )
 
     def informer(self, prefix: str, kind: type[Record]) -> Informer[Record]:
         """Return a view of the records under a prefix; ``sync`` starts it."""

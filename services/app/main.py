@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Final
 
 import structlog
 import uvloop
 
+from fairway.log_stream import LogStream
 from services.app.compose import ROLES
 from services.app.environment import Environment
 from services.app.process import run
@@ -17,10 +19,11 @@ from services.runtime.descriptors import raise_descriptor_limit
 
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3
+PRIVATE_UMASK: Final = 0o077  # models, blobs and sockets are this user's alone
 
 
-async def _run(role: str, settings: config.Settings) -> int:
-    environment = Environment(settings, role)
+async def _run(role: str, settings: config.Settings, stream: LogStream) -> int:
+    environment = Environment(settings, role, stream)
     return await run(environment, ROLES[role](environment))
 
 
@@ -30,10 +33,12 @@ def main() -> None:
         sys.exit(f"usage: python -m services {{{'|'.join(ROLES)}}}")
     role = sys.argv[1]
     raise_descriptor_limit()
+    os.umask(PRIVATE_UMASK)
     try:
         settings = config.load()
+        stream = logging.open_log(settings.log_format, role=role)
         logging.configure(settings.log_level, settings.log_format, role=role)
-        sys.exit(uvloop.run(_run(role, settings)))
+        sys.exit(uvloop.run(_run(role, settings, stream)))
     except config.ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         sys.exit(EXIT_USAGE)

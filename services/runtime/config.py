@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 PREFIX = "FAIRWAY_"
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
+StoreAddress = Annotated[str, Field(pattern=r"^([^\s:]+:\d{1,5}|unix:/[^\s,]+)$")]
 
 
 class ConfigError(Exception):
@@ -25,7 +26,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    etcd_endpoints: tuple[Address, ...] = ("127.0.0.1:2379",)
+    etcd_endpoints: tuple[StoreAddress, ...] = ("127.0.0.1:2379",)
     redis_url: str = "redis://127.0.0.1:6379/0"
     redis_password_file: Path | None = None
     listen: Address = "127.0.0.1:0"

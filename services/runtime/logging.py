@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import re
 import sys
@@ -10,6 +12,8 @@ from typing import Any, Final, Literal
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
+
+from fairway.log_stream import LogStream, lost_notice
 
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -54,6 +58,19 @@ def _named(role: str) -> structlog.typing.Processor:
         return event
 
     return name
+
+
+def open_log(output: Literal["json", "console"] = "json", *, role: str = "") -> LogStream:
+    """Return the stream that stands for stdout and stderr from here on: no write to it raises or waits."""
+
+    def notice(lines: int) -> str:
+        event = {"event": "log.lines_lost", "lines": lines, "level": "warning", "role": role}
+        at = datetime.datetime.now(datetime.UTC).isoformat()
+        return json.dumps({**event, "timestamp": at}) + "\n" if output == "json" else lost_notice(lines)
+
+    stream = LogStream.on(sys.stderr, notice)
+    sys.stdout = sys.stderr = stream
+    return stream
 
 
 def configure(level: str = "info", output: Literal["json", "console"] = "json", *, role: str = "") -> None:

@@ -40,6 +40,7 @@ from tests.support.stack import ROOT, metadata
 DRAIN_S: Final = 20.0
 DISK_BYTES: Final = 512 * 1024**2
 SMALL_DISK: Final = "worker-1"  # the worker whose model files are on a disk of their own
+STORES: Final = ("etcd", "redis")
 SETTINGS: Final = {
     "FAIRWAY_DRAIN_S": f"{DRAIN_S:g}",
     "FAIRWAY_ENGINE_THREADS": "1",
@@ -69,7 +70,7 @@ class Network:
         self._rules: list[Rule] = []
 
     @classmethod
-    async def started(cls, ports: Mapping[str, tuple[int, int]], log: Path) -> Network:
+    async def started(cls, ports: Mapping[str, tuple[int, int | str]], log: Path) -> Network:
         with log.open("ab") as file:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -142,11 +143,8 @@ class Fleet:
         self.supervisor: ProcessSupervisor
         self.admin_key = ""
         self.small_disk = False
-        ports = addresses.ports
-        self.limiter = RedisLimiter(
-            f"redis://127.0.0.1:{ports['redis']}/0", SystemClock(), timeout_s=2.0, max_connections=4
-        )
-        self.store = EtcdStore((addresses.of("etcd_client"),), SystemClock())
+        self.limiter = RedisLimiter(state.redis_url, SystemClock(), timeout_s=2.0, max_connections=4)
+        self.store = EtcdStore((state.etcd_address,), SystemClock())
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     @classmethod
@@ -165,13 +163,17 @@ class Fleet:
             controlplanes=shape.controlplanes,
         )
         names = port_names(options)
-        proxied = [name for name in names if not name.endswith(("_peer", "_http", "_metrics"))]
-        edges = [f"edge:{name}" for name in proxied]
+        proxied = [name for name in names if not name.endswith(("_http", "_metrics"))]
+        edges = [f"edge:{name}" for name in (*STORES, *proxied)]
         ports = choose_ports([*names, *edges], fixed={}, remembered={}, preferred={})
         addresses = Addresses.wanted(options, ports)
-        entries = {_process(name): f"127.0.0.1:{ports[f'edge:{name}']}" for name in proxied}
+        entries = {_process(name): f"127.0.0.1:{ports[f'edge:{name}']}" for name in (*STORES, *proxied)}
         fleet = cls(state, addresses, entries, options)
-        pairs = {_process(name): (ports[f"edge:{name}"], ports[name]) for name in proxied}
+        pairs: dict[str, tuple[int, int | str]] = {
+            _process(name): (ports[f"edge:{name}"], ports[name]) for name in proxied
+        }
+        for name, address in zip(STORES, (state.etcd_address, state.redis_address), strict=True):
+            pairs[name] = (ports[f"edge:{name}"], address.removeprefix("unix:"))
         fleet.network = await Network.started(pairs, state.log("proxy"))
         fleet.supervisor = ProcessSupervisor(Journal(state.logs / "journal"), state.fleet)
         try:
@@ -183,7 +185,7 @@ class Fleet:
     async def _start(self, entries: Mapping[str, str]) -> None:
         self._mount()
         environ = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
-        await self.supervisor.start(store_specs(self.state, self.addresses, environ))
+        await self.supervisor.start(store_specs(self.state, environ))
         specs = role_specs(self.state, self.addresses, environ, self._settings(entries))
         await self.supervisor.start(specs)
         await Bootstrap(self.options, self.state, self.addresses, Journal(self.state.logs / "journal")).run()
@@ -335,4 +337,4 @@ def _read(url: str) -> str:
 
 def _process(port_name: str) -> str:
     """Return the name of the process behind a port."""
-    return {"etcd_client": "etcd"}.get(port_name, port_name.removesuffix("_grpc"))
+    return port_name.removesuffix("_grpc")

@@ -1,6 +1,6 @@
 """The network between the processes of a fleet: one listener per server, and rules per pair of names.
 
-    python -m tests.chaos.proxy '{"etcd": [23790, 2379], ...}'      (name: [listening port, server's port])
+    python -m tests.chaos.proxy '{"etcd": [23790, 2379], ...}' (name: [listening port, server's port or path])
 
 Who connects is found out by the kernel's tables: the process that owns the socket says its name in the
 variable CHAOS_NAME; a process without one is the client. Rules arrive as lines of JSON on the standard
@@ -130,7 +130,7 @@ class Connection:
             writer.transport.abort()
 
     async def carry(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server_port: int
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: int | str
     ) -> None:
         """Return once both directions ended or the connection was reset."""
         self._writers.append(writer)
@@ -139,7 +139,11 @@ class Connection:
             return
         await self._open.wait()
         try:
-            upstream, to_server = await asyncio.open_connection(HOST, server_port)
+            upstream, to_server = await (
+                asyncio.open_connection(HOST, server)
+                if isinstance(server, int)
+                else asyncio.open_unix_connection(server)
+            )
         except OSError:
             self.reset()
             return
@@ -177,14 +181,14 @@ class Proxy:
         self._names = Names()
         self._connections: set[Connection] = set()
 
-    async def listen(self, name: str, port: int, server_port: int) -> asyncio.Server:
+    async def listen(self, name: str, port: int, server: int | str) -> asyncio.Server:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             peer = writer.get_extra_info("peername")
             source = self._names.of(peer[1], port) if peer else CLIENT
             connection = Connection(source, name, rule_for(self._rules, source, name))
             self._connections.add(connection)
             try:
-                await connection.carry(reader, writer, server_port)
+                await connection.carry(reader, writer, server)
             finally:
                 self._connections.discard(connection)
 
@@ -202,7 +206,7 @@ class Proxy:
         return sorted(hit)
 
 
-async def serve(ports: dict[str, tuple[int, int]]) -> None:
+async def serve(ports: dict[str, tuple[int, int | str]]) -> None:
     """Carry connections until the standard input ends."""
     proxy = Proxy()
     servers = [await proxy.listen(name, *pair) for name, pair in ports.items()]

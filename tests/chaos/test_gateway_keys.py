@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from fairway.cli.state import StateDir
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
 from services.adapters.redis_limiter import RedisLimiter
@@ -109,8 +109,7 @@ async def insist(stack: Stack, gateway: int, number: int, key: str) -> Heard:
 
 
 async def charged(stack: Stack) -> Usage:
-    ports = json.loads((stack.state / "ports.json").read_text())
-    limiter = RedisLimiter(f"redis://127.0.0.1:{ports['redis']}/0", SystemClock(), timeout_s=5.0)
+    limiter = RedisLimiter(StateDir.at(stack.state).redis_url, SystemClock(), timeout_s=5.0)
     try:
         async with asyncio.timeout(60):
             while await limiter.concurrency("default"):

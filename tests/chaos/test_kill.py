@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from fairway.cli.state import StateDir
 from fairway.v1 import inference_pb2 as pb
 from services.adapters.redis_limiter import RedisLimiter
 from services.core.errors import FairwayError
@@ -106,8 +106,7 @@ async def margin_where_they_part(stack: Stack, number: int, left: list[int], rig
 
 
 async def slots(stack: Stack) -> int:
-    ports = json.loads((stack.state / "ports.json").read_text())
-    limiter = RedisLimiter(f"redis://127.0.0.1:{ports['redis']}/0", SystemClock(), timeout_s=2.0)
+    limiter = RedisLimiter(StateDir.at(stack.state).redis_url, SystemClock(), timeout_s=2.0)
     try:
         return await limiter.concurrency("default")
     finally:

@@ -25,6 +25,7 @@ from services.runtime.clock import SystemClock
 from tests.tidy.sources import ROOT
 
 TOKEN: Final = "t" * 40
+SILENT: Final = ("sh", "-c", 'exec "$@" >&- 2>&-', "sh")
 # Said by the child: gRPC's threads make it unsafe to run anything between a fork and an exec.
 _PROGRAM: Final = """
 import runpy, sys
@@ -44,6 +45,8 @@ class RegistryProcess:
         self._folder = folder
         self._etcd = etcd
         self._process: subprocess.Popen[bytes] | None = None
+        self.output: int | None = None  # the descriptor that it writes its log to; None: a file of its own
+        self.silent = False  # it begins without stdout and stderr
         self.admin: tuple[tuple[str, str], ...] = ()
         (folder / "token").write_text(TOKEN)
         (folder / "ticket").write_text("k" * 40)
@@ -61,6 +64,10 @@ class RegistryProcess:
     @property
     def address(self) -> str:
         return f"{embedded.LOOPBACK}:{self.port}"
+
+    @property
+    def metrics(self) -> str:
+        return self._environment["FAIRWAY_METRICS_LISTEN"]
 
     def start(self) -> None:
         """Return once it serves. Blocks."""
@@ -83,12 +90,12 @@ class RegistryProcess:
     def _launch(self) -> None:
         with (self._folder / "registry.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM],
+                [*(SILENT if self.silent else ()), sys.executable, "-c", _PROGRAM],
                 cwd=ROOT,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=log if self.output is None else self.output,
+                stderr=log if self.output is None else self.output,
             )
 
     def kill(self) -> None:
@@ -97,6 +104,14 @@ class RegistryProcess:
             self._process.kill()
             self._process.wait(timeout=10)
             self._process = None
+
+    def stop(self) -> int:
+        """SIGTERM; return its exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        code = self._process.wait(timeout=60)
+        self._process = None
+        return code
 
     async def make_admin(self) -> None:
         """Put an administrator's key into the store; before the start, so that the registry knows it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -22,11 +23,14 @@ from fairway.cli.fleet.preflight import check
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.output import err, out, plain
 from fairway.cli.state import StateDir
+from fairway.log_stream import LogStream
 
 StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]
 PortOption = Annotated[
     int, typer.Option(min=0, max=65535, help="0: as in the last run, else 8080 or 50051, else a free one.")
 ]
+
+_READER_S: Final = 0.25  # what a slow terminal may take to make room
 
 
 def up(
@@ -84,6 +88,9 @@ def _up(options: UpOptions, state: StateDir, *, detach: bool) -> None:
         _show_running(running, state)
         return
     check(options)
+    if not detach:  # a terminal or pipe that nobody reads holds up no restart
+        sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
+        sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
     progress = progress_module.for_console(err())
     try:
         if detach:

@@ -140,7 +140,6 @@ async def _ask(record: FleetRecord, state: StateDir) -> list[Part]:
 
 
 def _probe(name: str, address: str) -> Probe:
-    host, _, port = address.rpartition(":")
     if name == "etcd":
-        return etcd_healthy(host, int(port))
-    return redis_answers(host, int(port)) if name == "redis" else grpc_serving(address)
+        return etcd_healthy(address)
+    return redis_answers(address) if name == "redis" else grpc_serving(address)

@@ -22,7 +22,8 @@ from fairway.cli.fleet.logs import rotate_log, tail
 from fairway.cli.fleet.options import UpOptions, source_root
 from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
 from fairway.cli.output import err
-from fairway.cli.state import StateDir
+from fairway.cli.state import PRIVATE_UMASK, StateDir
+from fairway.log_stream import LogStream
 
 
 def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, bool]:
@@ -31,6 +32,7 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
     Raises CliError with the reason when it does not become READY; nothing is left running then.
     """
     state = StateDir.at(Path(options.state_dir))
+    os.umask(PRIVATE_UMASK)
     state.create()
     log = state.log("supervisor")
     receive, send = os.pipe()
@@ -91,6 +93,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main(argv: list[str]) -> int:
     """Run an installation in this process; ``argv`` is the options' JSON and the pipe's descriptor."""
+    sys.stdout = sys.stderr = LogStream.on(sys.stderr)
     progress = PipeProgress(int(argv[2]), err())
     options = UpOptions.from_json(argv[1])
     failure: CliError | None = None

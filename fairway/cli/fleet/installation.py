@@ -18,7 +18,7 @@ from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.record import FleetRecord, lock_installation, sweep, wait_for_end
 from fairway.cli.fleet.roles import PREFERRED_PORTS, Addresses, port_names, role_specs, store_specs
 from fairway.cli.fleet.supervisor import ProcessSupervisor
-from fairway.cli.state import StateDir, ensure_secrets, read_secret
+from fairway.cli.state import PRIVATE_UMASK, StateDir, ensure_secrets, read_secret
 
 OnReady = Callable[[Endpoints], None]
 
@@ -45,6 +45,7 @@ def run_installation(
     """
     state = StateDir.at(Path(options.state_dir))
     preflight.check(options)
+    os.umask(PRIVATE_UMASK)  # for the processes that are started, too
     state.create()
     with state.writing():
         lock = lock_installation(state.lock)
@@ -127,7 +128,7 @@ async def _start(
     progress: Progress,
 ) -> Endpoints:
     with state.writing():
-        await supervisor.start(store_specs(state, addresses, os.environ))
+        await supervisor.start(store_specs(state, os.environ))
         await supervisor.start(role_specs(state, addresses, os.environ, options.settings))
     api_key = await Bootstrap(options, state, addresses, progress).run()
     return Endpoints(

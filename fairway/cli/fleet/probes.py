@@ -21,12 +21,15 @@ _TIMEOUT_S: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 4096
 
 
-def etcd_healthy(host: str, port: int) -> Probe:
-    """Return a probe for etcd's health endpoint, which proves that it commits."""
+def etcd_healthy(address: str) -> Probe:
+    """Return a probe for etcd's health endpoint, which proves that it commits.
+
+    ``address`` is ``host:port`` or ``unix:PATH``, here and below.
+    """
 
     async def probe() -> str:
-        request = f"GET /health HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()
-        answer = await _exchange(host, port, request, until=b'"health"')
+        request = b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n"
+        answer = await _exchange(address, request, until=b'"health"')
         if isinstance(answer, str):
             return answer
         return "" if b'"health":"true"' in answer.replace(b" ", b"") else "etcd is not healthy yet"
@@ -34,11 +37,11 @@ def etcd_healthy(host: str, port: int) -> Probe:
     return probe
 
 
-def redis_answers(host: str, port: int) -> Probe:
+def redis_answers(address: str) -> Probe:
     """Return a probe for Redis: it answers PING once its data are loaded."""
 
     async def probe() -> str:
-        answer = await _exchange(host, port, b"PING\r\n", until=b"\r\n")
+        answer = await _exchange(address, b"PING\r\n", until=b"\r\n")
         if isinstance(answer, str):
             return answer
         return "" if answer.startswith(b"+PONG") else answer.decode("utf-8", "replace").strip()
@@ -72,7 +75,7 @@ def tcp_open(host: str, port: int) -> Probe:
     """Return a probe for a listening port."""
 
     async def probe() -> str:
-        answer = await _exchange(host, port, b"", until=b"")
+        answer = await _exchange(f"{host}:{port}", b"", until=b"")
         return answer if isinstance(answer, str) else ""
 
     return probe
@@ -90,11 +93,11 @@ def all_of(*probes: Probe) -> Probe:
     return probe
 
 
-async def _exchange(host: str, port: int, request: bytes, *, until: bytes) -> bytes | str:
+async def _exchange(address: str, request: bytes, *, until: bytes) -> bytes | str:
     """Send ``request`` and return what came back up to and a little after ``until``, or why nothing did."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await _connected(address)
             try:
                 writer.write(request)
                 await writer.drain()
@@ -110,6 +113,13 @@ async def _exchange(host: str, port: int, request: bytes, *, until: bytes) -> by
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
     except TimeoutError:
-        return f"{NO_ANSWER} on {host}:{port} within {_TIMEOUT_S:g} s"
+        return f"{NO_ANSWER} on {address} within {_TIMEOUT_S:g} s"
     except OSError as exc:
-        return f"{NO_ANSWER} on {host}:{port} ({exc.strerror or exc})"
+        return f"{NO_ANSWER} on {address} ({exc.strerror or exc})"
+
+
+async def _connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from fairway.cli.fleet import launch
 from fairway.cli.fleet.probes import Probe
@@ -19,6 +20,8 @@ from fairway.cli.fleet.record import ProcessId
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """What to run and how to know that it serves. ``env`` is the whole environment.
+
+    ``cwd`` is where it runs, None: where the supervisor does.
 
     ``death_signal`` is what the process gets when the supervisor is killed; ``stop_s`` is how long it
     may take to end after SIGTERM; ``silence_s`` is how long it may answer nothing before it is replaced.
@@ -34,6 +37,7 @@ class ProcessSpec:
     start_s: float = 120.0
     stop_s: float = 15.0
     silence_s: float = 60.0
+    cwd: Path | None = None
 
 
 class Child:
@@ -56,8 +60,12 @@ class Child:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Start it. Call it from the main thread only: the kernel watches the thread that started it."""
-        with self.spec.log.open("ab") as log:
+        """Start it. Call it from the main thread only: the kernel watches the thread that started it.
+
+        Started again where its log cannot be opened, it writes none: serving goes before logging.
+        Raises OSError.
+        """
+        with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
@@ -70,10 +78,19 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=dict(self.spec.env),
+                cwd=self.spec.cwd,
                 start_new_session=True,
             )
         self._id = ProcessId.of(self._process.pid)
         self._swept = False
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            return self.spec.log.open("ab")
+        except OSError:
+            if self._process is None:
+                raise
+            return Path(os.devnull).open("ab")
 
     async def wait(self) -> int:
         """Return its exit code once it ended; what is left of its group is killed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -99,6 +100,20 @@ class LiveProgress:
         return table
 
 
+@dataclass(frozen=True, slots=True)
+class Unfailing:
+    """Passes events on, and drops one that cannot be written: no process waits for its own news."""
+
+    inner: Progress
+
+    def event(self, name: str, phase: Phase, detail: str = "") -> None:
+        with contextlib.suppress(OSError):
+            self.inner.event(name, phase, detail)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 class PipeProgress:
     """Writes events as JSON lines to a pipe until that is closed, and as text to a console always."""
 
@@ -116,7 +131,7 @@ class PipeProgress:
             return
         try:
             self._pipe.write(json.dumps(message) + "\n")
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             self._drop()
 
     def close(self) -> None:
@@ -125,10 +140,8 @@ class PipeProgress:
     def _drop(self) -> None:
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.close()
-            except BrokenPipeError:
-                return
 
 
 def read_messages(descriptor: int) -> Iterator[dict[str, object]]:

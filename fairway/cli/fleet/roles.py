@@ -35,7 +35,7 @@ _STORE_STOP_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port of every server of the installation, and how many processes each role has."""
+    """host:port of every role of the installation, and how many processes each role has."""
 
     ports: Mapping[str, int]
     workers: int
@@ -92,21 +92,23 @@ def _named(role: str, count: int) -> tuple[str, ...]:
 
 
 def port_names(options: UpOptions) -> tuple[str, ...]:
-    """Return the name of every port that an installation needs."""
+    """Return the name of every port that an installation needs. Its stores have Unix sockets instead."""
     names = []
     for name in Addresses.wanted(options, {}).role_names:
         names += [f"{name}_grpc", f"{name}_http"] if role_of(name) == "gateway" else [name]
         names.append(f"{name}_metrics")
-    return ("etcd_client", "etcd_peer", "redis", *names)
+    return tuple(names)
 
 
-def store_specs(state: StateDir, addresses: Addresses, environ: Mapping[str, str]) -> tuple[ProcessSpec, ...]:
-    """Return etcd and Redis on their embedded wheels. Raises CliError when a wheel lacks its server."""
-    ports = addresses.ports
+def store_specs(state: StateDir, environ: Mapping[str, str]) -> tuple[ProcessSpec, ...]:
+    """Return etcd and Redis on their embedded wheels, on sockets that only this user can reach.
+
+    Raises CliError when a wheel lacks its server.
+    """
     etcd_data, redis_data = state.data("etcd"), state.data("redis")
     try:
-        etcd = embedded.etcd_command(etcd_data, ports["etcd_client"], ports["etcd_peer"])
-        redis = embedded.redis_command(redis_data, ports["redis"])
+        etcd = embedded.etcd_command(etcd_data, "unix://etcd:0", "unix://etcd-peer:0")
+        redis = embedded.redis_command(redis_data, state.sockets / "redis")
     except embedded.ServerMissing as exc:
         raise CliError("SERVER_MISSING", str(exc), next_step="run `make up`, which installs it") from exc
     for folder in (etcd_data, redis_data):
@@ -119,16 +121,17 @@ def store_specs(state: StateDir, addresses: Addresses, environ: Mapping[str, str
             name="etcd",
             argv=tuple(etcd),
             log=state.log("etcd"),
-            probe=etcd_healthy(HOST, ports["etcd_client"]),
-            address=addresses.of("etcd_client"),
+            probe=etcd_healthy(state.etcd_address),
+            address=state.etcd_address,
+            cwd=state.sockets,
             **common,  # type: ignore[arg-type]
         ),
         ProcessSpec(
             name="redis",
             argv=tuple(redis),
             log=state.log("redis"),
-            probe=redis_answers(HOST, ports["redis"]),
-            address=addresses.of("redis"),
+            probe=redis_answers(state.redis_address),
+            address=state.redis_address,
             **common,  # type: ignore[arg-type]
         ),
     )
@@ -163,8 +166,8 @@ def role_environment(
     role = role_of(name)
     decided = {
         "PYTHONPATH": os.pathsep.join(paths),
-        "FAIRWAY_ETCD_ENDPOINTS": addresses.of("etcd_client"),
-        "FAIRWAY_REDIS_URL": f"redis://{addresses.of('redis')}/0",
+        "FAIRWAY_ETCD_ENDPOINTS": state.etcd_address,
+        "FAIRWAY_REDIS_URL": state.redis_url,
         "FAIRWAY_LISTEN": addresses.grpc_of(name),
         "FAIRWAY_METRICS_LISTEN": addresses.of(f"{name}_metrics"),
         "FAIRWAY_STATE_DIR": str(state.data(name)),

@@ -13,7 +13,7 @@ from fairway.cli.errors import CliError
 from fairway.cli.fleet.logs import MAX_LOG_BYTES, bound_log, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
 from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
-from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.progress import Progress, Unfailing
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 
 _POLL_S: Final = 0.15
@@ -35,7 +35,7 @@ class ProcessSupervisor:
         own_log: Path | None = None,
         max_log_bytes: int = MAX_LOG_BYTES,
     ) -> None:
-        self._progress = progress
+        self._progress = Unfailing(progress)
         self._record_path = record_path
         self._own_log = own_log
         self._max_log_bytes = max_log_bytes

@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 import msgspec
 import structlog
 
+from fairway.log_stream import LogStream
 from services.runtime.child_process import die_with_parent
 from services.runtime.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
@@ -49,6 +50,7 @@ class AgentGone(Exception):
 
 def main(arguments: list[str]) -> int:
     """Run until the end; return the exit code."""
+    sys.stdout = sys.stderr = LogStream.on(sys.stderr)  # an agent that reads no log holds up no step
     _configure_logging()
     die_with_parent()
     _keep_freed_memory()

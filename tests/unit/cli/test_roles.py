@@ -42,8 +42,8 @@ def test_environment_is_one_that_the_role_accepts(state: StateDir, addresses: Ad
     caller = {**theirs, "FAIRWAY_LOG_LEVEL": "debug", "PATH": "/bin"}
     environment = role_environment(state, addresses, caller, name)
     settings = config.load(environment)
-    assert settings.etcd_endpoints == (addresses.of("etcd_client"),)
-    assert settings.redis_url == f"redis://{addresses.of('redis')}/0"
+    assert settings.etcd_endpoints == (state.etcd_address,)
+    assert settings.redis_url == state.redis_url
     assert settings.internal_token_file == state.secret("internal_token")
     assert settings.ticket_key_file == state.secret("ticket_key")
     assert settings.registry == addresses.of("registry")
@@ -117,11 +117,19 @@ def test_setting_of_an_unknown_process_is_refused() -> None:
     assert "worker-0" in caught.value.next_step
 
 
-def test_stores_keep_their_data_private_and_see_no_settings(state: StateDir, addresses: Addresses) -> None:
-    etcd, redis = store_specs(state, addresses, {"ETCD_NAME": "x", "FAIRWAY_LISTEN": "y", "PATH": "/bin"})
+def test_stores_keep_their_data_private_and_see_no_settings(state: StateDir) -> None:
+    etcd, redis = store_specs(state, {"ETCD_NAME": "x", "FAIRWAY_LISTEN": "y", "PATH": "/bin"})
     assert dict(etcd.env) == dict(redis.env) == {"PATH": "/bin"}
     assert state.data("etcd").stat().st_mode & 0o077 == 0
     assert "--appendonly" in redis.argv
+
+
+def test_stores_listen_on_no_port(state: StateDir) -> None:
+    etcd, redis = store_specs(state, {})
+    assert not [word for word in etcd.argv if "http:" in word or "https:" in word]
+    assert sum("unix://" in word for word in etcd.argv) == 5
+    assert etcd.cwd == state.sockets
+    assert redis.argv[redis.argv.index("--port") + 1] == "0"
 
 
 def test_full_disk_is_refused_where_the_folder_will_be(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,16 +132,52 @@ async def test_child_that_cannot_be_started_now_is_started_later(
 ) -> None:
     recorder = Recorder()
     supervisor = ProcessSupervisor(recorder, tmp_path / "fleet.json")
-    (spec,) = _specs(tmp_path, "one")
+    place = tmp_path / "place"
+    place.mkdir()
+    (spec,) = (replace(spec, cwd=place) for spec in _specs(tmp_path, "one"))
     await supervisor.start([spec])
-    aside = tmp_path / "aside"
-    spec.log.rename(aside)
-    spec.log.mkdir()  # stands for whatever keeps a log from being opened
+    place.rmdir()  # stands for whatever keeps a process from being started
     os.kill(supervisor.pids["one"], signal.SIGKILL)
     await _until(lambda: recorder.names("failed"))
-    spec.log.rmdir()
+    place.mkdir()
     await _until(lambda: len(recorder.names("ready")) == 2)
     await supervisor.stop()
+
+
+async def test_child_whose_log_cannot_be_opened_is_restarted_without(tmp_path: Path) -> None:
+    recorder = Recorder()
+    supervisor = ProcessSupervisor(recorder, tmp_path / "fleet.json")
+    (spec,) = _specs(tmp_path, "one")
+    await supervisor.start([spec])
+    spec.log.rename(tmp_path / "aside")
+    spec.log.mkdir()
+    os.kill(supervisor.pids["one"], signal.SIGKILL)
+    await _until(lambda: len(recorder.names("ready")) == 2)
+    assert not recorder.names("failed")
+    await supervisor.stop()
+
+
+class FullDisk(Recorder):
+    """Takes events, and refuses to write them once ``full``."""
+
+    full = False
+
+    def event(self, name: str, phase: Phase, detail: str = "") -> None:
+        super().event(name, phase, detail)
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_events_that_cannot_be_written_stop_no_restart(tmp_path: Path) -> None:
+    recorder = FullDisk()
+    supervisor = ProcessSupervisor(recorder, tmp_path / "fleet.json")
+    await supervisor.start(_specs(tmp_path, "one"))
+    recorder.full = True
+    for lives in (2, 3):
+        os.kill(supervisor.pids["one"], signal.SIGKILL)
+        await _until(lambda lives=lives: len(recorder.names("ready")) == lives)  # type: ignore[misc]
+    await supervisor.stop()
+    assert recorder.names("stopped") == ["one"]
 
 
 async def test_restart_also_ends_what_the_dead_child_started(tmp_path: Path) -> None:
