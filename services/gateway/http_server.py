@@ -13,10 +13,10 @@ import errno
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.core.errors import FailedPrecondition
 from services.runtime.connections import ConnectionTable
@@ -179,7 +179,7 @@ class _Protocol(HttpToolsProtocol):
         """End the connection, with an answer where it would not come into the middle of another."""
         self._refused = True
         self._stop_timer()
-        cycle = self.cycle
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn types it as always there
         begun = cycle is not None and (
             not cycle.response_complete if self._in_head else cycle.response_started
         )

@@ -19,6 +19,7 @@ from services.gateway.stage_timer import Stage, StageTimer
 from services.gateway.stage_trace import StageTrace
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
+from services.runtime.connections import ConnectionTable
 from services.runtime.logging import LineBudget
 from services.runtime.metrics import GAP_S, HistogramCell, Metrics
 from services.runtime.tracing import Tracing
@@ -267,9 +268,9 @@ def export_levels(
     *,
     running: Callable[[], int],
     buffered_tokens: Callable[[], int],
-    http_connections: Callable[[], int],
+    http_connections: ConnectionTable,
 ) -> None:
-    """Export what the gateway holds for its clients now."""
+    """Export what the gateway holds for its clients now, and which connections it closed to hold others."""
     metrics.level(
         "fairway_gateway_requests_running",
         "Requests between receipt and terminal event",
@@ -283,7 +284,16 @@ def export_levels(
     metrics.level(
         "fairway_gateway_http_connections",
         "Open connections of HTTP clients",
-        lambda: float(http_connections()),
+        lambda: float(len(http_connections)),
+    )
+    metrics.counted(
+        "fairway_gateway_http_connections_cut_total",
+        "HTTP connections cut for want of room: idle ones for a new one, or a new one where all others were busy",
+        lambda: [
+            (("idle",), float(http_connections.displaced)),
+            (("new",), float(http_connections.refused)),
+        ],
+        ("which",),
     )
 
 

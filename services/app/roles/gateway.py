@@ -97,7 +97,7 @@ def gateway(environment: Environment) -> Role:
         environment.metrics,
         running=lambda: service.running,
         buffered_tokens=lambda: service.buffered_tokens,
-        http_connections=lambda: http.connections,
+        http_connections=http.table,
     )
 
     async def open_doors() -> None:
