@@ -104,6 +104,25 @@ async def test_six_long_prompts_hold_nobody_up(bench: Bench) -> None:
     assert slowest_s < SLOWEST_S
 
 
+async def test_a_tenant_has_one_long_text_read_at_a_time(bench: Bench) -> None:
+    model = await bench.version("tiny", context=2_000_000)
+    (version,) = bench.processes._versions.values()
+    reading = [
+        asyncio.ensure_future(bench.tokeniser.prompt(model, tenant, LONG[: 600_000 + number]))
+        for tenant, number in (("acme", 0), ("acme", 1), ("acme", 2), ("acme", 3), ("rival", 4), ("other", 5))
+    ]
+    most = 0
+    while not all(one.done() for one in reading[:4]):
+        busy = sum(process.nice and process.ready and not process.idle for process in version.processes)
+        most = max(most, busy)
+        if reading[4].done() and reading[5].done():
+            assert busy <= 1
+        await asyncio.sleep(0.002)
+    assert await reading[4]
+    assert await reading[5]
+    assert most <= pool.MAX_LONG
+
+
 async def test_an_accepted_prompt_of_megabytes_holds_nobody_up(tmp_path: Path) -> None:
     async with opened(tmp_path, TextLimits()) as bench:
         model = await bench.version("tiny", context=2_000_000)
@@ -119,6 +138,7 @@ async def test_a_normaliser_that_doubles_ends_its_request_only(bench: Bench) -> 
     found, gap_s, slowest_s = await attacked(bench, honest, bench.tokeniser.prompt(hostile, "acme", "aaaaa"))
     assert isinstance(found, InvalidInput)
     assert "shorten it or send token ids" in found.message
+    assert found.metadata["cause"] == "cpu"
     assert gap_s < WORST_GAP_S
     assert slowest_s < SLOWEST_S
     assert await bench.tokeniser.prompt(hostile, "acme", "bcd")
