@@ -128,7 +128,7 @@ class SimEngine:
             intake=self._intake,
         )
         self._planner = self._engine.planner
-        self._inbox: list[wire.Submit | wire.Credit | wire.Cancel | wire.Resize] = []
+        self._inbox: list[wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize] = []
         self._at_s = 0.0  # when the step under way began, or the next begins
         self._busy = False
         self._event: wire.Stepped | None = None  # of the step under way

@@ -31,12 +31,13 @@ class Reader:
         self.ends: dict[int, SequenceEnd] = {}
         self.handles = 0
 
-    def start(self, tenant: str, *, credit: int = 1000, blocks: int = 1, **fields: object) -> int:
+    def start(
+        self, tenant: str, *, credit: int = 1000, blocks: int = 1, priority: Priority = Priority.STANDARD
+    ) -> int:
         """Start a sequence and return its handle."""
         self.handles += 1
         spec = self.bench.spec(prompt=4, blocks=blocks, credit=credit, tenant=tenant)
-        if fields:
-            spec = replace(spec, generation=replace(spec.generation, **fields))
+        spec = replace(spec, generation=replace(spec.generation, priority=priority))
         self.stream.start(self.handles, spec)
         self.read()
         return self.handles
@@ -54,6 +55,10 @@ def live(bench: Bench) -> dict[str, list[LiveSequence]]:
         if sequence.slot is SlotState.RUNNING:
             found.setdefault(sequence.spec.tenant_id, []).append(sequence)
     return found
+
+
+def slot_of(bench: Bench, handle: int) -> SlotState:
+    return next(each.slot for each in bench.table.sequences() if each.handle == handle)
 
 
 def run(bench: Bench, reader: Reader) -> None:
@@ -91,12 +96,12 @@ def test_credit_brings_a_sequence_back_before_a_new_one_of_its_tenant(bench: Ben
     assert not reader.refused
     reader.stream.credit([first], [5])
     sequence = next(each for each in bench.table.sequences() if each.handle == first)
-    assert sequence.slot is SlotState.RETURNING
+    assert slot_of(bench, first) is SlotState.RETURNING
     assert bench.commands(wire.Credit) == []  # the engine is asked for it once it has a slot
     assert take_snapshot(bench.host, WHO, whole=False).pools[0].waiting == SLOTS + 1
     last = next(each.handle for each in bench.table.sequences() if each.handle != first)
     reader.stream.cancel([last])
-    assert sequence.slot is SlotState.RUNNING
+    assert slot_of(bench, first) is SlotState.RUNNING
     assert bench.commands(wire.Credit) == [wire.Credit([sequence.number], [6])]
     assert reader.start("t") in reader.refused
 
