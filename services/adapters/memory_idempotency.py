@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
 from services.core.generation import Usage
@@ -40,7 +40,6 @@ class _Record:
     watched_s: float = 0.0
     chunks: list[bytes] = field(default_factory=list)
     expected: int = 0  # chunks that there have to be: fewer are a log with a hole
-    charged: Usage = field(default_factory=lambda: Usage(0, 0))
 
     @property
     def size(self) -> int:
@@ -148,9 +147,7 @@ class MemoryIdempotency:
         # Marked before the limiter is called: nobody comes between the record's end and its charge.
         record.owner = ""
         if reservation is not None:
-            due = _beyond(usage, record.charged)
-            record.charged = _together(record.charged, due)
-            await self._limiter.settle(reservation, due)
+            await self._limiter.settle(replace(reservation, record=hold.key.digest), usage)
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
@@ -205,19 +202,3 @@ def _refused(record: _Record | None, hold: Hold) -> Written | None:
     if (record.owner, record.epoch) != (hold.owner, hold.epoch):
         return Written.FENCED
     return None
-
-
-def _beyond(usage: Usage, charged: Usage) -> Usage:
-    return Usage(
-        max(0, usage.prompt_tokens - charged.prompt_tokens),
-        max(0, usage.output_tokens - charged.output_tokens),
-        max(0, usage.cached_tokens - charged.cached_tokens),
-    )
-
-
-def _together(left: Usage, right: Usage) -> Usage:
-    return Usage(
-        left.prompt_tokens + right.prompt_tokens,
-        left.output_tokens + right.output_tokens,
-        left.cached_tokens + right.cached_tokens,
-    )
