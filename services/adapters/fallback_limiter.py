@@ -130,7 +130,7 @@ class FallbackLimiter:
         return await self._primary.admit(tenant_id, request_id, limits)
 
     async def _settle_kept(self) -> None:
-        """Return once all that waited is settled, oldest first. Raises StoreUnavailable at the first refusal."""
+        """Return once all that waited is settled, oldest first. Raises StoreUnavailable."""
         settled = 0
         try:
             while batch := list(self._unsettled.items())[:_SETTLE_BATCH]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
+from services.adapters.memory_limiter import MemoryLimiter
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.idempotency import (
@@ -23,7 +24,7 @@ from services.ports.idempotency import (
     Tail,
     Written,
 )
-from services.ports.limiter import Limiter, Reservation
+from services.ports.limiter import Reservation
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class _Record:
 class MemoryIdempotency:
     """``IdempotencyStore`` in one event loop; settles with the limiter that it is given."""
 
-    def __init__(self, clock: Clock, limiter: Limiter, limits: RecordLimits | None = None) -> None:
+    def __init__(self, clock: Clock, limiter: MemoryLimiter, limits: RecordLimits | None = None) -> None:
         self._clock = clock
         self._limiter = limiter
         self._limits = limits if limits is not None else RecordLimits()
@@ -140,7 +141,8 @@ class MemoryIdempotency:
             return refused or Written.GONE
         fits = self._put(records, record, chunk, now_s)
         record.expire_s = now_s + self._limits.tombstone_s
-        if state is RecordState.FREE and fits and not record.chunks:
+        dropped = state is RecordState.FREE and fits and not record.chunks
+        if dropped:
             del records[hold.key.digest]
         elif fits:
             record.state = state
@@ -148,6 +150,8 @@ class MemoryIdempotency:
         record.owner = ""
         if reservation is not None:
             await self._limiter.settle(replace(reservation, record=hold.key.digest), usage)
+        if dropped:
+            self._limiter.forget(hold.key.tenant_id, hold.key.digest)
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
@@ -186,6 +190,7 @@ class MemoryIdempotency:
         records = self._tenants.setdefault(tenant_id, {})
         for digest in [digest for digest, held in records.items() if held.expire_s <= now_s]:
             del records[digest]
+            self._limiter.forget(tenant_id, digest)
         for held in records.values():
             if held.chunks and held.body_expire_s <= now_s:
                 _drop(held)

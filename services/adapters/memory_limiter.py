@@ -32,14 +32,14 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Tenant:
-    """``slots`` and ``settled`` map a request to when it is forgotten, in us; ``charged``, the record and the
-    request of an idempotency key to what was counted of it."""
+    """``slots`` and ``settled`` map a request to when it is forgotten, in us; ``charged``, the record of an
+    idempotency key to its request and what was counted of that."""
 
     rate: _Bucket = field(default_factory=_Bucket)
     work: _Bucket = field(default_factory=_Bucket)
     slots: dict[str, int] = field(default_factory=dict)
     settled: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    charged: OrderedDict[tuple[str, str], Usage] = field(default_factory=OrderedDict)
+    charged: OrderedDict[str, tuple[str, Usage]] = field(default_factory=OrderedDict)
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
 
 
@@ -106,17 +106,23 @@ class MemoryLimiter:
 
     def _not_charged(self, tenant: _Tenant, reservation: Reservation, usage: Usage) -> Usage:
         """Return what was not counted yet of a request under a key, and count it."""
-        name = (reservation.record, reservation.request_id)
-        before = tenant.charged.pop(name, Usage(0, 0))
+        nothing = (reservation.request_id, Usage(0, 0))
+        request_id, before = tenant.charged.pop(reservation.record, nothing)
+        if request_id != reservation.request_id:  # its key began anew
+            before = Usage(0, 0)
         due = Usage(
             max(0, usage.prompt_tokens - before.prompt_tokens),
             max(0, usage.output_tokens - before.output_tokens),
             max(0, usage.cached_tokens - before.cached_tokens),
         )
-        tenant.charged[name] = _sum(before, due)
+        tenant.charged[reservation.record] = (reservation.request_id, _sum(before, due))
         if len(tenant.charged) > _MAX_RECORDS:
             tenant.charged.popitem(last=False)
         return due
+
+    def forget(self, tenant_id: str, record: str) -> None:
+        """The record of an idempotency key is no more, nor what was charged of it."""
+        self._tenant(tenant_id).charged.pop(record, None)
 
     async def concurrency(self, tenant_id: str) -> int:
         return self.held(tenant_id)

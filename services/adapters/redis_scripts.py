@@ -71,7 +71,7 @@ class RedisScripts:
         self._timeout_s = timeout_s
         self._repeatable = repeatable
         self._breaker = CircuitBreaker()
-        self._pool = redis.asyncio.ConnectionPool.from_url(
+        self._pool: Any = redis.asyncio.ConnectionPool.from_url(
             url,
             password=password,
             socket_timeout=None,  # the lanes bound all that they do
@@ -192,19 +192,22 @@ class RedisScripts:
 
         A connection that lay idle may be closed by now. What cannot be repeated is not risked on it.
         """
-        if lane.connected and not self._repeatable:
-            if self._clock.monotonic_s() - lane.used_s > _IDLE_S:
-                await self._try_out(lane)
+        idle_s = self._clock.monotonic_s() - lane.used_s
+        if lane.connected and not self._repeatable and idle_s > _IDLE_S:
+            await self._try_out(lane)
         if lane.connected:
             return True
-        try:
-            async with LoopTimeout(self._timeout_s):
-                await lane.connect()
-        except _AWAY as error:
-            await lane.drop()
-            self._away(batch, error)
-            return False
-        return True
+        for last in (False, True):  # one that is reset just then says little
+            try:
+                async with LoopTimeout(self._timeout_s):
+                    await lane.connect()
+                    return True
+            except _AWAY as error:
+                await lane.drop()
+                if last or isinstance(error, TimeoutError):
+                    self._away(batch, error)
+                    break
+        return False
 
     async def _try_out(self, lane: _Lane) -> None:
         """The lane is connected if its connection still answers."""

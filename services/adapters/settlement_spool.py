@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, Literal
 
 import msgspec
 import structlog
@@ -140,7 +140,7 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
 def _append(path: Path, data: bytes) -> int:
     """Return the size of the file, with the data in it for good. What was cut off is cut away again."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.open("ab", opener=_private) as file:
+    with _private(path, "ab") as file:
         size_bytes = file.tell()
         try:
             file.write(b"" if not size_bytes or _ends_line(path) else b"\n")
@@ -163,7 +163,7 @@ def _replace(path: Path, data: bytes) -> int:
     """Return the size of the file, which holds the data and nothing else for good."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    with new.open("wb", opener=_private) as file:
+    with _private(new, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -176,5 +176,7 @@ def _replace(path: Path, data: bytes) -> int:
     return len(data)
 
 
-def _private(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
+def _private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
+    """Open a file that no other user may read."""
+    kind = os.O_APPEND if mode == "ab" else os.O_TRUNC
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | kind, 0o600), mode)

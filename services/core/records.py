@@ -23,6 +23,7 @@ NODES: Final = ROOT + "nodes/"
 ASSIGNMENTS: Final = ROOT + "assignments/"
 WORKERS: Final = ROOT + "workers/"
 LEADERS: Final = ROOT + "leaders/"
+GATEWAYS: Final = ROOT + "gateways/"
 # Outside the root: what follows the fleet's state is not woken by what is told of it.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -222,6 +223,13 @@ class Node:
     worker_id: str
     cordoned: bool = False
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A live gateway, under its lease: the others count it for their shares of the limits."""
+
+    address: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,9 @@ class GatewayService:
         tenant_id, most = principal.tenant_id, self._limits.max_tenant_counts
         if self._counting[tenant_id] >= most:
             raise RequestRateExceeded(
-                f"{most} calls of this tenant count tokens here, the most that may", retry_after_s=1.0, limit=most
+                f"{most} calls of this tenant count tokens here, the most that may",
+                retry_after_s=1.0,
+                limit=most,
             )
         self._counting[tenant_id] += 1
         try:
@@ -338,7 +340,7 @@ class GatewayService:
         most = self._limits.max_tenant_requests
         if self._per_tenant[tenant_id] >= most:
             return QueueFull(
-                f"this gateway runs {most} requests of this tenant, the most that may; send it later or elsewhere",
+                f"this gateway runs {most} requests of this tenant, its most; send it later or elsewhere",
                 retry_after_s=1.0,
             )
         return None

@@ -23,7 +23,7 @@ from services.runtime.supervisor import Supervisor
 class GatewayLimits:
     """Bounds of one gateway process. Times in seconds, windows in tokens.
 
-    ``max_tenant_requests``: of one tenant, so that others always find room. ``max_tenant_counts``: calls of one
+    ``max_tenant_requests``: of one tenant, so that others find room. ``max_tenant_counts``: calls of one
     tenant that count tokens at once.
 
     ``placed_prefix_blocks``: leading blocks of a prompt that a placement names; 0 places without regard to

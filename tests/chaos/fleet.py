@@ -143,9 +143,7 @@ class Fleet:
         self.admin_key = ""
         self.small_disk = False
         ports = addresses.ports
-        self.limiter = RedisLimiter(
-            f"redis://127.0.0.1:{ports['redis']}/0", SystemClock(), timeout_s=2.0, max_connections=4
-        )
+        self.limiter = RedisLimiter(f"redis://127.0.0.1:{ports['redis']}/0", SystemClock(), timeout_s=2.0)
         self.store = EtcdStore((addresses.of("etcd_client"),), SystemClock())
         self._channels: dict[str, grpc.aio.Channel] = {}
 
