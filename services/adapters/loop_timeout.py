@@ -13,8 +13,8 @@ _MAX_LATE: Final = 20
 class LoopTimeout:
     """``asyncio.timeout`` of ``seconds`` in fifths, of which those do not count that the loop was late for.
 
-    An answer that came while the loop stood still is therefore read before the time is over. At most 20 fifths
-    do not count, so that a loop that is always late ends the wait, too.
+    An answer that came while the loop stood still is therefore read before the time is over.
+    At most 20 fifths do not count, so that a loop that is always late ends the wait, too.
     """
 
     def __init__(self, seconds: float) -> None:
