@@ -4,21 +4,20 @@ from __future__ import annotations
 
 
 class CircuitBreaker:
-    """Closed until ``failures`` in a row; then open, with one attempt let through every ``pause_s``."""
+    """Open from ``failed`` until ``succeeded``, with one attempt let through every ``pause_s``."""
 
-    def __init__(self, *, failures: int = 3, pause_s: float = 1.0) -> None:
-        self._limit = failures
+    def __init__(self, *, pause_s: float = 1.0) -> None:
         self._pause_s = pause_s
-        self._failures = 0
+        self._open = False
         self._next_attempt_s = 0.0
 
     @property
     def open(self) -> bool:
-        return self._failures >= self._limit
+        return self._open
 
     def allow(self, now_s: float) -> bool:
         """Whether to ask now. When open, a True takes the turn of this ``pause_s``."""
-        if not self.open:
+        if not self._open:
             return True
         if now_s < self._next_attempt_s:
             return False
@@ -26,13 +25,12 @@ class CircuitBreaker:
         return True
 
     def succeeded(self) -> None:
-        self._failures = 0
+        self._open = False
 
     def failed(self, now_s: float) -> None:
-        self._failures += 1
-        if self.open:
-            self._next_attempt_s = now_s + self._pause_s
+        self._open = True
+        self._next_attempt_s = now_s + self._pause_s
 
     def retry_after_s(self, now_s: float) -> float:
         """Return for how long it stays closed to the next caller."""
-        return max(0.0, self._next_attempt_s - now_s) if self.open else 0.0
+        return max(0.0, self._next_attempt_s - now_s) if self._open else 0.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
+from services.adapters.memory_limiter import MemoryLimiter
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.idempotency import (
@@ -23,7 +24,7 @@ from services.ports.idempotency import (
     Tail,
     Written,
 )
-from services.ports.limiter import Limiter, Reservation
+from services.ports.limiter import Reservation
 
 
 @dataclass(slots=True)
@@ -40,7 +41,6 @@ class _Record:
     watched_s: float = 0.0
     chunks: list[bytes] = field(default_factory=list)
     expected: int = 0  # chunks that there have to be: fewer are a log with a hole
-    charged: Usage = field(default_factory=lambda: Usage(0, 0))
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class _Record:
 class MemoryIdempotency:
     """``IdempotencyStore`` in one event loop; settles with the limiter that it is given."""
 
-    def __init__(self, clock: Clock, limiter: Limiter, limits: RecordLimits | None = None) -> None:
+    def __init__(self, clock: Clock, limiter: MemoryLimiter, limits: RecordLimits | None = None) -> None:
         self._clock = clock
         self._limiter = limiter
         self._limits = limits if limits is not None else RecordLimits()
@@ -141,16 +141,17 @@ class MemoryIdempotency:
             return refused or Written.GONE
         fits = self._put(records, record, chunk, now_s)
         record.expire_s = now_s + self._limits.tombstone_s
-        if state is RecordState.FREE and fits and not record.chunks:
+        dropped = state is RecordState.FREE and fits and not record.chunks
+        if dropped:
             del records[hold.key.digest]
         elif fits:
             record.state = state
         # Marked before the limiter is called: nobody comes between the record's end and its charge.
         record.owner = ""
         if reservation is not None:
-            due = _beyond(usage, record.charged)
-            record.charged = _together(record.charged, due)
-            await self._limiter.settle(reservation, due)
+            await self._limiter.settle(replace(reservation, record=hold.key.digest), usage)
+        if dropped:
+            self._limiter.forget(hold.key.tenant_id, hold.key.digest)
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
@@ -189,6 +190,7 @@ class MemoryIdempotency:
         records = self._tenants.setdefault(tenant_id, {})
         for digest in [digest for digest, held in records.items() if held.expire_s <= now_s]:
             del records[digest]
+            self._limiter.forget(tenant_id, digest)
         for held in records.values():
             if held.chunks and held.body_expire_s <= now_s:
                 _drop(held)
@@ -205,19 +207,3 @@ def _refused(record: _Record | None, hold: Hold) -> Written | None:
     if (record.owner, record.epoch) != (hold.owner, hold.epoch):
         return Written.FENCED
     return None
-
-
-def _beyond(usage: Usage, charged: Usage) -> Usage:
-    return Usage(
-        max(0, usage.prompt_tokens - charged.prompt_tokens),
-        max(0, usage.output_tokens - charged.output_tokens),
-        max(0, usage.cached_tokens - charged.cached_tokens),
-    )
-
-
-def _together(left: Usage, right: Usage) -> Usage:
-    return Usage(
-        left.prompt_tokens + right.prompt_tokens,
-        left.output_tokens + right.output_tokens,
-        left.cached_tokens + right.cached_tokens,
-    )

@@ -13,16 +13,33 @@ from services.ports.clock import Clock
 from services.ports.limiter import Limits, Reservation
 
 _REQUEST_UNITS: Final = 60_000_000
+_MAX_RECORDS: Final = 10_000
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """``used`` units at ``at_us``."""
+
+    used: int = 0
+    at_us: int = 0
+
+    def with_one_more(self, now_us: int, rate: int) -> tuple[int, int]:
+        """Return the content with one request more in it, and for how many us that does not fit yet."""
+        elapsed_us = max(0, min(now_us - self.at_us, _REQUEST_UNITS))
+        used = max(0, self.used - elapsed_us * rate) + _REQUEST_UNITS
+        return used, max(0, -(-(used - rate * _REQUEST_UNITS) // rate))
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """``used`` units at ``at_us``; ``slots`` and ``settled`` map a request to when it is forgotten, in us."""
+    """``slots`` and ``settled`` map a request to when it is forgotten, in us; ``charged``, the record of an
+    idempotency key to its request and what was counted of that."""
 
-    used: int = 0
-    at_us: int = 0
+    rate: _Bucket = field(default_factory=_Bucket)
+    work: _Bucket = field(default_factory=_Bucket)
     slots: dict[str, int] = field(default_factory=dict)
     settled: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    charged: OrderedDict[str, tuple[str, Usage]] = field(default_factory=OrderedDict)
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
 
 
@@ -53,10 +70,19 @@ class MemoryLimiter:
         if request_id not in tenant.slots:
             used = self._check(tenant, now_us, limits)
             if limits.requests_per_minute > 0:
-                tenant.used, tenant.at_us = used, now_us
+                tenant.rate = _Bucket(used, now_us)
             tenant.settled.pop(request_id, None)
         self._hold(tenant, request_id, now_us)
         return Reservation(tenant_id, request_id, self._local)
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+        if rate > 0:
+            tenant, now_us = self._tenant(tenant_id), self._now_us()
+            used, wait_us = tenant.work.with_one_more(now_us, rate)
+            if wait_us > 0:
+                raise rejection(True, wait_us / 1e6, limits)
+            tenant.work = _Bucket(used, now_us)
 
     async def renew(self, reservations: Sequence[Reservation]) -> None:
         now_us = self._now_us()
@@ -65,19 +91,38 @@ class MemoryLimiter:
             if reservation.request_id not in tenant.settled:
                 self._hold(tenant, reservation.request_id, now_us)
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         tenant, now_us = self._tenant(reservation.tenant_id), self._now_us()
         tenant.slots.pop(reservation.request_id, None)
         while tenant.settled and next(iter(tenant.settled.values())) <= now_us:
             tenant.settled.popitem(last=False)
-        if reservation.request_id in tenant.settled:
+        first = reservation.request_id not in tenant.settled
+        tenant.settled.setdefault(reservation.request_id, now_us + self._settled_keep_us)
+        if reservation.record:
+            usage = self._not_charged(tenant, reservation, usage)
+        elif not first:
             return
-        tenant.settled[reservation.request_id] = now_us + self._settled_keep_us
-        tenant.usage = Usage(
-            tenant.usage.prompt_tokens + usage.prompt_tokens,
-            tenant.usage.output_tokens + usage.output_tokens,
-            tenant.usage.cached_tokens + usage.cached_tokens,
+        tenant.usage = _sum(tenant.usage, usage)
+
+    def _not_charged(self, tenant: _Tenant, reservation: Reservation, usage: Usage) -> Usage:
+        """Return what was not counted yet of a request under a key, and count it."""
+        nothing = (reservation.request_id, Usage(0, 0))
+        request_id, before = tenant.charged.pop(reservation.record, nothing)
+        if request_id != reservation.request_id:  # its key began anew
+            before = Usage(0, 0)
+        due = Usage(
+            max(0, usage.prompt_tokens - before.prompt_tokens),
+            max(0, usage.output_tokens - before.output_tokens),
+            max(0, usage.cached_tokens - before.cached_tokens),
         )
+        tenant.charged[reservation.record] = (reservation.request_id, _sum(before, due))
+        if len(tenant.charged) > _MAX_RECORDS:
+            tenant.charged.popitem(last=False)
+        return due
+
+    def forget(self, tenant_id: str, record: str) -> None:
+        """The record of an idempotency key is no more, nor what was charged of it."""
+        self._tenant(tenant_id).charged.pop(record, None)
 
     async def concurrency(self, tenant_id: str) -> int:
         return self.held(tenant_id)
@@ -95,13 +140,11 @@ class MemoryLimiter:
 
     def _check(self, tenant: _Tenant, now_us: int, limits: Limits) -> int:
         """Return the bucket's content with this request in it. Raises when a limit is reached."""
-        used, rate = tenant.used, min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+        used, rate = 0, min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
         if rate > 0:
-            elapsed_us = max(0, min(now_us - tenant.at_us, _REQUEST_UNITS))
-            used = max(0, used - elapsed_us * rate) + _REQUEST_UNITS
-            over = used - rate * _REQUEST_UNITS
-            if over > 0:
-                raise rejection(True, -(-over // rate) / 1e6, limits)
+            used, wait_us = tenant.rate.with_one_more(now_us, rate)
+            if wait_us > 0:
+                raise rejection(True, wait_us / 1e6, limits)
         if 0 < limits.max_concurrency <= len(tenant.slots):
             raise rejection(False, (next(iter(tenant.slots.values())) - now_us) / 1e6, limits)
         return used
@@ -125,3 +168,11 @@ class MemoryLimiter:
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)
+
+
+def _sum(left: Usage, right: Usage) -> Usage:
+    return Usage(
+        left.prompt_tokens + right.prompt_tokens,
+        left.output_tokens + right.output_tokens,
+        left.cached_tokens + right.cached_tokens,
+    )

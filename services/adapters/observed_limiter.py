@@ -25,6 +25,7 @@ class ObservedLimiter:
         *,
         breaker_open: Callable[[], bool],
         unsettled: Callable[[], int],
+        spool_bytes: Callable[[], int],
     ) -> None:
         self._inner = inner
         self._clock = clock
@@ -49,15 +50,23 @@ class ObservedLimiter:
             "Requests that ended and whose usage waits for the quota store",
             lambda: float(unsettled()),
         )
+        metrics.level(
+            "fairway_limiter_spool_bytes",
+            "Bytes on disk, or to be written there, of usage that waits for the quota store",
+            lambda: float(spool_bytes()),
+        )
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits))
 
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        await self._timed("spend", self._inner.spend(tenant_id, limits))
+
     async def renew(self, reservations: Sequence[Reservation]) -> None:
         await self._timed("renew", self._inner.renew(reservations))
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
-        await self._timed("settle", self._inner.settle(reservation, usage))
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        await self._timed("settle", self._inner.settle(reservation, usage, spooled=spooled))
 
     async def concurrency(self, tenant_id: str) -> int:
         return await self._timed("concurrency", self._inner.concurrency(tenant_id))

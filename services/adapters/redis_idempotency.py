@@ -59,21 +59,19 @@ class RedisIdempotency:
         limits: RecordLimits | None = None,
         *,
         timeout_s: float = 0.25,
-        max_connections: int = 32,
         password: str | None = None,
     ) -> None:
         self._limits = limits if limits is not None else RecordLimits()
-        self._scripts = RedisScripts(
-            url, clock, timeout_s=timeout_s, max_connections=max_connections, password=password
-        )
+        self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password)
         self._claim = self._scripts.script("idem_common", "idem_claim")
         self._append = self._scripts.script("idem_common", "idem_append")
-        self._end = self._scripts.script("idem_common", "idem_end")
+        self._end = self._scripts.script("idem_common", "usage", "idem_end")
         self._read = self._scripts.script("idem_common", "idem_read")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
         limits = self._limits
         answer = await self._scripts.run(
+            key.tenant_id,
             self._claim,
             (*_record(key), *_books(key.tenant_id)),
             (
@@ -112,9 +110,13 @@ class RedisIdempotency:
 
     async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
         state, chunks, length = await self._scripts.run(
-            self._read, _record(key), (start, READ_CHUNKS, _us(WATCH_S) if watch else 0)
+            key.tenant_id, self._read, _record(key), (start, READ_CHUNKS, _us(WATCH_S) if watch else 0)
         )
         return Tail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
+
+    async def connect(self) -> None:
+        """Return once Redis answered and has the scripts. Raises StoreUnavailable."""
+        await self._scripts.connect()
 
     async def close(self) -> None:
         await self._scripts.close()
@@ -134,7 +136,7 @@ class RedisIdempotency:
         for addition in additions:
             hold = addition.hold
             arguments += [hold.key.digest, hold.owner, hold.epoch, addition.chunk]
-        words = await self._scripts.run(self._append, (bodies, sizes, *keys), arguments)
+        words = await self._scripts.run(tenant_id, self._append, (bodies, sizes, *keys), arguments)
         return [Written(word.decode()) for word in words]
 
     async def _settle(
@@ -143,6 +145,7 @@ class RedisIdempotency:
         limits, tenant_id = self._limits, hold.key.tenant_id
         quotas = [f"fw:{{{tenant_id}}}:{name}" for name in ("slots", "settled", "usage")]
         word = await self._scripts.run(
+            tenant_id,
             self._end,
             (*_record(hold.key), *_books(tenant_id), *quotas),
             (

@@ -24,6 +24,7 @@ ASSIGNMENTS: Final = ROOT + "assignments/"
 WORKERS: Final = ROOT + "workers/"
 LEADERS: Final = ROOT + "leaders/"
 STORE_GENERATION: Final = ROOT + "store/generation"
+GATEWAYS: Final = ROOT + "gateways/"
 # Outside the root: what follows the fleet's state is not woken by what is told of it.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -223,6 +224,13 @@ class Node:
     worker_id: str
     cordoned: bool = False
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A live gateway, under its lease: the others count it for their shares of the limits."""
+
+    address: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""From a request to one that may run: validated, within its tenant's quotas, and written down under a key."""
+"""From a request to one that may run: within its tenant's quotas, validated, and written down under a key.
+
+What costs next to nothing is checked first. Then the quotas are asked, and only what they admit is tokenised:
+a request that is refused after that gives its slot back, and counts against the rate.
+"""
 
 from __future__ import annotations
 
@@ -61,32 +65,52 @@ class Admission:
         terms: RunTerms,
         telemetry: RequestTelemetry,
     ) -> Admitted:
-        received, timeout_s, resume = terms.received, terms.timeout_s, terms.resume
-        ports, limits = self._ports, self._limits
-        if resume is None:
-            spec = await self._validator.resolve(principal, generation, received.request_id)
-        else:
+        resume, request_id = terms.resume, terms.received.request_id
+        pinned = None
+        if resume is not None:
             pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
-            spec = await self._validator.resolve(principal, generation, received.request_id, pinned=pinned)
-        timer.enter(Stage.ADMIT, ports.clock.monotonic_s())
+        checked = self._validator.check(principal, generation, pinned=pinned)
         tenant = self._identity.still_valid(principal)
-        if resume is None:
-            spec, degradations = await self._degraded(principal, generation, spec, tenant)
-        else:  # it goes on as it began, whatever the pressure is by now
-            degradations = degraded_out(resume.pin.degraded)
-        reservation = await self._reserve(tenant, spec.request_id)
-        telemetry.degraded(degradations, anew=resume is None)
-        ports.retries.request_began(ports.clock.monotonic_s())
-        if terms.record is not None:
-            await self._write_down(terms.record, spec, degradations, reservation)
-        context = RunContext(
+        timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
+        # What goes on was counted against the rate when it began.
+        rate = tenant.requests_per_minute if resume is None else 0
+        reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
+        try:
+            timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
+            spec = await self._validator.resolve(principal, generation, request_id, checked)
+            if resume is None:
+                spec, degradations = await self._degraded(principal, generation, spec, tenant)
+            else:  # it goes on as it began, whatever the pressure is by now
+                degradations = degraded_out(resume.pin.degraded)
+            telemetry.degraded(degradations, anew=resume is None)
+            if terms.record is not None:
+                timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
+                await terms.record(spec, degradations)
+        except BaseException:
+            # Before the error is known outside: the client's next request finds the slot free.
+            giving_back = self._ports.supervisor.spawn(f"undo {request_id}", self._give_back(reservation))
+            await asyncio.shield(giving_back)
+            raise
+        self._ports.retries.request_began(self._ports.clock.monotonic_s())
+        produced = resume.produced if resume is not None else ()
+        return Admitted(spec, reservation, self._context(tenant, terms, telemetry), produced, degradations)
+
+    async def spend(self, principal: Principal) -> None:
+        """Return if the tenant's rate of other work has room. Raises RequestRateExceeded."""
+        tenant = self._identity.still_valid(principal)
+        await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
+
+    def _context(self, tenant: Tenant, terms: RunTerms, telemetry: RequestTelemetry) -> RunContext:
+        received, timeout_s = terms.received, terms.timeout_s
+        ports, limits, tenant_id = self._ports, self._limits, tenant.meta.name
+        return RunContext(
             placement=ports.placement,
             workers=ports.workers,
             clock=ports.clock,
             rng=ports.rng,
             error_of=ports.error_of,
-            tenant_id=tenant.meta.name,
-            ticket=ports.sign_ticket(tenant.meta.name, spec.request_id, ports.clock.unix_s() + timeout_s),
+            tenant_id=tenant_id,
+            ticket=ports.sign_ticket(tenant_id, received.request_id, ports.clock.unix_s() + timeout_s),
             arrival_unix_us=received.unix_us,
             queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
             deadline_s=received.monotonic_s + timeout_s,
@@ -99,8 +123,6 @@ class Admission:
             attempt=received.attempt,
             retries=ports.retries,
         )
-        produced = resume.produced if resume is not None else ()
-        return Admitted(spec, reservation, context, produced, degradations)
 
     async def _degraded(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
@@ -132,33 +154,19 @@ class Admission:
         asked.CopyFrom(generation)
         asked.model = model
         try:
-            found = await self._validator.resolve(principal, asked, spec.request_id)
+            checked = self._validator.check(principal, asked)
+            found = await self._validator.resolve(principal, asked, spec.request_id, checked)
         except FairwayError as error:  # not deployed, not for this key, or too short for the prompt
             log.info("request.not_degraded", model=model, reason=error.reason)
             return None
         eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
         return found if eased else None
 
-    async def _write_down(
-        self,
-        record: Record,
-        spec: GenerationSpec,
-        degradations: tuple[Degradation, ...],
-        reservation: Reservation,
-    ) -> None:
-        """Return once it is written what the request was accepted as; else its slot is given back."""
-        try:
-            await record(spec, degradations)
-        except BaseException:
-            self._ports.supervisor.spawn(f"undo {spec.request_id}", self._give_back(reservation))
-            raise
-
-    async def _reserve(self, tenant: Tenant, request_id: str) -> Reservation:
+    async def _reserve(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
         ports = self._ports
-        limits = Limits(tenant.requests_per_minute, tenant.max_concurrency)
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", self._ask_limiter(tenant.meta.name, request_id, limits)
+            f"admit {request_id}", self._ask_limiter(tenant_id, request_id, limits)
         )
         try:
             outcome = await asyncio.shield(admission)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -232,6 +233,9 @@ class KeyedRun:
         except StoreUnavailable as error:
             log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
             self.unwritten, found = ending, EndingOutcome.DEFERRED
+            if ending.reservation is not None:  # its usage outlives this process, as any other's does
+                apart = replace(ending.reservation, record=self.key.digest)
+                await self._ports.limiter.settle(apart, ending.usage)
         self._ports.telemetry.ending(found)
         if found is EndingOutcome.FENCED:
             log.info("idempotency.fenced", record=self.key.digest[:12])

@@ -1,8 +1,9 @@
-"""The gateway's main path: validate, admit, place, stream."""
+"""The gateway's main path: check, admit, validate, place, stream."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,14 @@ from functools import partial
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import Draining, FairwayError, QueueFull, StoreUnavailable, UnsupportedFeature
+from services.core.errors import (
+    Draining,
+    FairwayError,
+    QueueFull,
+    RequestRateExceeded,
+    StoreUnavailable,
+    UnsupportedFeature,
+)
 from services.core.generation import Principal
 from services.gateway.admission import Admission, RunTerms
 from services.gateway.buffered_stream import BufferedStream
@@ -59,6 +67,8 @@ class GatewayService:
         self._ports = ports
         self._limits = limits
         self._requests: dict[Request, None] = {}  # in order of arrival
+        self._per_tenant: Counter[str] = Counter()
+        self._counting: Counter[str] = Counter()
         self._draining = False
         self._keyed = None
         if ports.idempotency is not None:
@@ -104,7 +114,7 @@ class GatewayService:
         ``client_window``: how many tokens of each choice the client takes before it allows more; None: it
         does not say. Raises Draining and QueueFull at once.
         """
-        refusal = self._not_now()
+        refusal = self._not_now(principal.tenant_id)
         if refusal is not None:
             self._ports.telemetry.refused(received, refusal)
             raise refusal
@@ -145,8 +155,24 @@ class GatewayService:
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
     ) -> tuple[Route, int]:
-        """Return the route and the number of prompt tokens that its model would be given."""
-        return await self._validator.count_tokens(principal, request)
+        """Return the route and the number of prompt tokens that its model would be given.
+
+        Raises RequestRateExceeded: it counts against a rate of its own, as many a minute as requests.
+        """
+        route, generation = self._validator.check_count(principal, request)
+        tenant_id, most = principal.tenant_id, self._limits.max_tenant_counts
+        if self._counting[tenant_id] >= most:
+            raise RequestRateExceeded(
+                f"{most} calls of this tenant count tokens here, the most that may",
+                retry_after_s=1.0,
+                limit=most,
+            )
+        self._counting[tenant_id] += 1
+        try:
+            await self._admission.spend(principal)
+            return route, await self._validator.count_tokens(principal, generation, route)
+        finally:
+            _subtract(self._counting, tenant_id)
 
     async def list_models(self, principal: Principal) -> list[ServedModel]:
         """Return the models that the caller may use, by name."""
@@ -292,17 +318,29 @@ class GatewayService:
         )
         request.bind(task)
         self._requests[request] = None
-        task.add_done_callback(lambda _: self._requests.pop(request, None))
+        self._per_tenant[principal.tenant_id] += 1
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._requests.pop(request, None)
+            _subtract(self._per_tenant, principal.tenant_id)
+
+        task.add_done_callback(ended)
         return request, task
 
-    def _not_now(self) -> FairwayError | None:
-        """Why no request can be taken, None when one can."""
+    def _not_now(self, tenant_id: str) -> FairwayError | None:
+        """Why no request of the tenant can be taken, None when one can."""
         if self._draining:
             return Draining("this gateway is shutting down; send it to another", retry_after_s=1.0)
         running = len(self._requests) + (self._keyed.followers if self._keyed is not None else 0)
         if running >= self._limits.max_requests:
             return QueueFull(
                 f"this gateway runs {running} requests, its most; send it later or elsewhere",
+                retry_after_s=1.0,
+            )
+        most = self._limits.max_tenant_requests
+        if self._per_tenant[tenant_id] >= most:
+            return QueueFull(
+                f"this gateway runs {most} requests of this tenant, its most; send it later or elsewhere",
                 retry_after_s=1.0,
             )
         return None
@@ -317,3 +355,10 @@ class GatewayService:
             if asked_s > 0:
                 found = min(found, asked_s)
         return found
+
+
+def _subtract(counts: Counter[str], name: str) -> None:
+    """One less; names that count nothing are forgotten."""
+    counts[name] -= 1
+    if counts[name] <= 0:
+        del counts[name]

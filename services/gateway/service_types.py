@@ -23,11 +23,16 @@ from services.runtime.supervisor import Supervisor
 class GatewayLimits:
     """Bounds of one gateway process. Times in seconds, windows in tokens.
 
+    ``max_tenant_requests``: of one tenant, so that others find room. ``max_tenant_counts``: calls of one
+    tenant that count tokens at once.
+
     ``placed_prefix_blocks``: leading blocks of a prompt that a placement names; 0 places without regard to
     what is cached.
     """
 
     max_requests: int = 4096
+    max_tenant_requests: int = 3072
+    max_tenant_counts: int = 16
     queue_ttl_s: float = 30.0
     heartbeat_s: float = 5.0
     window_tokens: int = 256

@@ -22,10 +22,13 @@ class NotingLimiter:
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return await self._limiter.admit(tenant_id, request_id, limits)
 
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        await self._limiter.spend(tenant_id, limits)
+
     async def renew(self, reservations: Sequence[Reservation]) -> None:
         await self._limiter.renew(reservations)
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         self._note(reservation, usage)
 
     async def concurrency(self, tenant_id: str) -> int:

@@ -1,7 +1,8 @@
 """The one validator of every face: what leaves it can run, or never could have been accepted.
 
-Order: bounds of every field, then who may, then the model, then text into tokens, then limits in tokens.
-Sizes are checked before anything of that size is made. Every error names its ``field``.
+Order: bounds of every field, then who may, then the model: what costs next to nothing, and is done before the
+tenant's quotas are asked. Then, within them, text into tokens and limits in tokens. Sizes are checked before
+anything of that size is made. Every error names its ``field``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ class _Lengths:
     min_output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A generation whose fields make sense: where it leads, in which class."""
+
+    route: Route
+    priority: Priority
+
+
 class Validator:
     """Turns what a client asked for into a GenerationSpec."""
 
@@ -56,20 +65,17 @@ class Validator:
         self._max_fanout_tokens = max_fanout_tokens
         self._prefixes = prefixes
 
-    async def resolve(
+    def check(
         self,
         principal: Principal,
         generation: inference_pb2.Generation,
-        request_id: str,
         *,
         pinned: PinnedVersion | None = None,
-    ) -> GenerationSpec:
-        """Return the generation with its version pinned, prompt tokenised and every default applied.
+    ) -> Checked:
+        """Return what is known of the generation before anything is made of its text.
 
-        ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more.
-
-        Raises InvalidInput, PromptTooLong, ModelNotFound, PermissionDenied, NoWorkerAvailable when every
-        replica failed, or what fetching the model's tokenizer raises.
+        ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more,
+        InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable when every replica failed.
         """
         bounds.check(generation)
         route = self._route(principal, generation.model, pinned)
@@ -77,6 +83,20 @@ class Validator:
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
+        return Checked(route, priority)
+
+    async def resolve(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        checked: Checked,
+    ) -> GenerationSpec:
+        """Return the generation with its version pinned, prompt tokenised and every default applied.
+
+        Raises InvalidInput, PromptTooLong, or what fetching the model's tokenizer raises.
+        """
+        route = checked.route
         model = await self._catalog.text_model(route.version_digest)
         context = self._context(route, model)
         _check_ids(generation, model.vocab_size)
@@ -95,16 +115,16 @@ class Validator:
             stop_token_ids=tuple(generation.stop_token_ids),
             choices=lengths.choices,
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
-            priority=priority,
+            priority=checked.priority,
             ignore_eos=generation.ignore_eos,
             session_key=generation.session_key or principal.key_id,
         )
         return spec if self._prefixes is None else await self._prefixes.named(spec, principal.tenant_id)
 
-    async def count_tokens(
+    def check_count(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
-    ) -> tuple[Route, int]:
-        """Return the route and how many prompt tokens a generation of the same input has."""
+    ) -> tuple[Route, inference_pb2.Generation]:
+        """Return the route and the generation whose tokens are to be counted. Raises as ``check`` does."""
         bounds.check(request)
         route = self._route(principal, request.model)
         generation = inference_pb2.Generation(model=request.model)
@@ -113,13 +133,19 @@ class Validator:
         elif request.HasField("prompt"):
             generation.prompt = request.prompt
         _check_input(generation)
+        return route, generation
+
+    async def count_tokens(
+        self, principal: Principal, generation: inference_pb2.Generation, route: Route
+    ) -> int:
+        """Return how many prompt tokens a generation that was checked has."""
         model = await self._catalog.text_model(route.version_digest)
         try:
-            return route, len(await self._prompt_ids(principal, generation, model))
+            return len(await self._prompt_ids(principal, generation, model))
         except PromptTooLong as error:
             if (counted := error.metadata.get("prompt_tokens")) is None:
                 raise
-            return route, int(counted)  # more than the context holds is a count as well
+            return int(counted)  # more than the context holds is a count as well
 
     def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
         """What an earlier run had is not authorised again: a smaller model may answer for the one that the

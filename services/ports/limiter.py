@@ -21,12 +21,14 @@ class Limits:
 class Reservation:
     """A request that was let in. It lapses at its deadline unless renewed, so a killed gateway leaks nothing.
 
-    ``local`` marks one given while the shared store was unreachable.
+    ``local`` marks one given while the shared store was unreachable. ``record`` is set to settle a request
+    under an idempotency key apart from its record: the digest of that, which holds what was charged already.
     """
 
     tenant_id: str
     request_id: str
     local: bool = False
+    record: str = ""
 
 
 class Limiter(Protocol):
@@ -39,11 +41,20 @@ class Limiter(Protocol):
         again, while it is held, is admitted and counts once.
         """
 
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        """Count work that holds no slot, such as counting tokens, against a rate of its own: as many a minute
+        as requests. Raises RequestRateExceeded, with ``retry_after_s``.
+        """
+
     async def renew(self, reservations: Sequence[Reservation]) -> None:
         """Push the deadlines of running requests out."""
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
-        """Give the slot back and count the tokens, once, however often it is called."""
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        """Give the slot back and count the tokens, once, however often it is called.
+
+        After an answer it is not called again for long, unless ``spooled``: a process that starts anew may
+        read the settlement from its disk again.
+        """
 
     async def concurrency(self, tenant_id: str) -> int:
         """Return how many requests of the tenant hold a slot now."""

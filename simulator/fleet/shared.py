@@ -57,11 +57,14 @@ class RemoteLimiter:
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return await self._link.ask(lambda redis: redis.limiter.admit(tenant_id, request_id, limits))
 
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, limits))
+
     async def renew(self, reservations: Sequence[Reservation]) -> None:
         if reservations:
             await self._link.ask(lambda redis: redis.limiter.renew(reservations))
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await self._link.ask(lambda redis: redis.limiter.settle(reservation, usage))
 
     async def concurrency(self, tenant_id: str) -> int:

@@ -143,7 +143,7 @@ class Fleet:
         self.supervisor: ProcessSupervisor
         self.admin_key = ""
         self.small_disk = False
-        self.limiter = RedisLimiter(state.redis_url, SystemClock(), timeout_s=2.0, max_connections=4)
+        self.limiter = RedisLimiter(state.redis_url, SystemClock(), timeout_s=2.0)
         self.store = EtcdStore((state.etcd_address,), SystemClock())
         self._channels: dict[str, grpc.aio.Channel] = {}
 

@@ -48,11 +48,13 @@ AUTH = (("authorization", "Bearer key"),)
 class Validator:
     """Takes the prompt's length for its tokens; refuses the model "none"."""
 
-    async def resolve(
-        self, principal: Principal, generation: pb.Generation, request_id: str
-    ) -> GenerationSpec:
+    def check(self, principal: Principal, generation: pb.Generation, *, pinned: None = None) -> None:
         if generation.model == "none":
             raise errors.ModelNotFound("no model none", model="none")
+
+    async def resolve(
+        self, principal: Principal, generation: pb.Generation, request_id: str, checked: None
+    ) -> GenerationSpec:
         return GenerationSpec(
             request_id=request_id,
             model=generation.model,

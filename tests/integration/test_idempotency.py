@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from services.core import errors
 from services.core.generation import Usage
@@ -479,7 +480,8 @@ async def test_a_redis_that_lost_its_data_has_forgotten_the_key(own_redis: Any, 
     async with gateways(f"redis://{own_redis.address}/0", fleet, 2) as (left, right):
         first = asyncio.create_task(left.ask("k"))
         await until(lambda: fleet.engine_tokens == 10)
-        await left.store._scripts._redis.flushall()
+        async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
+            await client.flushall()
         fleet.hold.set()
         answer = await first
         assert answer.finished is not None

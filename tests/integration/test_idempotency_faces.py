@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import redis.asyncio
 from structlog.testing import capture_logs
 
 from fairway.v1 import inference_pb2 as pb
@@ -254,9 +255,9 @@ async def test_keys_are_not_in_the_logs_nor_in_the_store(faces: Faces, redis_url
         )
     assert "idempotency.claimed" in [entry["event"] for entry in logs]
     assert "order-of-ann" not in repr(logs)
-    redis = faces.gateways[0].store._scripts._redis
-    names = [name async for name in redis.scan_iter(match=f"fw:{{{faces.fleet.tenant}}}*")]
-    assert names
-    assert not any(b"order-of-ann" in name for name in names)
-    for name in names:
-        assert await redis.pttl(name) > 0, name
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        names = [name async for name in client.scan_iter(match=f"fw:{{{faces.fleet.tenant}}}*")]
+        assert names
+        assert not any(b"order-of-ann" in name for name in names)
+        for name in names:
+            assert await client.pttl(name) > 0, name

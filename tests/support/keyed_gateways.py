@@ -79,16 +79,20 @@ class Validator:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
+    def check(
+        self, principal: Principal, generation: pb.Generation, *, pinned: PinnedVersion | None = None
+    ) -> PinnedVersion | None:
+        if generation.model == "none":
+            raise errors.ModelNotFound("no model none", model="none")
+        return pinned
+
     async def resolve(
         self,
         principal: Principal,
         generation: pb.Generation,
         request_id: str,
-        *,
-        pinned: PinnedVersion | None = None,
+        pinned: PinnedVersion | None,
     ) -> GenerationSpec:
-        if generation.model == "none":
-            raise errors.ModelNotFound("no model none", model="none")
         digest = self._fleet.digests.get(generation.model, self._fleet.digest)
         digest = digest if pinned is None else pinned.version_digest
         if digest in self._fleet.gone:

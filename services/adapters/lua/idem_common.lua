@@ -1,6 +1,7 @@
 -- Shared by the scripts of idempotency records, which it precedes. See redis_idempotency.py for the keys.
 -- Head of a record: f fingerprint, o owner, e epoch, s state (r running, i idle, d ended, x log dropped),
--- l lease deadline us, w watched until us, n chunks that the log has to have, cp, co, cc tokens charged so far.
+-- l lease deadline us, w watched until us, n chunks that the log has to have, cp, co, cc tokens charged so far of
+-- request cr.
 local function now_us()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000000 + tonumber(time[2])

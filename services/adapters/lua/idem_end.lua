@@ -1,5 +1,5 @@
 -- End a record or let go of it; give the slot back and charge what was not charged yet. One script, so that
--- there is one charge for one result.
+-- there is one charge for one result. Follows idem_common.lua and usage.lua.
 -- KEYS: head, log, index, bodies, sizes, slots, settled, usage
 -- ARGV: prefix of the heads, digest, owner, epoch, chunk, state (d or i), body us, most bytes of a record,
 --       most bytes of a tenant, tombstone us, request id or '', us until the settlement is forgotten,
@@ -20,20 +20,10 @@ if ARGV[11] ~= '' then
   redis.call('ZREM', KEYS[6], ARGV[11])
   redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', int(now))
   redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[12])), ARGV[11])
-  redis.call('PEXPIRE', KEYS[7], math.ceil(tonumber(ARGV[12]) / 1000) + 1000)
-  local day, days = math.floor(now / 86400000000), tonumber(ARGV[13])
-  local charged = redis.call('HMGET', head, 'cp', 'co', 'cc')
-  if not charged[1] and redis.call('HINCRBY', KEYS[8], day .. ':requests', 1) == 1 then
-    for _, name in ipairs(redis.call('HKEYS', KEYS[8])) do
-      if tonumber(string.match(name, '^%d+')) <= day - days then redis.call('HDEL', KEYS[8], name) end
-    end
+  if redis.call('PTTL', KEYS[7]) < tonumber(ARGV[12]) / 1000 then -- others in it are kept for longer
+    redis.call('PEXPIRE', KEYS[7], math.ceil(tonumber(ARGV[12]) / 1000) + 1000)
   end
-  for i, what in ipairs({'prompt', 'output', 'cached'}) do
-    local before, total = tonumber(charged[i] or '0'), tonumber(ARGV[13 + i])
-    redis.call('HINCRBY', KEYS[8], day .. ':' .. what .. '_tokens', int(math.max(0, total - before)))
-    redis.call('HSET', head, 'c' .. string.sub(what, 1, 1), int(math.max(total, before)))
-  end
-  redis.call('EXPIRE', KEYS[8], (days + 1) * 86400)
+  count_record(head, ARGV[11], KEYS[8], now, tonumber(ARGV[13]), {ARGV[14], ARGV[15], ARGV[16]})
 end
 
 if kept and ARGV[6] == 'i' and redis.call('EXISTS', log) == 0 then

@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import structlog
+
 from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
@@ -17,14 +19,19 @@ from services.adapters.model_files import ModelFiles
 from services.adapters.observed_limiter import ObservedLimiter
 from services.adapters.redis_idempotency import RedisIdempotency
 from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.settlement_spool import SettlementSpool
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
+from services.core.errors import StoreUnavailable
 from services.core.records import (
     DEPLOYMENTS,
+    GATEWAYS,
     WORKERS,
     Deployment,
+    Gateway,
     Worker,
+    dump,
 )
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -48,10 +55,14 @@ from services.runtime.config import Settings, read_password, read_secret
 from services.runtime.health import Check
 from services.runtime.identity import KeyDirectory
 from services.runtime.metrics import Metrics
+from services.runtime.registration import Registration
 from services.runtime.secrets import Ticket, issue_ticket, prefix_secret
+
+log = structlog.get_logger()
 
 _NAMING_THREADS: Final = 2
 _PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
+_REGISTER_S: Final = 5.0
 
 
 def gateway(environment: Environment) -> Role:
@@ -59,7 +70,8 @@ def gateway(environment: Environment) -> Role:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     identity = environment.identity()
     files = open_model_files(environment)
-    service = _gateway_service(environment, identity, files)
+    quotas = _Quotas(environment)
+    service = _gateway_service(environment, identity, files, quotas)
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -100,7 +112,12 @@ def gateway(environment: Environment) -> Role:
         http_connections=http.table,
     )
 
+    async def start() -> None:
+        await files.own()
+        await quotas.start()
+
     async def open_doors() -> None:
+        await quotas.register()
         await http.start()
         supervisor.spawn("renew", service.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
@@ -110,7 +127,7 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    return Role(server, start=files.own, open=open_doors, drain=drain, checks=(draining,))
+    return Role(server, start=start, open=open_doors, drain=drain, checks=(draining,))
 
 
 def _http_observer(metrics: Metrics) -> ObserveExchange:
@@ -122,7 +139,69 @@ def _http_observer(metrics: Metrics) -> ObserveExchange:
     return lambda route, status, elapsed_s: exchanges.observe(elapsed_s, route, str(status))
 
 
-def _gateway_service(environment: Environment, identity: KeyDirectory, files: ModelFiles) -> GatewayService:
+class _Quotas:
+    """The limiter and the records of idempotency keys, on one Redis, and what they need around them."""
+
+    def __init__(self, environment: Environment) -> None:
+        settings, clock = environment.settings, environment.clock
+        self._supervisor = environment.supervisor
+        password_file = settings.redis_password_file
+        password = read_password(password_file) if password_file is not None else None
+        self._redis = redis = RedisLimiter(settings.redis_url, clock, password=password)
+        environment.closing.push_async_callback(redis.close)
+        self.records = RedisIdempotency(
+            settings.redis_url, clock, _record_limits(settings), password=password
+        )
+        environment.closing.push_async_callback(self.records.close)
+        spool = SettlementSpool(settings.state_dir / "settlements")
+        environment.closing.push_async_callback(spool.close)
+        gateways = environment.informer(GATEWAYS, Gateway)
+        self.limiter = limiter = FallbackLimiter(
+            ObservedLimiter(
+                redis,
+                environment.metrics,
+                clock,
+                breaker_open=lambda: redis.breaker_open,
+                unsettled=lambda: limiter.unsettled,
+                spool_bytes=lambda: spool.size_bytes,
+            ),
+            MemoryLimiter(clock, local=True),
+            clock,
+            gateways=lambda: len(gateways.view),
+            spool=spool,
+        )
+        address = settings.advertised
+        self._registration = Registration(
+            environment.store,
+            GATEWAYS + address,
+            dump(Gateway(address)),
+            clock,
+            ttl_s=settings.lease_ttl_s,
+            rng=environment.rng,
+        )
+
+    async def start(self) -> None:
+        """Return once Redis has the scripts, or is known to be away. Raises FailedPrecondition."""
+        await self.limiter.recover()
+        try:
+            await self._redis.connect()
+            await self.records.connect()
+            await self.limiter.renew([])  # counts what an earlier process could not
+        except StoreUnavailable as error:
+            log.warning("gateway.started_without_redis", error=error.message)
+
+    async def register(self) -> None:
+        """Return once the other gateways count this one, or the store does not take that."""
+        self._supervisor.spawn("registration", self._registration.run())
+        try:
+            await self._registration.wait_registered(_REGISTER_S)
+        except StoreUnavailable as error:
+            log.warning("gateway.not_registered", error=error.message)
+
+
+def _gateway_service(
+    environment: Environment, identity: KeyDirectory, files: ModelFiles, quotas: _Quotas
+) -> GatewayService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -145,7 +224,7 @@ def _gateway_service(environment: Environment, identity: KeyDirectory, files: Mo
         ),
         identity=identity,
         catalog=catalog,
-        ports=_gateway_ports(environment),
+        ports=_gateway_ports(environment, quotas),
         limits=GatewayLimits(
             queue_ttl_s=settings.queue_ttl_s,
             heartbeat_s=settings.heartbeat_s,
@@ -197,24 +276,10 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
     return placement
 
 
-def _gateway_ports(environment: Environment) -> Ports:
+def _gateway_ports(environment: Environment, quotas: _Quotas) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     token = environment.internal_token
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    password_file = settings.redis_password_file
-    password = read_password(password_file) if password_file is not None else None
-    limiter = RedisLimiter(settings.redis_url, clock, password=password)
-    environment.closing.push_async_callback(limiter.close)
-    observed = ObservedLimiter(
-        limiter,
-        environment.metrics,
-        clock,
-        breaker_open=lambda: limiter.breaker_open,
-        unsettled=lambda: fallback.unsettled,
-    )
-    fallback = FallbackLimiter(observed, MemoryLimiter(clock, local=True), clock)
-    records = RedisIdempotency(settings.redis_url, clock, _record_limits(settings), password=password)
-    environment.closing.push_async_callback(records.close)
     placement = _open_placement(environment, gateway_id)
     workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
@@ -230,7 +295,7 @@ def _gateway_ports(environment: Environment) -> Ports:
         return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
 
     return Ports(
-        limiter=fallback,
+        limiter=quotas.limiter,
         placement=placement,
         workers=workers,
         clock=clock,
@@ -239,7 +304,7 @@ def _gateway_ports(environment: Environment) -> Ports:
         sign_ticket=sign_ticket,
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
-        idempotency=records,
+        idempotency=quotas.records,
         gateway_id=gateway_id,
         pressure=placement.pressure,
         telemetry=GatewayTelemetry(

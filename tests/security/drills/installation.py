@@ -221,13 +221,11 @@ class Installation:
         environ = psutil.Process(self._record().children["gateway"].pid).environ()
         settings = load(environ)
         password = settings.redis_password_file and read_password(settings.redis_password_file)
-        redis = RedisScripts(
-            settings.redis_url, SystemClock(), timeout_s=2.0, max_connections=2, password=password or None
-        )
+        redis = RedisScripts(settings.redis_url, SystemClock(), timeout_s=2.0, password=password or None)
         deadline_s = now_s() + _SETTLE_S
         try:
             while True:
-                found = {name: _counted(await redis.hash(f"fw:{{{name}}}:usage")) for name in at_least}
+                found = {name: _counted(await redis.hash(name, f"fw:{{{name}}}:usage")) for name in at_least}
                 there = all(found[name].requests >= least.requests for name, least in at_least.items())
                 if there or now_s() > deadline_s:
                     return found

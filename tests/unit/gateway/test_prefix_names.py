@@ -70,14 +70,14 @@ async def test_what_the_validator_resolves_is_named_when_it_is_told_to(
     who = Principal("alpha", KeyRole.TENANT, "acme")
     asked = inference_pb2.Generation(model="chat-small", token_ids=inference_pb2.TokenIds(ids=[5] * 70))
     plain = Validator(fleet.catalog, fleet.identity, Random(7))
-    assert (await plain.resolve(who, asked, "req_1")).prefix_hashes == ()
+    assert (await plain.resolve(who, asked, "req_1", plain.check(who, asked))).prefix_hashes == ()
     naming = Validator(
         fleet.catalog,
         fleet.identity,
         Random(7),
         prefixes=PrefixNames(SECRET, executor),
     )
-    found = await naming.resolve(who, asked, "req_1")
+    found = await naming.resolve(who, asked, "req_1", naming.check(who, asked))
     root = prefix_root(SECRET, "acme", found.version_digest)
     assert found.prefix_hashes == prefix_chain(root, [5] * 70)
     assert len(found.prefix_hashes) == 1

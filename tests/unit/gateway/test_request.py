@@ -117,9 +117,11 @@ class SlotLimiter:
         self.held.add(request_id)
         return Reservation(tenant_id, request_id)
 
+    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
+
     async def renew(self, reservations: Sequence[Reservation]) -> None: ...
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(0)
         self.held.remove(reservation.request_id)
         self.usage.append(usage)
@@ -491,7 +493,7 @@ async def test_an_error_inside_the_worker_is_an_incident_not_a_text() -> None:
 async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:
     harness = Harness(emit(1, ended(1)))
 
-    async def away(reservation: Reservation, usage: Usage) -> None:
+    async def away(reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         harness.limiter.held.clear()
         raise errors.StoreUnavailable("Redis did not answer")
 

@@ -40,9 +40,11 @@ class SlowSettling:
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return Reservation(tenant_id, request_id)
 
+    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
+
     async def renew(self, reservations: Sequence[Reservation]) -> None: ...
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(SETTLE_S)
 
     async def concurrency(self, tenant_id: str) -> int:

@@ -41,7 +41,8 @@ def resolve(validator: Validator) -> Resolve:
         values: dict[str, Any] = {"model": "chat-small", **fields}
         if not {"prompt", "chat", "token_ids"} & values.keys():
             values["prompt"] = "the quick"
-        return await validator.resolve(who, inference_pb2.Generation(**values), "req_1")
+        generation = inference_pb2.Generation(**values)
+        return await validator.resolve(who, generation, "req_1", validator.check(who, generation))
 
     return run
 
@@ -174,7 +175,7 @@ async def test_the_vocabulary_ends_where_it_ends(resolve: Resolve, fleet: Any) -
 
 async def test_a_missing_input_is_refused(validator: Validator) -> None:
     with pytest.raises(InvalidInput, match="missing"):
-        await validator.resolve(WHO, inference_pb2.Generation(model="chat-small"), "r")
+        validator.check(WHO, inference_pb2.Generation(model="chat-small"))
 
 
 async def test_numbers_are_in_the_refusal(resolve: Resolve) -> None:
@@ -233,13 +234,14 @@ async def test_bounds_are_checked_before_anything_is_fetched(resolve: Resolve, f
 
 async def test_counting_agrees_with_running(resolve: Resolve, validator: Validator) -> None:
     turns = chat("hello there")
-    route, counted = await validator.count_tokens(
+    route, generation = validator.check_count(
         WHO, inference_pb2.CountTokensRequest(model="chat-small", chat=turns)
     )
+    counted = await validator.count_tokens(WHO, generation, route)
     assert counted == len((await resolve(chat=turns)).prompt_ids)
     assert route.version_digest == DIGEST
     with pytest.raises(InvalidInput):
-        await validator.count_tokens(WHO, inference_pb2.CountTokensRequest(model="chat-small"))
+        validator.check_count(WHO, inference_pb2.CountTokensRequest(model="chat-small"))
 
 
 async def test_a_chat_prompt_is_the_rendered_template(resolve: Resolve) -> None:

@@ -1,0 +1,8 @@
+-- The answers to these settlements arrived: they need not be remembered for long any more.
+-- KEYS: settled. ARGV: us to remember them for, request ids...
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+for i = 2, #ARGV do
+  redis.call('ZADD', KEYS[1], 'XX', string.format('%d', now + tonumber(ARGV[1])), ARGV[i])
+end
+return 1

@@ -1,0 +1,182 @@
+"""Settlements that wait for the shared store, on disk: an append-only file, written behind the event loop.
+
+One JSON array per line. A line that was torn by a crash is left out; what is sent twice counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+import msgspec
+import structlog
+
+from services.adapters.threads import in_thread
+from services.core.generation import Usage
+from services.ports.limiter import Reservation
+
+log = structlog.get_logger()
+
+Settlement = tuple[Reservation, Usage]
+MAX_BYTES: Final = 8 * 1024**2  # about 80,000 settlements
+_FILE: Final = "settlements.log"
+_LINES: Final = msgspec.json.Decoder(tuple[str, str, bool, str, int, int, int])
+
+
+class SettlementSpool:
+    """Owner of the file; used in the event loop only. One write at a time runs, in a thread of its own.
+
+    What a disk refused is tried again with the next ``add`` or ``rewrite``.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self._path = folder / _FILE
+        self._max_bytes = max_bytes
+        self._stored_bytes = 0
+        self._added: list[bytes] = []
+        self._added_bytes = 0
+        self._writing: asyncio.Future[int] | None = None
+        self._refused = ""
+        self._thread = ThreadPoolExecutor(1, "settlements")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file and of what is still to be written to it."""
+        return self._stored_bytes + self._added_bytes
+
+    @property
+    def problem(self) -> str:
+        """Why no more is to be added, empty when it may be."""
+        if self._refused:
+            return f"the disk does not take settlements ({self._refused})"
+        return "as many settlements wait as may" if self.size_bytes >= self._max_bytes else ""
+
+    async def load(self) -> list[Settlement]:
+        """Return what an earlier process left. Raises OSError."""
+        found, self._stored_bytes = await in_thread(_load, self._path)
+        return found
+
+    def add(self, reservation: Reservation, usage: Usage) -> None:
+        """The settlement is on disk soon."""
+        self._put([_line(reservation, usage)])
+        self._write()
+
+    def rewrite(self, pending: Iterable[Settlement]) -> None:
+        """The file holds just these soon: all that wait. Nothing happens while a write is under way."""
+        if self._writing is None and self.size_bytes:
+            self._take()
+            self._begin([_line(*each) for each in pending], anew=True)
+
+    async def close(self) -> None:
+        """Return once what was added is written, or was refused."""
+        while self._writing is not None:
+            await asyncio.wait({self._writing})
+        self._thread.shutdown(wait=False)
+
+    def _put(self, lines: list[bytes]) -> None:
+        self._added += lines
+        self._added_bytes += sum(map(len, lines))
+
+    def _take(self) -> list[bytes]:
+        lines, self._added, self._added_bytes = self._added, [], 0
+        return lines
+
+    def _write(self) -> None:
+        if self._added and self._writing is None:
+            self._begin(self._take(), anew=False)
+
+    def _begin(self, lines: list[bytes], *, anew: bool) -> None:
+        store = partial(_replace if anew else _append, self._path, b"".join(lines))
+        self._writing = asyncio.get_running_loop().run_in_executor(self._thread, store)
+        self._writing.add_done_callback(partial(self._written, lines))
+
+    def _written(self, lines: list[bytes], writing: asyncio.Future[int]) -> None:
+        self._writing = None
+        error = asyncio.CancelledError() if writing.cancelled() else writing.exception()
+        if error is None:
+            self._refused, self._stored_bytes = "", writing.result()
+            self._write()
+            return
+        if not self._refused:
+            log.error("settlements.not_written", error=repr(error))
+        self._refused = type(error).__name__
+        self._put(lines)
+
+
+def _line(reservation: Reservation, usage: Usage) -> bytes:
+    fields = (
+        reservation.tenant_id,
+        reservation.request_id,
+        reservation.local,
+        reservation.record,
+        usage.prompt_tokens,
+        usage.output_tokens,
+        usage.cached_tokens,
+    )
+    return msgspec.json.encode(fields) + b"\n"
+
+
+def _load(path: Path) -> tuple[list[Settlement], int]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    found: list[Settlement] = []
+    for number, line in enumerate(data.splitlines()):
+        try:
+            tenant_id, request_id, local, record, prompt, output, cached = _LINES.decode(line)
+        except msgspec.DecodeError:
+            log.warning("settlements.line_torn", line=number + 1)
+            continue
+        found.append((Reservation(tenant_id, request_id, local, record), Usage(prompt, output, cached)))
+    return found, len(data)
+
+
+def _append(path: Path, data: bytes) -> int:
+    """Return the size of the file, with the data in it for good. What was cut off is cut away again."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _private(path, "ab") as file:
+        size_bytes = file.tell()
+        try:
+            file.write(b"" if not size_bytes or _ends_line(path) else b"\n")
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, size_bytes)
+            raise
+        return file.tell()
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _replace(path: Path, data: bytes) -> int:
+    """Return the size of the file, which holds the data and nothing else for good."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    with _private(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return len(data)
+
+
+def _private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
+    """Open a file that no other user may read."""
+    kind = os.O_APPEND if mode == "ab" else os.O_TRUNC
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | kind, 0o600), mode)

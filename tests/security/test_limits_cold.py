@@ -1,0 +1,84 @@
+"""Limits hold from the first request of gateways that just started, and after Redis went away for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import RedisLimiter
+from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
+from services.ports.limiter import Limits, Reservation
+from services.runtime.clock import SystemClock
+
+CLOCK = SystemClock()
+
+
+def gateway(url: str, gateways: Callable[[], int] = lambda: 2) -> tuple[FallbackLimiter, RedisLimiter]:
+    shared = RedisLimiter(url, CLOCK)
+    return FallbackLimiter(shared, MemoryLimiter(CLOCK, local=True), CLOCK, gateways=gateways), shared
+
+
+async def busy(seconds: float) -> None:
+    """A process that starts: imports and model files hold its loop up."""
+    for _ in range(4):
+        time.sleep(seconds / 4)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("limits", [Limits(0, 5), Limits(5, 0)], ids=["concurrency", "rate"])
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "never connected"])
+async def test_two_cold_gateways_let_exactly_the_limit_through(
+    own_redis: Any, limits: Limits, connected: bool
+) -> None:
+    for attempt in range(5):
+        pairs = [gateway(f"redis://{own_redis.address}/0") for _ in range(2)]
+        if connected:
+            await asyncio.gather(*(shared.connect() for _, shared in pairs))
+        outcomes, *_ = await asyncio.gather(
+            asyncio.gather(
+                *(
+                    pairs[number % 2][0].admit(f"t{attempt}", f"r{attempt}-{number}", limits)
+                    for number in range(60)
+                ),
+                return_exceptions=True,
+            ),
+            busy(1.2),
+        )
+        admitted = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
+        assert len(admitted) == 5
+        assert not any(reservation.local for reservation in admitted)
+        for _, shared in pairs:
+            await shared.close()
+
+
+async def test_gateways_that_never_reached_redis_admit_their_shares() -> None:
+    """Nobody listens at that port; two gateways are known."""
+    pairs = [gateway("redis://127.0.0.1:1/0") for _ in range(2)]
+    for limits, refusal in ((Limits(0, 5), ConcurrencyExceeded), (Limits(5, 0), RequestRateExceeded)):
+        outcomes = await asyncio.gather(
+            *(
+                pairs[number % 2][0].admit(f"t{limits.max_concurrency}", f"r{number}", limits)
+                for number in range(60)
+            ),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 4
+        assert sum(isinstance(outcome, refusal) for outcome in outcomes) == 56
+    for _, shared in pairs:
+        await shared.close()
+
+
+@pytest.mark.parametrize(("gateways", "admitted"), [(0, 3), (1, 3), (3, 1), (9, 1)])
+async def test_a_share_is_at_least_one_and_at_most_the_limit(gateways: int, admitted: int) -> None:
+    limiter, shared = gateway("redis://127.0.0.1:1/0", lambda: gateways)
+    outcomes = [limiter.admit("t", f"r{number}", Limits(0, 3)) for number in range(5)]
+    found = await asyncio.gather(*outcomes, return_exceptions=True)
+    assert sum(isinstance(outcome, Reservation) for outcome in found) == admitted
+    assert (await limiter.admit("free", "r", Limits())).local
+    await shared.close()

@@ -1,0 +1,160 @@
+"""One tenant's storm of starts, with a healthy Redis: limits stay exact, others wait for nothing, no usage is
+lost and the store does not count as away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import MAX_ADMITTING, RedisLimiter
+from services.core.errors import ConcurrencyExceeded, OverQuota, RequestRateExceeded
+from services.core.generation import Usage
+from services.ports.limiter import Limits, Reservation
+from services.runtime.clock import SystemClock
+
+STARTS = 20_000
+CLOCK = SystemClock()
+
+
+class Rig:
+    """A gateway's limiter; ``timeout_s`` is what production uses."""
+
+    def __init__(self, url: str) -> None:
+        self.shared = RedisLimiter(url, CLOCK)
+        self.limiter = FallbackLimiter(self.shared, MemoryLimiter(CLOCK, local=True), CLOCK)
+        self.outcomes: Counter[str] = Counter()
+        self.held: list[Reservation] = []
+
+    async def start(self, tenant: str, number: int, limits: Limits) -> None:
+        try:
+            reservation = await self.limiter.admit(tenant, f"{tenant}-{number}", limits)
+        except OverQuota as error:
+            self.outcomes[error.reason if error.retry_after_s else "no time to retry"] += 1
+        else:
+            self.outcomes["local" if reservation.local else "shared"] += 1
+            self.held.append(reservation)
+
+
+@pytest_asyncio.fixture
+async def rig(own_redis: Any) -> AsyncIterator[Rig]:
+    rig = Rig(f"redis://{own_redis.address}/0")
+    await rig.shared.connect()
+    yield rig
+    await rig.shared.close()
+
+
+def tenant() -> str:
+    return f"t-{uuid.uuid4().hex}"
+
+
+@pytest.mark.parametrize("limits", [Limits(0, 5), Limits(30, 0)], ids=["concurrency", "rate"])
+async def test_a_storm_of_starts_gets_exactly_its_limit(rig: Rig, limits: Limits) -> None:
+    flood = tenant()
+    await asyncio.gather(*(rig.start(flood, number, limits) for number in range(STARTS)))
+    assert rig.outcomes["shared"] == max(limits.max_concurrency, limits.requests_per_minute)
+    assert rig.outcomes["local"] == 0
+    assert sum(rig.outcomes.values()) == STARTS
+    assert not rig.shared.breaker_open
+    assert rig.limiter.unsettled == 0
+
+
+async def test_starts_that_are_cancelled_poison_nothing(rig: Rig) -> None:
+    flood, rng = tenant(), random.Random(1)
+    tasks: list[asyncio.Task[None]] = []
+    for number in range(STARTS):
+        tasks.append(asyncio.create_task(rig.start(flood, number, Limits(0, 5))))
+        if rng.random() < 0.05:
+            await asyncio.sleep(0)
+        tasks[rng.randrange(max(0, len(tasks) - 200), len(tasks))].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert rig.outcomes["local"] == 0
+    assert not rig.shared.breaker_open
+    other = tenant()
+    for _ in range(5):
+        held = await rig.limiter.admit(other, "r", Limits(max_concurrency=1))
+        assert not held.local
+        assert await rig.limiter.concurrency(other) == 1
+        await rig.limiter.settle(held, Usage(1, 1))
+    assert await rig.shared.usage(other) == Usage(5, 5)
+
+
+async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
+    """The canary's calls take turns with those of the storm, which has more of them at any time."""
+    flood, canary = tenant(), tenant()
+    waits_s: list[float] = []
+    over = asyncio.Event()
+
+    async def storm(part: int) -> None:
+        while not over.is_set():
+            for number in range(500):
+                if number % 10 == 0:
+                    await asyncio.sleep(0)
+                await rig.start(flood, part, Limits(0, 5))
+
+    storms = [asyncio.create_task(storm(part)) for part in range(400)]
+    await asyncio.sleep(0.2)
+    settled = 0
+    for number in range(40):
+        began_s = time.monotonic()
+        held = await rig.limiter.admit(canary, f"c{number}", Limits(1000, 1))
+        waits_s.append(time.monotonic() - began_s)
+        assert not held.local
+        await rig.limiter.settle(held, Usage(3, 2))
+        settled += 1
+        await asyncio.sleep(0.01)
+    over.set()
+    await asyncio.gather(*storms)
+    assert max(waits_s) < 1.0
+    assert await rig.shared.usage(canary) == Usage(3 * settled, 2 * settled)
+    assert rig.outcomes["local"] == 0
+    assert len(rig.held) == 5 or {held.request_id for held in rig.held} <= {
+        f"{flood}-{n}" for n in range(400)
+    }
+    assert await rig.limiter.concurrency(flood) == 5
+
+
+async def test_a_tenant_has_a_bounded_number_of_admissions_under_way(rig: Rig) -> None:
+    flood = tenant()
+    starts = [asyncio.create_task(rig.start(flood, number, Limits())) for number in range(MAX_ADMITTING + 50)]
+    await asyncio.gather(*starts)
+    assert rig.outcomes == {"shared": MAX_ADMITTING, RequestRateExceeded.reason: 50}
+
+
+async def test_a_gateway_whose_loop_stands_still_does_not_blame_redis(rig: Rig) -> None:
+    """Each stall is longer than the time that a call of Redis may take."""
+    flood = tenant()
+
+    async def stall() -> None:
+        for _ in range(6):
+            await asyncio.sleep(0.01)
+            time.sleep(0.4)
+
+    starts = (rig.start(flood, number, Limits(0, 5)) for number in range(2000))
+    await asyncio.gather(stall(), *starts)
+    assert (rig.outcomes["shared"], rig.outcomes["local"]) == (5, 0)
+    assert not rig.shared.breaker_open
+
+
+async def test_a_connection_that_is_cut_is_not_an_outage(rig: Rig, own_redis: Any) -> None:
+    """Redis closes idle and slow clients, and so do boxes on the way."""
+    async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
+        for number in range(20):
+            starts = asyncio.gather(*(rig.start(f"t{number}", n, Limits(0, 5)) for n in range(100)))
+            await asyncio.sleep(0)
+            await client.client_kill_filter(_type="normal", skipme=True)
+            await starts
+    assert (rig.outcomes["shared"], rig.outcomes["local"]) == (100, 0)
+    assert rig.outcomes[ConcurrencyExceeded.reason] == 1900
+    assert not rig.shared.breaker_open

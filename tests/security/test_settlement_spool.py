@@ -1,0 +1,195 @@
+"""Usage is counted once: over an outage, a lost answer, a restart, an hour, a torn file and a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+
+from fairway.cli.embedded import free_port
+from services.adapters.fallback_limiter import FallbackLimiter
+from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.settlement_spool import SettlementSpool
+from services.core.errors import StoreUnavailable, Unavailable
+from services.core.generation import Usage
+from services.ports.limiter import Limits
+from services.runtime.clock import SystemClock
+from tests.chaos.proxy import Proxy, Rule
+
+CLOCK = SystemClock()
+NONE = Limits()
+KEEP_S = 0.3
+
+
+class Gateway:
+    """One life of a gateway's limiter, with its state folder."""
+
+    def __init__(self, port: int, folder: Path, *, max_bytes: int = 1024**2) -> None:
+        url = f"redis://127.0.0.1:{port}/0"
+        self.shared = RedisLimiter(url, CLOCK, settled_keep_s=KEEP_S)
+        self.spool = SettlementSpool(folder, max_bytes=max_bytes)
+        local = MemoryLimiter(CLOCK, local=True)
+        self.limiter = FallbackLimiter(self.shared, local, CLOCK, spool=self.spool)
+
+    async def written(self) -> None:
+        """The spool has nothing under way."""
+        async with asyncio.timeout(5):
+            while self.spool._writing is not None:
+                await asyncio.sleep(0.001)
+
+    async def reached(self) -> None:
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await self.shared.connect()
+                    return
+                except StoreUnavailable:
+                    await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        await self.spool.close()
+        await self.shared.close()
+
+
+@pytest_asyncio.fixture
+async def gateway(own_redis: Any, tmp_path: Path) -> AsyncIterator[Gateway]:
+    gateway = Gateway(own_redis.port, tmp_path / "spool")
+    yield gateway
+    await gateway.close()
+
+
+async def test_settlements_of_an_outage_survive_the_gateway_and_count_once(
+    own_redis: Any, gateway: Gateway, tmp_path: Path
+) -> None:
+    held = [await gateway.limiter.admit("t", f"r{number}", NONE) for number in range(500)]
+    own_redis.kill()
+    await asyncio.gather(*(gateway.limiter.settle(each, Usage(2, 1)) for each in held))
+    assert gateway.limiter.unsettled == 500
+    await gateway.written()
+    # The process is gone here without a farewell; another begins in its folder.
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "settlements.log").write_bytes((tmp_path / "spool" / "settlements.log").read_bytes())
+    await asyncio.to_thread(own_redis.start)
+    await gateway.reached()
+    await gateway.limiter.renew([])
+    assert await gateway.shared.usage("t") == Usage(1000, 500)
+    await asyncio.sleep(2 * KEEP_S)
+    after = Gateway(own_redis.port, tmp_path / "copy")
+    await after.limiter.recover()
+    assert after.limiter.unsettled == 500
+    await after.limiter.renew([])
+    assert after.limiter.unsettled == 0
+    assert await after.shared.usage("t") == Usage(1000, 500), "counted once, also long after"
+    await after.close()
+    assert (tmp_path / "copy" / "settlements.log").read_bytes() == b""
+
+
+async def test_a_settlement_whose_answer_was_lost_counts_once_long_after(
+    own_redis: Any, tmp_path: Path
+) -> None:
+    """Redis counts it, and the answer never comes: the network swallows it."""
+    proxy, port = Proxy(), free_port()
+    listener = await proxy.listen("redis", port, own_redis.port)
+    gateway = Gateway(port, tmp_path / "spool")
+    direct = RedisLimiter(f"redis://127.0.0.1:{own_redis.port}/0", CLOCK, settled_keep_s=KEEP_S)
+    try:
+        held = await gateway.limiter.admit("t", "r", NONE)
+        before = await gateway.limiter.admit("t", "before", NONE)
+        await gateway.limiter.settle(before, Usage(1, 1))
+        own_redis.freeze()
+        settling = asyncio.create_task(gateway.limiter.settle(held, Usage(10, 5)))
+        await asyncio.sleep(0.1)  # it is sent
+        proxy.apply([Rule("*", "redis", "cut")])
+        await settling
+        own_redis.thaw()
+        async with asyncio.timeout(5):
+            while await direct.usage("t") != Usage(11, 6):
+                await asyncio.sleep(0.01)
+        assert gateway.limiter.unsettled == 1
+        await asyncio.sleep(2 * KEEP_S)  # an hour, where settlements are remembered for ten minutes
+        proxy.apply([])
+        await gateway.reached()
+        await gateway.limiter.renew([])
+        assert gateway.limiter.unsettled == 0
+        assert await direct.usage("t") == Usage(11, 6)
+    finally:
+        await gateway.close()
+        await direct.close()
+        listener.close()
+        proxy.apply([Rule("*", "*", "cut")])
+
+
+async def test_confirmed_settlements_are_forgotten(own_redis: Any, gateway: Gateway) -> None:
+    for number in range(50):
+        await gateway.limiter.settle(await gateway.limiter.admit("t", f"r{number}", NONE), Usage(1, 1))
+    await gateway.limiter.renew([])
+    await asyncio.sleep(2 * KEEP_S)
+    await gateway.limiter.settle(await gateway.limiter.admit("t", "last", NONE), Usage(1, 1))
+    async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
+        assert await client.zcard("fw:{t}:settled") == 1
+
+
+async def test_a_full_spool_refuses_new_work_until_it_drains(own_redis: Any, tmp_path: Path) -> None:
+    gateway = Gateway(own_redis.port, tmp_path / "spool", max_bytes=2000)
+    try:
+        held = [await gateway.limiter.admit("t", f"r{number}", NONE) for number in range(100)]
+        own_redis.kill()
+        for each in held:
+            await gateway.limiter.settle(each, Usage(1, 1))
+        with pytest.raises(Unavailable, match="as many settlements wait as may") as caught:
+            await gateway.limiter.admit("t", "more", NONE)
+        assert caught.value.retry_after_s
+        assert gateway.limiter.unsettled == 100, "what ran is kept beyond the bound: none is dropped"
+        await asyncio.to_thread(own_redis.start)
+        await gateway.reached()
+        await gateway.limiter.renew([])
+        await gateway.written()
+        assert not (await gateway.limiter.admit("t", "after", NONE)).local
+        assert await gateway.shared.usage("t") == Usage(100, 100)
+    finally:
+        await gateway.close()
+
+
+async def test_a_disk_that_refuses_is_tried_again(own_redis: Any, gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "spool").write_text("a file where the folder belongs")
+    held = [await gateway.limiter.admit("t", f"r{number}", NONE) for number in range(3)]
+    own_redis.kill()
+    for each in held:
+        await gateway.limiter.settle(each, Usage(1, 1))
+    await gateway.written()
+    with pytest.raises(Unavailable, match="the disk does not take settlements"):
+        await gateway.limiter.admit("t", "more", NONE)
+    (tmp_path / "spool").unlink()
+    await asyncio.sleep(1.1)  # the breaker lets a call through
+    await gateway.limiter.renew([])
+    await gateway.written()
+    assert (await gateway.limiter.admit("t", "more", NONE)).local
+    assert len((tmp_path / "spool" / "settlements.log").read_bytes().splitlines()) >= 3
+
+
+async def test_a_torn_line_costs_no_other(own_redis: Any, tmp_path: Path) -> None:
+    first = Gateway(1, tmp_path / "spool")
+    for number in range(3):
+        await first.limiter.settle(await first.limiter.admit("t", f"r{number}", NONE), Usage(1, 1))
+    await first.written()
+    await first.close()
+    path = tmp_path / "spool" / "settlements.log"
+    assert path.stat().st_mode & 0o077 == 0
+    assert path.parent.stat().st_mode & 0o077 == 0
+    path.write_bytes(path.read_bytes()[:-7])
+    second = Gateway(1, tmp_path / "spool")
+    await second.limiter.recover()
+    assert second.limiter.unsettled == 2
+    await second.limiter.settle(await second.limiter.admit("t", "r9", NONE), Usage(1, 1))
+    await second.close()
+    third = Gateway(own_redis.port, tmp_path / "spool")
+    await third.limiter.recover()
+    await third.limiter.renew([])
+    assert await third.shared.usage("t") == Usage(3, 3)
+    await third.close()
