@@ -106,14 +106,16 @@ def _check_decoder(decoder: dict[str, Any] | None) -> None:
     parts = [decoder] if decoder is not None else []
     if decoder is not None and decoder.get("type") == "Sequence":
         parts = decoder.get("decoders") or []
-    if len(parts) > _MAX_DECODERS or not all(isinstance(part, dict) and _is_plain(part) for part in parts):
+    if len(parts) > _MAX_DECODERS or not all(map(_is_plain, parts)):
         raise FailedPrecondition(
             "tokenizer.json has a decoder that is not offered: Replace puts no longer text in place of a "
             f"text, others are {', '.join(_PLAIN_DECODERS)}"
         )
 
 
-def _is_plain(part: dict[str, Any]) -> bool:
+def _is_plain(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
     if part.get("type") != "Replace":
         return part.get("type") in _PLAIN_DECODERS
     pattern, content = part.get("pattern"), part.get("content")
