@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -109,3 +110,62 @@ def test_refused_write_is_named_with_its_file(state: StateDir) -> None:
     with pytest.raises(CliError, match=r"endpoints\.json") as caught, state.writing():
         state.endpoints.read_text()
     assert caught.value.reason == "STATE_DIR_UNUSABLE"
+
+
+def test_folders_of_an_older_installation_become_private_whatever_they_were(tmp_path: Path) -> None:
+    state = StateDir.at(tmp_path / ".fairway")
+    (state.data("registry") / "deep").mkdir(parents=True)
+    state.logs.mkdir()
+    state.log("gateway").write_text("")
+    state.endpoints.write_text("{}")
+    for path in (state.root, *state.root.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    outside = tmp_path / "outside"
+    outside.write_text("")
+    outside.chmod(0o644)
+    (state.logs / "link").symlink_to(outside)
+    state.create()
+    for path in (state.root, *state.root.rglob("*")):
+        assert path.is_symlink() or not _mode(path) & 0o077, path
+    assert _mode(outside) == 0o644
+
+
+def test_folder_that_holds_other_things_keeps_its_modes_and_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "home"
+    root.mkdir()
+    root.chmod(0o755)
+    (root / "letter").write_text("")
+    with pytest.raises(CliError, match="other files") as caught:
+        StateDir.at(root).create()
+    assert caught.value.reason == "STATE_DIR_UNUSABLE"
+    assert _mode(root) == 0o755
+    (root / "letter").unlink()
+    root.chmod(0o1777)
+    with pytest.raises(CliError, match="other files"):
+        StateDir.at(root).create()
+    root.chmod(0o755)
+    StateDir.at(root).create()
+    assert _mode(root) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("what", ["", "logs", "secrets", "sockets", "secrets/admin_key"])
+def test_folder_of_another_user_is_refused(state: StateDir, what: str) -> None:
+    ensure_secrets(state)
+    state.root.chmod(0o755)
+    os.chown(state.root / what, 65534, 65534)
+    with pytest.raises(CliError, match="belongs to the user 65534"):
+        state.create()
+
+
+def test_sockets_of_a_long_or_odd_path_are_below_tmp(tmp_path: Path) -> None:
+    for root in (tmp_path / ("x" * 100), tmp_path / "a, b"):
+        state = StateDir.at(root)
+        state.create()
+        try:
+            assert state.sockets.parent == Path("/tmp")
+            assert _mode(state.sockets) == 0o700
+            assert state.sockets == StateDir.at(root).sockets
+        finally:
+            state.sockets.rmdir()
+    assert StateDir.at(Path("/srv/fairway")).sockets == Path("/srv/fairway/sockets")
