@@ -116,7 +116,7 @@ def _flip(cache: Path) -> None:
     for path in (cache / "ready").rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         first = 8 + int.from_bytes(data[:8], "little")
-        for at in range(first + 1, len(data), max(2, (len(data) - first) // 400 & ~1)):
+        for at in range(first + 1, len(data), max(2, (len(data) - first) // 4000 & ~1)):
             data[at] ^= 0x04
         copy, was = path.with_name("flipped"), path.stat()
         copy.write_bytes(data)
