@@ -31,18 +31,25 @@ async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
     chunks = [(root / file.path, file, index) for file in files for index in range(len(file.chunks))]
     count = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(chunks)))
     stop = threading.Event()
-    tasks = [asyncio.ensure_future(in_thread(_all_good, chunks[part::count], stop)) for part in range(count)]
+    parts = (in_thread(_all_good, chunks[part::count], stop) for part in range(count))
+    checks = asyncio.gather(*parts, return_exceptions=True)
     try:
-        return all(await asyncio.gather(*tasks))
+        found = await asyncio.shield(checks)
     finally:
         stop.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait({checks})
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return all(found)
 
 
 def _all_good(chunks: Sequence[_Chunk], stop: threading.Event) -> bool:
     """Return whether all are good; False too once one of another thread is not, or the caller is gone."""
-    for path, file, index in chunks:
-        if stop.is_set() or not chunk_is_good(path, file, index):
+    is_good = False
+    try:
+        is_good = not any(stop.is_set() or not chunk_is_good(*chunk) for chunk in chunks)
+    finally:
+        if not is_good:
             stop.set()
-            return False
-    return True
+    return is_good

@@ -103,7 +103,7 @@ def _check_decoder(decoder: dict[str, Any] | None) -> None:
 
     It runs in the agent's event loop: no regular expression, no text that grows.
     """
-    parts = [decoder] if decoder is not None else []
+    parts: list[Any] = [decoder] if decoder is not None else []
     if decoder is not None and decoder.get("type") == "Sequence":
         parts = decoder.get("decoders") or []
     if len(parts) > _MAX_DECODERS or not all(map(_is_plain, parts)):

@@ -92,8 +92,7 @@ class WorkerTelemetry:
             by_model,
         )
         self._damaged = metrics.counter(
-            "fairway_worker_damaged_model_folders_total",
-            "Times that the kept files of a version were found damaged, at the start of an engine or before",
+            "fairway_worker_damaged_model_folders_total", "Times that kept files of a version were damaged"
         )
         self._damaged.cell()
         self._not_admitted = metrics.counter(

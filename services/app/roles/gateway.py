@@ -90,21 +90,7 @@ def gateway(environment: Environment) -> Role:
         identity=identity,
     )
 
-    def not_ready() -> str:
-        return "; ".join(environment.health.problems())
-
-    app = build_app(
-        service,
-        identity,
-        clock,
-        environment.ids,
-        max_body_bytes=settings.max_body_bytes,
-        not_ready=not_ready,
-        observe=_http_observer(environment.metrics),
-    )
-    host, _, port = settings.http_listen.rpartition(":")
-    http = HttpServer(app, host, int(port), max_body_bytes=settings.max_body_bytes)
-
+    http = _http_server(environment, service, identity)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -128,6 +114,21 @@ def gateway(environment: Environment) -> Role:
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
     return Role(server, start=start, open=open_doors, drain=drain, checks=(draining,))
+
+
+def _http_server(environment: Environment, service: GatewayService, identity: KeyDirectory) -> HttpServer:
+    settings = environment.settings
+    app = build_app(
+        service,
+        identity,
+        environment.clock,
+        environment.ids,
+        max_body_bytes=settings.max_body_bytes,
+        not_ready=lambda: "; ".join(environment.health.problems()),
+        observe=_http_observer(environment.metrics),
+    )
+    host, _, port = settings.http_listen.rpartition(":")
+    return HttpServer(app, host, int(port), max_body_bytes=settings.max_body_bytes)
 
 
 def _http_observer(metrics: Metrics) -> ObserveExchange:

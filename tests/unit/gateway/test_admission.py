@@ -192,8 +192,8 @@ async def test_a_request_that_is_cancelled_while_it_is_tokenised_gives_its_slot_
 
 
 async def test_counting_tokens_has_a_rate_of_its_own(gateway: Gateway) -> None:
-    for _ in range(3):
-        await gateway.count()
+    for number in range(3):
+        await gateway.count(f"hi {number}")
     for _ in range(10):
         with pytest.raises(RequestRateExceeded) as caught:
             await gateway.count()
