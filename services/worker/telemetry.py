@@ -43,6 +43,9 @@ class EngineLevels:
     device_bytes: int
 
 
+_BY_MODEL: Final[Labels] = ("model",)
+
+
 class WorkerTelemetry:
     """The instruments of a worker process."""
 
@@ -59,27 +62,26 @@ class WorkerTelemetry:
         self.metrics = metrics = metrics if metrics is not None else Metrics()
         self.tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
-        by_model: Labels = ("model",)
         self.step_s = metrics.histogram(
             "fairway_worker_step_seconds",
             "One engine step: from the plan of its batch until its tokens are sampled",
-            by_model,
+            _BY_MODEL,
             bounds=GAP_S,
         )
         self.batch = metrics.histogram(
-            "fairway_worker_step_sequences", "Sequences that got a token in a step", by_model, bounds=COUNTS
+            "fairway_worker_step_sequences", "Sequences that got a token in a step", _BY_MODEL, bounds=COUNTS
         )
         self.tokens = metrics.counter(
             "fairway_worker_tokens_total", "Tokens computed: prefill and output", ("model", "kind")
         )
         self.decodes = _Decodes(metrics)
         self.preemptions = metrics.counter(
-            "fairway_worker_preemptions_total", "Sequences whose KV was taken for others", by_model
+            "fairway_worker_preemptions_total", "Sequences whose KV was taken for others", _BY_MODEL
         )
         self.shared_lost = metrics.counter(
             "fairway_worker_shared_blocks_lost_total",
             "Blocks of KV that sequences were taken to share and had to compute: they were evicted first",
-            by_model,
+            _BY_MODEL,
         )
         self._ended = metrics.counter(
             "fairway_worker_sequences_ended_total",
@@ -89,12 +91,11 @@ class WorkerTelemetry:
         self._restarts = metrics.counter(
             "fairway_worker_engine_restarts_total",
             "Times that an engine process of a version ended by itself or was killed because it hung",
-            by_model,
+            _BY_MODEL,
         )
         self._damaged = metrics.counter(
             "fairway_worker_damaged_model_folders_total", "Times that kept files of a version were damaged"
         )
-        self._damaged.cell()
         self._not_admitted = metrics.counter(
             "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
         )
@@ -112,7 +113,9 @@ class WorkerTelemetry:
     def version(self, model: str) -> VersionTelemetry:
         """Return what one engine is counted by."""
         label = self.metrics.models.of(model)
-        self._restarts.cell(label)  # there from the start: an increase from nothing is none to Prometheus
+        # There from the start: an increase from nothing is none to Prometheus.
+        self._restarts.cell(label)
+        self._damaged.cell()
         return VersionTelemetry(self, model, label)
 
     def restarted(self, model: str) -> None:
@@ -181,17 +184,19 @@ class _Decodes:
     """What decodes are counted by besides their tokens."""
 
     def __init__(self, metrics: Metrics) -> None:
-        by_model: Labels = ("model",)
+        _BY_MODEL: Labels = ("model",)
         self.attended = metrics.counter(
-            "fairway_worker_attended_tokens_total", "Tokens of KV that the decodes of steps read", by_model
+            "fairway_worker_attended_tokens_total", "Tokens of KV that the decodes of steps read", _BY_MODEL
         )
         self.proposed = metrics.counter(
             "fairway_worker_proposed_tokens_total",
             "Tokens that were proposed by speculation and verified by the model",
-            by_model,
+            _BY_MODEL,
         )
         self.accepted = metrics.counter(
-            "fairway_worker_accepted_tokens_total", "Proposed tokens that the model sampled as well", by_model
+            "fairway_worker_accepted_tokens_total",
+            "Proposed tokens that the model sampled as well",
+            _BY_MODEL,
         )
 
 
