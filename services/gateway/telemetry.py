@@ -288,7 +288,7 @@ def export_levels(
     )
     metrics.counted(
         "fairway_gateway_http_connections_cut_total",
-        "HTTP connections cut for want of room: idle ones for a new one, or a new one where all are busy",
+        "HTTP connections cut for want of room: idle ones for a new one, or a new one where all were busy",
         lambda: [
             (("idle",), float(http_connections.displaced)),
             (("new",), float(http_connections.refused)),
