@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -211,6 +212,28 @@ async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:
     await bench.limiter.settle(slot, Usage(5, 5))
     await bench.limiter.renew([slot])
     assert await bench.limiter.usage(bench.tenant) == Usage(5, 5)
+    assert await bench.limiter.concurrency(bench.tenant) == 0
+
+
+@pytest.mark.parametrize("apart_first", [True, False])
+async def test_a_run_that_is_settled_apart_from_its_record_is_charged_once(
+    bench: Bench, apart_first: bool
+) -> None:
+    """The store was away at its end, so its usage waited elsewhere; another gateway went on meanwhile."""
+    hold, reservation = await owned(bench), await admitted(bench)
+    await add(bench, hold, b"part")
+    apart = replace(reservation, record=hold.key.digest)
+    if apart_first:
+        await bench.limiter.settle(apart, Usage(3, 4, 1))
+        await bench.limiter.settle(apart, Usage(3, 4, 1))
+        assert await bench.limiter.usage(bench.tenant) == Usage(3, 4, 1)
+    await bench.lapse_leases()
+    other = await owned(bench, "b")
+    again = await admitted(bench)
+    assert await bench.store.finish(other, b"rest", again, Usage(3, 9, 1)) is Written.KEPT
+    assert await bench.limiter.usage(bench.tenant) == Usage(3, 9, 1)
+    await bench.limiter.settle(apart, Usage(3, 4, 1))
+    assert await bench.limiter.usage(bench.tenant) == Usage(3, 9, 1)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 

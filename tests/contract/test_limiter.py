@@ -201,6 +201,20 @@ async def test_a_lapsed_request_is_still_counted(make: Make, tenant: str) -> Non
     assert await limiter.usage(tenant) == Usage(7, 7)
 
 
+async def test_other_work_has_a_rate_of_its_own_and_holds_no_slot(limiter: AnyLimiter, tenant: str) -> None:
+    limits = Limits(requests_per_minute=3, max_concurrency=3)
+    for number in range(3):
+        await limiter.spend(tenant, limits)
+        await limiter.admit(tenant, f"r{number}", limits)
+    with pytest.raises(RequestRateExceeded) as caught:
+        await limiter.spend(tenant, limits)
+    assert caught.value.retry_after_s is not None
+    assert 19 < caught.value.retry_after_s <= 20
+    assert await limiter.concurrency(tenant) == 3
+    for _ in range(50):
+        await limiter.spend(tenant, NONE)
+
+
 async def test_names_are_data(limiter: AnyLimiter, tenant: str) -> None:
     for name in ("}:slots", "ü\n*", "0", "-inf"):
         held = await limiter.admit(tenant + name, name, Limits(5, 5))
