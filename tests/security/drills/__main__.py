@@ -19,6 +19,7 @@ import logging
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,7 @@ from tests.security.drills.target import Attack
 _CALM_S: Final = 5.0
 _TAIL_S: Final = 2.0
 _HEAL_S: Final = 45.0
+_MOST_PROBLEMS: Final = 15
 now_s = SystemClock().monotonic_s
 
 
@@ -110,8 +112,10 @@ class Drills:
             await self._rebase()
         self._total.rows.append(row)
         say(line(row))
-        for note in [*row.found.did, *row.problems[:12]]:
+        for note in row.found.did:
             say(f"    {note}")
+        for problem, times in Counter(row.problems).most_common(_MOST_PROBLEMS):
+            say(f"    {problem}" + (f" ({times} times)" if times > 1 else ""))
 
     async def _audit(self) -> None:
         """Compare what clients saw with what was charged since the last time."""

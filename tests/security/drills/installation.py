@@ -10,9 +10,10 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
+from redis.asyncio import Redis
 
 from fairway.cli.fleet.ports import load_ports
 from fairway.cli.fleet.probes import Probe, grpc_serving
@@ -21,7 +22,6 @@ from fairway.cli.state import StateDir
 from fairway.client import AdminClient, ClientOptions
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
-from services.adapters.redis_scripts import RedisScripts
 from services.runtime.clock import SystemClock
 from services.runtime.config import load, read_password
 from tests.security.drills.http import head, status_of
@@ -218,23 +218,27 @@ class Installation:
 
     async def settled(self, at_least: Mapping[str, Counted]) -> dict[str, Counted]:
         """Return what was charged to each tenant, as soon as it is at least that or after 20 s."""
-        environ = psutil.Process(self._record().children["gateway"].pid).environ()
-        settings = load(environ)
-        password = settings.redis_password_file and read_password(settings.redis_password_file)
-        redis = RedisScripts(settings.redis_url, SystemClock(), timeout_s=2.0, password=password or None)
+        redis = redis_of(self._record().children["gateway"].pid)
         deadline_s = now_s() + _SETTLE_S
         try:
             while True:
-                found = {name: _counted(await redis.hash(name, f"fw:{{{name}}}:usage")) for name in at_least}
+                found = {name: _counted(await redis.hgetall(f"fw:{{{name}}}:usage")) for name in at_least}
                 there = all(found[name].requests >= least.requests for name, least in at_least.items())
                 if there or now_s() > deadline_s:
                     return found
                 await asyncio.sleep(0.5)
         finally:
-            await redis.close()
+            await redis.aclose()
 
 
-def _counted(counts: Mapping[bytes, bytes]) -> Counted:
+def redis_of(gateway_pid: int) -> Redis:
+    """Return a client of the Redis that a gateway was started with."""
+    settings = load(psutil.Process(gateway_pid).environ())
+    password = read_password(settings.redis_password_file) if settings.redis_password_file else None
+    return Redis.from_url(settings.redis_url, password=password)
+
+
+def _counted(counts: Mapping[Any, Any]) -> Counted:
     totals = {"requests": 0, "output_tokens": 0}
     for name, count in counts.items():
         what = name.decode().partition(":")[2]

@@ -16,7 +16,6 @@ from typing import Final
 
 import grpc
 import psutil
-import redis.asyncio
 
 from fairway.cli.fleet.ports import load_ports
 from fairway.cli.fleet.record import FleetRecord
@@ -24,10 +23,9 @@ from fairway.client import FairwayError
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2_grpc
 from services.runtime.clock import SystemClock
-from services.runtime.config import load, read_password
 from tests.security.drills.canary import Canary, generation, grpc_stream
 from tests.security.drills.http import head, status_of
-from tests.security.drills.installation import admin_client
+from tests.security.drills.installation import admin_client, redis_of
 from tests.security.drills.judge import Found
 from tests.security.drills.target import Attack, Target
 from tests.security.drills.tenants import CONCURRENCY, LONG_TOKENS, Running, channel, hold
@@ -137,9 +135,7 @@ async def ready_deleted(target: Target) -> Found:
 
 
 async def redis_flushed(target: Target) -> Found:
-    settings = load(psutil.Process(pid_of(target, "gateway")).environ())
-    password = read_password(settings.redis_password_file) if settings.redis_password_file else None
-    client = redis.asyncio.Redis.from_url(settings.redis_url, password=password)
+    client = redis_of(pid_of(target, "gateway"))
     try:
         await client.flushall()
         await client.script_flush()
@@ -153,7 +149,7 @@ async def redis_flushed(target: Target) -> Found:
             for gateway in target.gateways
         ]
         works = [
-            hold(stub, wanted, target.keys["storm"], running, hold_s=2.0) for stub in stubs for _ in range(20)
+            hold(stub, wanted, target.keys["storm"], running, hold_s=1.5) for stub in stubs for _ in range(20)
         ]
         await asyncio.gather(*works)
     running.report(found)

@@ -13,7 +13,6 @@ from typing import Final
 
 import grpc
 
-from fairway.cli.fleet.probes import grpc_serving
 from fairway.cli.fleet.record import FleetRecord
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
@@ -27,7 +26,8 @@ from tests.support.stack import metadata
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 STARTS: Final = 20_000
-LONG_TOKENS: Final = 400
+# More than an engine makes before a client cancels.
+LONG_TOKENS: Final = 900
 PER_MINUTE: Final = 30
 CONCURRENCY: Final = 5
 now_s = SystemClock().monotonic_s
@@ -35,7 +35,11 @@ now_s = SystemClock().monotonic_s
 
 def channel(address: str) -> grpc.aio.Channel:
     """A channel that shares its connection with no other."""
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 1 << 27))
+    options = (
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 200),
+    )
     return grpc.aio.insecure_channel(address, options=options)
 
 
@@ -85,12 +89,19 @@ async def hold(
     """Run one generation, cancelled ``hold_s`` after its acceptance. What is refused is no failure."""
     call = stub.Generate(pb.GenerateRequest(generation=wanted), metadata=metadata(key), timeout=40)
     held = False
+
+    def leave() -> None:
+        nonlocal held
+        running.now -= held
+        held = False
+        call.cancel()
+
     try:
         async for event in call:
             if event.HasField("accepted"):
                 held = True
                 running.accept()
-                asyncio.get_running_loop().call_later(hold_s, call.cancel)
+                asyncio.get_running_loop().call_later(hold_s, leave)
             elif event.HasField("finished"):
                 running.tokens += event.finished.usage.output_tokens
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
@@ -139,7 +150,7 @@ async def storm(target: Target) -> Found:
             stub = inference_pb2_grpc.InferenceServiceStub(opened)
             wanted = generation(target.model, "class A:", LONG_TOKENS)
             while not over.is_set():
-                group.create_task(hold(stub, wanted, target.keys[running.tenant], running, hold_s=3.0))
+                group.create_task(hold(stub, wanted, target.keys[running.tenant], running, hold_s=1.5))
                 await asyncio.sleep(period_s)
 
     async with asyncio.TaskGroup() as group:
@@ -167,21 +178,22 @@ async def cold(target: Target) -> Found:
     assert children is not None
     for gateway in target.gateways:
         os.kill(children.children[gateway.name].pid, signal.SIGKILL)
-    await asyncio.sleep(1.0)
-    for gateway in target.gateways:
-        while await grpc_serving(gateway.grpc)():
-            await asyncio.sleep(0.1)
-    running = Running("cold", CONCURRENCY)
+    running, ends_s = Running("cold", CONCURRENCY), now_s() + 40.0
     wanted = generation(target.model, "class A:", LONG_TOKENS)
-    async with contextlib.AsyncExitStack() as stack:
-        stubs = [
-            inference_pb2_grpc.InferenceServiceStub(await stack.enter_async_context(channel(gateway.grpc)))
-            for gateway in target.gateways
-        ]
-        async with asyncio.TaskGroup() as group:
+
+    async def press(stub: inference_pb2_grpc.InferenceServiceAsyncStub) -> None:
+        nonlocal ends_s
+        while now_s() < ends_s:
+            await hold(stub, wanted, target.keys["cold"], running, hold_s=1.5)
+            if running.accepted:
+                ends_s = min(ends_s, now_s() + 5.0)
+            await asyncio.sleep(0.02)
+
+    async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        for gateway in target.gateways:
+            opened = await stack.enter_async_context(channel(gateway.grpc))
             for _ in range(60):
-                for stub in stubs:
-                    group.create_task(hold(stub, wanted, target.keys["cold"], running, hold_s=5.0))
+                group.create_task(press(inference_pb2_grpc.InferenceServiceStub(opened)))
     running.report(found)
     return found
 

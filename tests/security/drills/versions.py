@@ -32,8 +32,8 @@ from tests.support.stack import metadata
 READY_S: Final = 45.0
 ANSWER_S: Final = 40.0
 MAX_CREATE_S: Final = 5.0
-CHUNK_BYTES: Final = 8 * 1024**2
-REPEATS: Final = 500
+CHUNK_BYTES: Final = 4 * 1024**2
+REPEATS: Final = 1000
 TENSORS: Final = 550_000
 _PIECE_BYTES: Final = 1024**2
 now_s = SystemClock().monotonic_s
@@ -222,16 +222,16 @@ async def _create(
 
 
 async def repeated_chunks(target: Target) -> Found:
-    """Store 8 MiB and claim a file of 3.9 GiB by naming them 500 times."""
+    """Store 4 MiB and claim a file of 3.9 GiB by naming them 1,000 times."""
     chunk, whole = _claiming_chunk(), hashlib.sha256()
     for _ in range(REPEATS):
         await asyncio.to_thread(whole.update, chunk)
     outcome, took_s = await _create(target, "drill-claims", [chunk], f"sha256:{whole.hexdigest()}", REPEATS)
     found = Found(did=[f"{outcome} after {took_s:.1f} s"])
     if not outcome.startswith(("INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")):
-        found.wrong.append("8 MiB that claim 3.9 GiB were not refused")
+        found.wrong.append("4 MiB that claim 3.9 GiB were not refused")
     if took_s > MAX_CREATE_S:
-        found.wrong.append(f"8 MiB that claim 3.9 GiB kept the registry for {took_s:.1f} s")
+        found.wrong.append(f"4 MiB that claim 3.9 GiB kept the registry for {took_s:.1f} s")
     return found
 
 
@@ -260,6 +260,6 @@ VERSIONS: Final = (
         150,
     ),
     Attack("template-bombs", "templates that compute for hours", "only the request ends", templates, 300),
-    Attack("registry-chunks", "8 MiB stored that claim 3.9 GiB", "refused within 5 s", repeated_chunks, 120),
+    Attack("registry-chunks", "4 MiB stored that claim 3.9 GiB", "refused within 5 s", repeated_chunks, 120),
     Attack("registry-header", "a header of 550,000 tensors", "answered within 5 s", many_tensors, 120),
 )
