@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -226,3 +228,18 @@ async def test_a_parser_that_raises_lets_the_next_one_in() -> None:
         with pytest.raises(FairwayError):
             await reader.parse(fail, b" " * 100_000)
     assert await reader.parse(len, b" " * 100_000) == 100_000
+
+
+async def test_one_large_body_is_parsed_at_a_time() -> None:
+    """Threads that decode at once would stop the loop for the sum of their times."""
+    reader, running = BodyReader(MAX_BODY), []
+
+    def parse(body: bytes) -> int:
+        running.append(body)
+        time.sleep(0.01)
+        most = len(running)
+        running.pop()
+        return most
+
+    bodies = [b" " * 100_000] * 8
+    assert await asyncio.gather(*[reader.parse(parse, body) for body in bodies]) == [1] * 8

@@ -42,7 +42,8 @@ class Report:
     worst_gap_s: float  # between two turns of the event loop
     worst_gap_cpu_s: float  # CPU time of the process in one such gap: a loaded machine does not add to it
     connections: int
-    calls: int
+    calls: int  # events that the service made
+    exchanges: int  # that were answered in full
     refused: int
     displaced: int
 
@@ -218,6 +219,7 @@ async def _serve(changes: dict[str, Any]) -> None:
                 watch.worst_gap_cpu_s,
                 face.server.connections,
                 face.service.made,
+                face.server._server.server_state.total_requests,
                 table.refused,
                 table.displaced,
             )
