@@ -38,23 +38,19 @@ if user:
     os.setgid(user)
     os.setuid(user)
 
-def attempt(path):
+def attempt(path, is_socket):
     try:
-        with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(5)
-            client.connect(path)
-            return "connected"
-    except PermissionError:
-        return "refused"
-    except OSError:
-        pass
-    try:
+        if is_socket:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(5)
+                client.connect(path)
+                return "connected"
         os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1)
         return "read"
-    except OSError as error:
-        return "refused" if isinstance(error, PermissionError) else repr(error)
+    except PermissionError:
+        return "refused"
 
-print(json.dumps({path: attempt(path) for path in paths}))
+print(json.dumps({path: attempt(path, is_socket) for path, is_socket in paths}))
 """
 
 
@@ -62,7 +58,7 @@ def intrude(user: int, paths: list[Path]) -> dict[str, str]:
     """Return what became of each path when that user tried to connect to it or to read it."""
     done = subprocess.run(
         [sys.executable, "-c", INTRUDER, str(user)],
-        input=json.dumps([str(path) for path in paths]),
+        input=json.dumps([(str(path), path.is_socket()) for path in paths]),
         capture_output=True,
         text=True,
         timeout=60,
