@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import structlog
@@ -89,16 +90,13 @@ def gateway(environment: Environment) -> Role:
         identity=identity,
     )
 
-    def not_ready() -> str:
-        return "; ".join(environment.health.problems())
-
     app = build_app(
         service,
         identity,
         clock,
         environment.ids,
         max_body_bytes=settings.max_body_bytes,
-        not_ready=not_ready,
+        not_ready=lambda: "; ".join(environment.health.problems()),
         observe=_http_observer(environment.metrics),
     )
     host, _, port = settings.http_listen.rpartition(":")
@@ -111,10 +109,6 @@ def gateway(environment: Environment) -> Role:
         http_connections=lambda: http.connections,
     )
 
-    async def start() -> None:
-        await files.own()
-        await quotas.start()
-
     async def open_doors() -> None:
         await quotas.register()
         await http.start()
@@ -126,7 +120,13 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
+    start = partial(_start, files, quotas)
     return Role(server, start=start, open=open_doors, drain=drain, checks=(draining,))
+
+
+async def _start(files: ModelFiles, quotas: _Quotas) -> None:
+    await files.own()
+    await quotas.start()
 
 
 def _http_observer(metrics: Metrics) -> ObserveExchange:
