@@ -97,7 +97,9 @@ class Drills:
         if not attack.ends:
             await asyncio.sleep(_TAIL_S)
         gap_s, gap_by, failed = canaries.take()
-        row = Row(attack.name, found, took_s, canaries.finished - finished, failed, gap_s, gap_by)
+        row = Row(
+            attack.name, found, took_s, canaries.finished - finished, failed, gap_s, gap_by, attack.max_gap_s
+        )
         row.silences = {
             name: probing.take()
             for name, probing in installation.probes.items()

@@ -55,7 +55,10 @@ class Found:
 
 @dataclass(slots=True)
 class Row:
-    """The result of one attack. ``silences``: longest time without a good answer to a probe, s by target."""
+    """The result of one attack. ``silences``: longest time without a good answer to a probe, s by target.
+
+    A ``max_gap_s`` above the common one is the row's own bound; such a gap is no figure of the run.
+    """
 
     name: str
     found: Found
@@ -64,6 +67,7 @@ class Row:
     failed: Sequence[str] = ()
     gap_s: float = 0.0
     gap_by: str = ""
+    max_gap_s: float = MAX_GAP_S
     growth_mib: float = 0.0
     silences: Mapping[str, float] = field(default_factory=dict)
     lost_roles: Sequence[str] = ()
@@ -73,7 +77,7 @@ class Row:
         """Everything that must not be, one finding each."""
         found = [f"roles lost: {name}" for name in self.lost_roles]
         found += [f"canary failed: {why}" for why in self.failed]
-        if self.gap_s > MAX_GAP_S:
+        if self.gap_s > self.max_gap_s:
             found.append(f"a canary waited {self.gap_s:.2f} s for an event ({self.gap_by})")
         if self.found.exceeded:
             found.append(f"{self.found.exceeded} requests above a limit")
@@ -100,11 +104,12 @@ class Total:
 
     @property
     def figures(self) -> dict[str, float]:
+        gaps = [row.gap_s for row in self.rows if row.max_gap_s <= MAX_GAP_S]
         return {
             "attacks": sum(not row.found.skipped for row in self.rows),
             "roles_lost": sum(len(row.lost_roles) for row in self.rows),
             "canary_failed": sum(len(row.failed) for row in self.rows),
-            "canary_worst_gap_s": round(max((row.gap_s for row in self.rows), default=0.0), 3),
+            "canary_worst_gap_s": round(max(gaps, default=0.0), 3),
             "rss_growth_mib": round(max(self.growths.values(), default=0.0), 1),
             "limits_exceeded": sum(row.found.exceeded for row in self.rows),
             "settlements_lost": len(self.lost),

@@ -278,4 +278,5 @@ ETCD: Final = Attack(
     kills=("etcd",),
     stores=True,
     ends=True,
+    max_gap_s=4.0,  # nobody leads: gateways wait for a leader before they place by themselves
 )

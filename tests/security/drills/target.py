@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.security.drills.judge import Found
+from tests.security.drills.judge import MAX_GAP_S, Found
 
 # Sources of an attack; the canaries and the installation itself come from 127.0.0.1.
 SOURCES: Final = tuple(f"127.0.0.{number}" for number in range(66, 82))
@@ -47,7 +47,8 @@ class Attack:
     """``kills``: role processes that it ends on purpose. ``pauses``: no canary can be served meanwhile.
 
     ``processes``: how many attackers share it. ``stores``: it takes a store's data, so that what was settled
-    before is compared before. ``ends``: the installation is of no use afterwards.
+    before is compared before. ``ends``: the installation is of no use afterwards. ``max_gap_s``: how long a
+    canary may wait for an event.
     """
 
     name: str
@@ -60,3 +61,4 @@ class Attack:
     pauses: bool = False
     stores: bool = False
     ends: bool = False
+    max_gap_s: float = MAX_GAP_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -47,25 +48,33 @@ def channel(address: str) -> grpc.aio.Channel:
 class Running:
     """What a tenant runs at once, as its clients see it, and how many were accepted above its limits.
 
-    A request counts from its acceptance until its client cancels it, or until its end. A client sees the
-    acceptance after the gateway counts it, and cancels before the gateway gives the slot back.
+    A span is from when a client sees the acceptance, which is after the gateway counts it, until that client
+    cancels, which is before the gateway gives the slot back. What the server ends has no span: when it gave
+    that slot back is not seen.
     """
 
     tenant: str
     limit: int
     per_minute: int = 0
-    now: int = 0
-    peak: int = 0
     accepted: int = 0
     tokens: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)
     _began_s: float = field(default_factory=now_s)
     _last_s: float = field(default_factory=now_s)
 
-    def accept(self) -> None:
+    def accept(self) -> float:
+        """Return when that was."""
         self.accepted += 1
-        self.now += 1
-        self.peak = max(self.peak, self.now)
         self._last_s = now_s()
+        return self._last_s
+
+    @property
+    def peak(self) -> int:
+        """The most spans that overlap."""
+        changes = sorted(
+            [(end_s, -1) for _, end_s in self.spans] + [(start_s, 1) for start_s, _ in self.spans]
+        )
+        return max(itertools.accumulate(change for _, change in changes), default=0)
 
     def report(self, found: Found) -> None:
         """Put what went beyond the limits, and what has to be settled, into ``found``."""
@@ -88,26 +97,20 @@ async def hold(
 ) -> None:
     """Run one generation, cancelled ``hold_s`` after its acceptance. What is refused is no failure."""
     call = stub.Generate(pb.GenerateRequest(generation=wanted), metadata=metadata(key), timeout=40)
-    held = False
 
-    def leave() -> None:
-        nonlocal held
-        running.now -= held
-        held = False
-        call.cancel()
+    def leave(accepted_s: float) -> None:
+        if not call.done():
+            running.spans.append((accepted_s, now_s()))
+            call.cancel()
 
     try:
         async for event in call:
             if event.HasField("accepted"):
-                held = True
-                running.accept()
-                asyncio.get_running_loop().call_later(hold_s, leave)
+                asyncio.get_running_loop().call_later(hold_s, leave, running.accept())
             elif event.HasField("finished"):
                 running.tokens += event.finished.usage.output_tokens
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
         pass
-    finally:
-        running.now -= held
 
 
 async def _storm_session(target: Target, gateway: Gateway, count: int, running: Running) -> int:

@@ -200,10 +200,16 @@ async def _create(
         digest=whole,
         chunks=names * repeats,
     )
-    weights = weights_digest([(file.path, file.digest)])
-    manifest = rg.Manifest(schema=2, files=[file], kind="causal-lm", weights_digest=weights)
     async with grpc.aio.insecure_channel(target.registry) as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        served = await stub.GetVersion(
+            rg.GetVersionRequest(model=target.model, version="latest"), metadata=admin, timeout=15
+        )
+        manifest = served.version.manifest  # of a version that is good but for its weights
+        kept = [each for each in manifest.files if each.path != file.path]
+        del manifest.files[:]
+        manifest.files.extend(sorted([*kept, file], key=lambda each: each.path))
+        manifest.weights_digest = weights_digest([(file.path, file.digest)])
         for name, chunk in zip(names, chunks, strict=True):
             header = rg.ChunkHeader(digest=name, size_bytes=len(chunk))
             pieces = [chunk[at : at + _PIECE_BYTES] for at in range(0, len(chunk), _PIECE_BYTES)]
