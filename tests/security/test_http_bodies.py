@@ -108,6 +108,7 @@ def test_only_what_is_outside_of_strings_is_counted(text: str, opened: int, comm
 def test_a_small_body_is_parsed_at_once_only_if_it_costs_little() -> None:
     assert is_cheap(json.dumps(CHAT).encode())
     assert is_cheap(json.dumps({**CHAT, "user": "a" * 60_000}).encode())
+    assert is_cheap(json.dumps({**CHAT, "user": 'a, "b", [{c' * 4000}).encode())
     assert not is_cheap(LOGIT_BIAS[:60_000])
     assert not is_cheap(b" " * 70_000)
 
