@@ -85,7 +85,7 @@ class WorkerTelemetry:
         )
         self._ended = metrics.counter(
             "fairway_worker_sequences_ended_total",
-            "Sequences that ended here, by reason",
+            "Sequences that ended, by reason",
             ("model", "reason"),
         )
         self._restarts = metrics.counter(
