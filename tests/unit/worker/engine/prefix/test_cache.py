@@ -111,7 +111,7 @@ def test_what_failed_is_not_kept() -> None:
     rig.executor.broken.add(1)
     rig.run(ask(1, PROMPT))
     rig.run(ask(2, PROMPT))
-    assert (rig.finished[1], rig.cached[2]) == ("error", 70)  # what the first left, its last slots too
+    assert (rig.finished[1], rig.cached[2]) == ("not_finite", 70)  # what the first left, its last slots too
 
 
 def test_what_fails_is_not_taken_over_by_who_computed_the_same() -> None:
@@ -120,7 +120,7 @@ def test_what_fails_is_not_taken_over_by_who_computed_the_same() -> None:
     rig.executor.broken.add(0)
     rig.run(ask(0, PROMPT[:40]), ask(1, PROMPT[:40]))
     rig.run(ask(2, PROMPT[:40]))
-    assert rig.finished == {0: "error", 1: "length", 2: "length"}
+    assert rig.finished == {0: "not_finite", 1: "length", 2: "length"}
     assert rig.tokens[1] == rig.tokens[2]
 
 

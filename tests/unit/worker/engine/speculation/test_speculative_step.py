@@ -183,7 +183,7 @@ def test_an_error_that_is_reached_ends_the_sequence_after_what_stands(make_bench
     bench.engine.apply(submit(0, [1], 30))
     bench.engine.apply(submit(1, [1], 30))
     bench.run()
-    assert bench.finished == {0: "error", 1: "length"}
+    assert bench.finished == {0: "not_finite", 1: "length"}
     assert bench.tokens[0] == [token_of(0, position) for position in range(len(bench.tokens[0]))]
 
 
