@@ -117,6 +117,7 @@ def test_a_connection_that_takes_no_answers_is_still_a_strangers() -> None:
     request, batch, answered = b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n", 30, 0
     with Target(max_connections=2) as target, target.connect() as deaf:
         deaf.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        report = target.report()
         while answered < 100_000:
             deaf.sendall(request * batch)
             deadline_s = time.monotonic() + 1
