@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -18,9 +18,11 @@ from services.adapters.redis_limiter import RedisLimiter
 from services.adapters.settlement_spool import SettlementSpool
 from services.core.errors import StoreUnavailable, Unavailable
 from services.core.generation import Usage
+from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import Limits
 from services.runtime.clock import SystemClock
 from tests.chaos.proxy import Proxy, Rule
+from tests.support.keyed_gateways import Fleet, gateways
 
 CLOCK = SystemClock()
 NONE = Limits()
@@ -193,3 +195,41 @@ async def test_a_torn_line_costs_no_other(own_redis: Any, tmp_path: Path) -> Non
     await third.limiter.renew([])
     assert await third.shared.usage("t") == Usage(3, 3)
     await third.close()
+
+
+class EndsLost:
+    """A store of records that takes no end while ``away``."""
+
+    def __init__(self, store: IdempotencyStore) -> None:
+        self._store = store
+        self.away = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("finish", "release") and self.away:
+            return self._refuse
+        return getattr(self._store, name)
+
+    async def _refuse(self, *_: Any) -> None:
+        raise StoreUnavailable("no answer", retry_after_s=1.0)
+
+
+async def test_the_usage_of_a_keyed_request_does_not_wait_for_its_record(redis_url: str) -> None:
+    """The end of the record is kept in memory, and may be lost with the process; its usage is not."""
+    lost: list[EndsLost] = []
+
+    def wrap(store: IdempotencyStore) -> IdempotencyStore:
+        lost.append(EndsLost(store))
+        return cast(IdempotencyStore, lost[-1])
+
+    fleet = Fleet()
+    async with gateways(redis_url, fleet, 1, wrap=wrap) as (gateway,):
+        answer = await gateway.ask("k")
+        assert answer.finished is not None, answer.error
+        assert await gateway.limiter.usage(fleet.tenant) == Usage(5, 20)
+        assert await gateway.limiter.concurrency(fleet.tenant) == 0
+        lost[0].away = False
+        await gateway.at_rest()
+        async with asyncio.timeout(5):
+            while gateway.keyed._unwritten._runs:
+                await asyncio.sleep(0.01)
+        assert await gateway.limiter.usage(fleet.tenant) == Usage(5, 20), "counted once, by either way"
