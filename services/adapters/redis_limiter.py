@@ -22,6 +22,9 @@ from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limits, Reservation
 
+# A Redis that syncs every write answers nobody while its disk syncs: a third of a second on a busy disk.
+# A limit that opens for that is not exact.
+TIMEOUT_S: Final = 1.0
 USAGE_KEEP_DAYS: Final = 62
 # Calls to admit of one tenant that wait at one gateway; more are refused at once.
 MAX_ADMITTING: Final = 256
@@ -45,7 +48,7 @@ class RedisLimiter:
         clock: Clock,
         *,
         password: str | None = None,
-        timeout_s: float = 0.25,
+        timeout_s: float = TIMEOUT_S,
         lease_s: float = 60.0,
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
