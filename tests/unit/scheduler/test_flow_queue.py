@@ -604,7 +604,7 @@ def test_a_tenant_below_its_share_has_slots_of_the_one_that_holds_all() -> None:
         for index in range(2):
             rig.report(index, running=4, yields=Priority.STANDARD.rank)
     assert granted == asked[: len(granted)]
-    assert len(granted) == 8, "half of what is held then"
+    assert len(granted) == 7, "one more would be more than half of the fifteen that are held"
     rig.ask(1, tenant="canary")
     assert rig.turn() == {}, "it has its share"
 
@@ -633,5 +633,5 @@ def test_a_placement_that_was_refused_such_a_slot_waits_for_a_free_one() -> None
     again = replace(spec, request_id=f"req_{asked}")
     rig.queue.submit(1, rig.number, again, spec.arrival_unix_us, rig.now_s)
     assert rig.turn() == {}
-    rig.report(0, running=2)
-    assert rig.number in rig.turn()
+    rig.report(0, running=1)
+    assert rig.number in rig.turn(), "one slot is the whale's, who waits for longer"
