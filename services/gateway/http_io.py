@@ -46,12 +46,18 @@ class Headers:
 
     def __init__(self, scope: Scope) -> None:
         self._pairs: Iterable[Header] = scope["headers"]
+        self._version: str = scope.get("http_version", "1.1")
 
     def one(self, name: bytes) -> bytes | None:
         found = [value for key, value in self._pairs if key == name]
         if len(found) > 1:
             raise HttpProblem(400, f"the header {name.decode()} is there more than once")
         return found[0] if found else None
+
+    def check_stream(self) -> None:
+        """Return if the answer may be a stream. Raises HttpProblem for HTTP/1.0, which has no chunks."""
+        if self._version == "1.0":
+            raise HttpProblem(400, "a stream needs HTTP/1.1; without `stream` the answer comes whole")
 
     def client_request_id(self) -> bytes | None:
         """What the client calls its request: echoed and logged, never used as a key. None unless harmless."""

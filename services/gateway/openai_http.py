@@ -185,6 +185,7 @@ class OpenAiFace:
             if session_key is not None:
                 generation.session_key = session_key
         if wanted.stream:
+            exchange.headers.check_stream()
             work = self._stream(exchange, wanted, timeout_s)
             await unless_gone(exchange.receive, exchange.reply, work)
             return
