@@ -16,6 +16,7 @@ from services.rpc.interceptors.metrics import RpcMetrics
 from services.rpc.server import RpcServer, RpcTelemetry, Service
 from services.runtime.clock import SystemClock
 from services.runtime.config import Settings, read_secret
+from services.runtime.free_memory import return_free_memory
 from services.runtime.guarded_store import GuardedStore
 from services.runtime.health import Check, Health
 from services.runtime.identity import KeyDirectory
@@ -111,6 +112,7 @@ class Environment:
     async def watch(self) -> None:
         """Answer whoever watches the process, from before it serves. Raises FailedPrecondition."""
         self.supervisor.spawn("loop watch", self._loop_watch.run())
+        self.supervisor.spawn("free memory", return_free_memory(self.clock))
         self._loop_watch.start()
         await self._telemetry_server.start()
 
