@@ -56,6 +56,8 @@ class SequenceSlots:
         """Whether a sequence may start: no other of its tenant, or of one with fewer slots, is to return."""
         tenant = spec.tenant_id
         had = self._count(tenant)
+        if not spec.initial_credit_tokens and self.spare <= 0:
+            return False  # it would be parked at once
         if any(other == tenant or self._count(other) < had for other in self._returning):
             return False
         return self.taken < self.most or self.victim(spec) is not None

@@ -79,8 +79,14 @@ class WorkerNode:
         return self.process.running and not self.host.draining and self.host.takes(VERSION_DIGEST)
 
     @property
-    def sequences(self) -> int:
-        return self.host.running
+    def running(self) -> int:
+        """How many sequences have a slot of the batch."""
+        return sum(table.slots.taken for table in self.host.tables())
+
+    @property
+    def parked(self) -> int:
+        """How many are here without one."""
+        return sum(table.slots.parked + table.slots.returning for table in self.host.tables())
 
     @property
     def max_sequences(self) -> int:

@@ -7,6 +7,7 @@ from typing import Final
 
 from services.adapters.muxed_placement import PlacementSettings
 from services.scheduler.term import Term
+from services.worker.sequence_slots import PARKED_PER_SLOT
 from simulator.fleet.assembly import SimFleet
 
 BOUNDS: Final = "bounded-queues"
@@ -23,7 +24,9 @@ class Bounds:
     def touched(self, fleet: SimFleet, names: Iterable[str]) -> None:
         for name in names:
             if (worker := fleet.workers.get(name)) is not None:
-                self._expect(fleet, f"sequences of {name}", worker.sequences, worker.max_sequences)
+                self._expect(fleet, f"sequences of {name}", worker.running, worker.max_sequences)
+                parked, most = worker.parked, worker.max_sequences * PARKED_PER_SLOT
+                self._expect(fleet, f"sequences without a slot of {name}", parked, most)
             elif (term := fleet.schedulers[name].term) is not None:
                 self._term(fleet, name, term)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from services.core.generation import FallbackGrant, PlaceSpec, StartSpec
+from services.scheduler.fleet_worker import MAX_YIELDING_GRANTS
 from services.scheduler.term import Term
 from services.worker.fallback import FallbackRules
 from simulator.fleet.assembly import SimFleet
@@ -47,7 +48,7 @@ class Fencing(GrantListener):
                 ("is ejected", self._fleet.grants.was_ejected),
                 ("is excluded by the request", worker_id in spec.excluded_workers),
                 ("is granted more than it has", held.kv_tokens_room < 0),
-                ("has no sequence slot", held.slots < 0),
+                ("has no sequence slot", _has_no_slot(term, worker_id, spec.version_digest)),
             )
             if is_so
         ]
@@ -99,3 +100,12 @@ class Fencing(GrantListener):
 
     def _add(self, invariant: str, text: str) -> None:
         self._fleet.violations.add(invariant, text)
+
+
+def _has_no_slot(term: Term, worker_id: str, digest: str) -> bool:
+    """Whether more grants are on their way than the worker has slots, or others yield."""
+    worker = next(state for state in term.fleet.states if state.worker_id == worker_id)
+    pool = worker.pools[digest]
+    free = pool.max_sequences - pool.running - pool.waiting
+    yielded = MAX_YIELDING_GRANTS if pool.yields_to_rank else 0
+    return worker.sums[digest].grants > max(free, yielded)
