@@ -6,6 +6,7 @@ Beside each attack the event loop is watched, and another tenant's short prompts
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import subprocess
@@ -293,7 +294,10 @@ def test_a_gateway_itself_loads_neither_tokenizers_nor_templates() -> None:
 
 
 def text_processes() -> list[psutil.Process]:
-    """The text processes of this one."""
-    return [
-        child for child in psutil.Process().children() if "services.gateway.text.process" in child.cmdline()
-    ]
+    """The text processes of this one that run."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "services.gateway.text.process" in child.cmdline():
+                found.append(child)
+    return found
