@@ -172,8 +172,6 @@ class LiveSequences:
             self._finish(sequence, "length")
         elif not sequence.has_credit:
             self._planner.stall(sequence)
-        elif sequence.status is Status.HELD:
-            self._planner.resume(sequence)
 
     def _fail(self, sequence: SequenceState, why: str) -> None:
         self._errors[sequence.handle] = why

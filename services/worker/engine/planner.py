@@ -214,10 +214,6 @@ class Planner:
         """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
         self._places.move(sequence, Status.HELD)
 
-    def resume(self, sequence: SequenceState) -> None:
-        """Let a held sequence decode again: its token was not the last, or credit came meanwhile."""
-        self._places.move(sequence, Status.DECODING)
-
     def stall(self, sequence: SequenceState) -> None:
         """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay while nobody
         needs them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import struct
 from collections.abc import Callable
@@ -221,3 +222,18 @@ def test_the_expected_names_are_those_that_transformers_writes(save_model: Any) 
         _, folder = save_model(family, **overrides)
         shapes = expected_shapes(parse_config(json.loads((folder / "config.json").read_text())))
         assert {name: tuple(t.shape) for name, t in load_file(folder / SINGLE).items()} == shapes
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    content = tensors()
+    content[NORM][3] = value
+    write(tmp_path, content)
+    with (
+        Checkpoint(tmp_path, CONFIG) as checkpoint,
+        pytest.raises(BadCheckpoint, match=f"{NORM} holds values"),
+    ):
+        checkpoint.tensor(NORM, dtype=dtype)
