@@ -258,7 +258,7 @@ class _Lane:
             for number, answer in enumerate(answers)
             if isinstance(answer, redis.exceptions.NoScriptError)
         ]
-        if missing:  # Redis was started anew or told to forget them; nothing of these was run
+        if missing:  # Redis was restarted, or its scripts were flushed; nothing of these was run
             await self._load()
             again = await self._pipeline([commands[number] for number in missing])
             for number, answer in zip(missing, again, strict=True):

@@ -19,6 +19,7 @@ from typing import Final
 import structlog
 
 from services.ports.clock import Clock
+from services.runtime import connections
 
 log = structlog.get_logger()
 
@@ -120,12 +121,12 @@ def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> 
 
 
 def source_of(peer: str) -> str:
-    """Return whom a connection counts against: its IPv4 address, or its IPv6 network of 64 bits."""
+    """Return the source of a connection that grpc names so, as ``runtime.connections`` defines it."""
     kind, _, address = peer.partition(":")
     if kind != "ipv6":
         return peer.rpartition(":")[0]
-    host = address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").partition("%25")[0]
-    return str(ipaddress.IPv6Network((host, 64), strict=False))
+    host = address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").replace("%25", "%")
+    return connections.source_of((host,))
 
 
 def connected(port: int, descriptors: list[str]) -> dict[str, int]:

@@ -37,7 +37,7 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", 4096),
-    # Bit 0 is identity. Of a compressed message nobody can tell what it grows to, so no caller may send one.
+    # Bit 0 is identity. What a compressed message grows to is unknown, so no caller may send one.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # Calls that wait for this process to take them: none is dropped below the bound, to leave room above it.
     ("grpc.server.max_pending_requests", 2048),

@@ -440,7 +440,7 @@ class SequenceTable:
     # --- slots ----------------------------------------------------------------------------------
 
     def _room_changed(self) -> None:
-        """Let those that wait to return have what is free, then tell of what is left."""
+        """Let those that wait to return have what is free, then report what is left."""
         while (sequence := self.slots.next_back(self.kv.has_room_again)) is not None:
             self._make_slot(sequence.spec)
             self.slots.take(sequence)
