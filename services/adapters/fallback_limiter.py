@@ -20,6 +20,7 @@ _MAX_UNSETTLED: Final = 100_000
 _SETTLE_BATCH: Final = 256
 _LOG_EVERY_S: Final = 10.0
 _FULL_RETRY_S: Final = 5.0
+_SETTLE_RETRY_S: Final = 1.0
 
 
 class FallbackLimiter:
@@ -55,6 +56,7 @@ class FallbackLimiter:
         self._spool = spool
         self._unsettled: OrderedDict[Reservation, Usage] = OrderedDict()
         self._settling = asyncio.Lock()
+        self._waiting = asyncio.Event()  # set while a settlement waits
         self._log_next_s = 0.0
 
     async def recover(self) -> None:
@@ -68,6 +70,8 @@ class FallbackLimiter:
                 f"the settlements of an earlier process cannot be read ({error.strerror}): mend the disk of "
                 "FAIRWAY_STATE_DIR, or move the file away and lose them"
             ) from error
+        if self._unsettled:
+            self._waiting.set()
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         self._require_room()
@@ -105,6 +109,17 @@ class FallbackLimiter:
             self._keep(reservation, usage)
             raise
 
+    async def settle_forever(self) -> None:
+        """What waits is settled within seconds of the return of the store, where it holds slots."""
+        while True:
+            await self._waiting.wait()
+            await self._clock.sleep(_SETTLE_RETRY_S)
+            try:
+                async with self._settling:
+                    await self._settle_kept()
+            except StoreUnavailable as error:
+                self._tell("settle", error)
+
     async def concurrency(self, tenant_id: str) -> int:
         local = await self._local.concurrency(tenant_id)
         try:
@@ -115,7 +130,7 @@ class FallbackLimiter:
 
     @property
     def unsettled(self) -> int:
-        """How many settlements wait for the store; ``renew`` tries them again."""
+        """How many settlements wait for the store; ``renew`` and ``settle_forever`` try them again."""
         return len(self._unsettled)
 
     async def _admit_shared(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
@@ -144,11 +159,14 @@ class FallbackLimiter:
                     if outcome is not None:
                         raise outcome
         finally:
+            if not self._unsettled:
+                self._waiting.clear()
             if self._spool is not None and (settled or self._spool.problem):
                 self._spool.rewrite(self._unsettled.items())
 
     def _keep(self, reservation: Reservation, usage: Usage) -> None:
         self._unsettled[reservation] = usage
+        self._waiting.set()
         if self._spool is not None:
             self._spool.add(reservation, usage)
 

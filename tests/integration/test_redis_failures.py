@@ -181,6 +181,30 @@ async def test_two_gateways_share_one_limit(own_redis: Any) -> None:
         await gateway.close()
 
 
+async def test_what_waits_is_settled_soon_after_the_store_is_back(
+    own_redis: Any, limiter: RedisLimiter
+) -> None:
+    clock = SystemClock()
+    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
+    held = await fallback.admit("t", "r", Limits(max_concurrency=1))
+    settling = asyncio.create_task(fallback.settle_forever())
+    try:
+        for round_ in range(2):  # the second outage comes while nothing renews either
+            own_redis.freeze()
+            await fallback.settle(held, Usage(1, 1))
+            assert fallback.unsettled == 1
+            own_redis.thaw()
+            async with asyncio.timeout(10):
+                while fallback.unsettled:
+                    await asyncio.sleep(0.05)
+            assert await limiter.concurrency("t") == 0
+            assert await limiter.usage("t") == Usage(round_ + 1, round_ + 1)
+            held = await fallback.admit("t", f"r{round_}", Limits(max_concurrency=1))
+    finally:
+        settling.cancel()
+        await asyncio.wait({settling})
+
+
 async def test_an_outage_fails_open_to_the_local_cap_and_settles_afterwards(
     own_redis: Any, limiter: RedisLimiter
 ) -> None:

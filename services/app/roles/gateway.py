@@ -184,6 +184,7 @@ class _Quotas:
     async def start(self) -> None:
         """Return once Redis has the scripts, or is known to be away. Raises FailedPrecondition."""
         await self.limiter.recover()
+        self._supervisor.spawn("settle", self.limiter.settle_forever())
         try:
             await self._redis.connect()
             await self.records.connect()
