@@ -65,6 +65,10 @@ class FallbackLimiter:
             return
         try:
             self._unsettled.update(await self._spool.load())
+        except BlockingIOError as error:
+            raise FailedPrecondition(
+                "another gateway keeps its settlements in this FAIRWAY_STATE_DIR: give each gateway its own"
+            ) from error
         except OSError as error:
             raise FailedPrecondition(
                 f"the settlements of an earlier process cannot be read ({error.strerror}): mend the disk of "
@@ -161,7 +165,7 @@ class FallbackLimiter:
         finally:
             if not self._unsettled:
                 self._waiting.clear()
-            if self._spool is not None and (settled or self._spool.problem):
+            if self._spool is not None and (settled or self._spool.stale):
                 self._spool.rewrite(self._unsettled.items())
 
     def _keep(self, reservation: Reservation, usage: Usage) -> None:

@@ -63,7 +63,7 @@ class RedisScripts:
         lanes: int = _LANES,
     ) -> None:
         """``timeout_s`` bounds each attempt to connect and each batch. ``repeatable``: a second run of any
-        script changes nothing, so what a broken connection left open is sent once more.
+        script lets nothing more through, so what a broken connection left open is sent once more.
 
         A password in the URL goes before ``password``, which keeps it out of the environment.
         """

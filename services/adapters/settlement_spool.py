@@ -1,11 +1,13 @@
 """Settlements that wait for the shared store, on disk: an append-only file, written behind the event loop.
 
-One JSON array per line. A line that was torn by a crash is left out; what is sent twice counts once.
+One JSON array per line. A line that was torn by a crash is left out; what is sent twice counts once. One
+process at a time owns the folder: another would rewrite the file without what this one added.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,8 @@ class SettlementSpool:
         self._added_bytes = 0
         self._writing: asyncio.Future[int] | None = None
         self._refused = ""
+        self._stale = False
+        self._lock = -1
         self._thread = ThreadPoolExecutor(1, "settlements")
 
     @property
@@ -56,8 +60,18 @@ class SettlementSpool:
             return f"the disk does not take settlements ({self._refused})"
         return "as many settlements wait as may" if self.size_bytes >= self._max_bytes else ""
 
+    @property
+    def stale(self) -> bool:
+        """The file holds what was settled since, and is to be rewritten."""
+        return self._stale or bool(self._refused)
+
     async def load(self) -> list[Settlement]:
-        """Return what an earlier process left. Raises OSError."""
+        """Return what an earlier process left; the folder is this process's own from now on.
+
+        Raises BlockingIOError when another process owns it, OSError.
+        """
+        if self._lock < 0:
+            self._lock = await in_thread(_own, self._path.parent)
         found, self._stored_bytes = await in_thread(_load, self._path)
         return found
 
@@ -67,8 +81,9 @@ class SettlementSpool:
         self._write()
 
     def rewrite(self, pending: Iterable[Settlement]) -> None:
-        """The file holds just these soon: all that wait. Nothing happens while a write is under way."""
-        if self._writing is None and self.size_bytes:
+        """The file holds just these soon: all that wait. It stays ``stale`` while a write is under way."""
+        self._stale = self._writing is not None
+        if not self._stale and self.size_bytes:
             self._take()
             self._begin([_line(*each) for each in pending], anew=True)
 
@@ -77,6 +92,9 @@ class SettlementSpool:
         while self._writing is not None:
             await asyncio.wait({self._writing})
         self._thread.shutdown(wait=False)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _put(self, lines: list[bytes]) -> None:
         self._added += lines
@@ -121,6 +139,18 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
     return msgspec.json.encode(fields) + b"\n"
 
 
+def _own(folder: Path) -> int:
+    """Return a descriptor that keeps other processes out of the folder until it is closed."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
 def _load(path: Path) -> tuple[list[Settlement], int]:
     try:
         data = path.read_bytes()
@@ -130,7 +160,7 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
     for number, line in enumerate(data.splitlines()):
         try:
             tenant_id, request_id, local, record, prompt, output, cached = _LINES.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             log.warning("settlements.line_torn", line=number + 1)
             continue
         found.append((Reservation(tenant_id, request_id, local, record), Usage(prompt, output, cached)))
@@ -150,7 +180,10 @@ def _append(path: Path, data: bytes) -> int:
         except OSError:
             os.truncate(path, size_bytes)
             raise
-        return file.tell()
+        written_bytes = file.tell()
+    if not size_bytes:
+        _sync_folder(path.parent)  # the file may be new
+    return written_bytes
 
 
 def _ends_line(path: Path) -> bool:
@@ -168,12 +201,16 @@ def _replace(path: Path, data: bytes) -> int:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+    return len(data)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
-    return len(data)
 
 
 def _private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:

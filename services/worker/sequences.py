@@ -275,6 +275,7 @@ class SequenceTable:
         self.slots.check_integrity(live)
         for sequence in live:
             assert sequence.outbox.live.get(sequence.handle) is sequence, "its stream does not know it"
+            assert sequence.has_credit or sequence.slot is SlotState.PARKED, "it can make no token here"
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -401,8 +402,11 @@ class SequenceTable:
         if sequence.tokens > sequence.reserved_tokens:
             self.kv.grow(sequence, reserved=running)
         sequence.watch()
-        if running and not sequence.has_credit:
-            self._leave(sequence)
+        if not sequence.has_credit and sequence.slot is not SlotState.PARKED:
+            if running:
+                self._leave(sequence)
+            else:  # the token after ``Park`` used its credit up
+                self.slots.take(sequence)
             self._wait_for_reader(sequence)
             if self.slots.spare < 0 and (longest := self.slots.longest_parked()) is not None:
                 self._send(wire.Cancel([longest.number]))

@@ -265,12 +265,8 @@ class VersionSlot:
             self._checked_until_s = -math.inf
             if not fresh:
                 folder = await self._have_files()
-        except FairwayError as error:
-            self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
-            return
-        if self._lost_files():
-            return
-        try:
+            if self._lost_files():
+                return
             config = await self._config(folder)
             if self._vocabulary is None:
                 self._vocabulary = await asyncio.to_thread(load_vocabulary, folder)
@@ -285,7 +281,7 @@ class VersionSlot:
             await engine.start()
         except FairwayError as error:
             self.memory.release()
-            self._break(error.reason, error.message, failed=True)
+            self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
 
     def _lost_files(self) -> bool:
         """Whether the files were deleted from the cache; then they are fetched again after a pause."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from services.adapters.fallback_limiter import FallbackLimiter
 from services.adapters.memory_limiter import MemoryLimiter
@@ -81,4 +82,19 @@ async def test_a_share_is_at_least_one_and_at_most_the_limit(gateways: int, admi
     found = await asyncio.gather(*outcomes, return_exceptions=True)
     assert sum(isinstance(outcome, Reservation) for outcome in found) == admitted
     assert (await limiter.admit("free", "r", Limits())).local
+    await shared.close()
+
+
+async def test_a_clock_that_is_set_back_blocks_no_tenant(own_redis: Any) -> None:
+    """Redis' clock was an hour ahead when the bucket was filled; a request drains in a tenth of a second."""
+    limits = Limits(600, 0)
+    limiter, shared = gateway(f"redis://{own_redis.address}/0")
+    async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
+        ahead_us = round((time.time() + 3600) * 1e6)
+        await client.hset("fw:{t}:rate", mapping={"used": 600 * 60_000_000, "at": ahead_us})
+        await client.pexpire("fw:{t}:rate", 3_661_000)
+    with pytest.raises(RequestRateExceeded):
+        await limiter.admit("t", "r0", limits)
+    await asyncio.sleep(0.3)
+    await limiter.admit("t", "r1", limits)
     await shared.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from services.adapters.fallback_limiter import FallbackLimiter
 from services.adapters.memory_limiter import MemoryLimiter
 from services.adapters.redis_limiter import RedisLimiter
 from services.adapters.settlement_spool import SettlementSpool
-from services.core.errors import StoreUnavailable, Unavailable
+from services.core.errors import FailedPrecondition, StoreUnavailable, Unavailable
 from services.core.generation import Usage
 from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import Limits
@@ -195,6 +196,57 @@ async def test_a_torn_line_costs_no_other(own_redis: Any, tmp_path: Path) -> Non
     await third.limiter.renew([])
     assert await third.shared.usage("t") == Usage(3, 3)
     await third.close()
+
+
+async def test_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
+    """A bit that flipped in a name is no UTF-8 any more; the gateway starts all the same."""
+    (tmp_path / "spool").mkdir()
+    good = b'["t","r1",false,"",1,1,0]\n'
+    (tmp_path / "spool" / "settlements.log").write_bytes(good.replace(b"r1", b"\xff1") + good)
+    gateway = Gateway(1, tmp_path / "spool")
+    await gateway.limiter.recover()
+    assert gateway.limiter.unsettled == 1
+    await gateway.close()
+
+
+async def test_a_second_gateway_in_the_same_folder_does_not_start(tmp_path: Path) -> None:
+    """It would rewrite the file without the first one's settlements."""
+    first, second = Gateway(1, tmp_path / "spool"), Gateway(1, tmp_path / "spool")
+    await first.limiter.recover()
+    with pytest.raises(FailedPrecondition, match="give each gateway its own"):
+        await second.limiter.recover()
+    await first.close()
+    await second.limiter.recover()
+    await second.close()
+
+
+async def test_what_was_settled_while_the_file_was_written_leaves_it_later(
+    own_redis: Any, gateway: Gateway, tmp_path: Path
+) -> None:
+    """Else a restart more than a week later counts it again."""
+    own_redis.kill()
+    await gateway.limiter.settle(await gateway.limiter.admit("t", "r", NONE), Usage(1, 1))
+    await gateway.written()
+    await asyncio.to_thread(own_redis.start)
+    await gateway.reached()
+    slow = threading.Event()
+    gateway.spool._thread.submit(slow.wait)
+    own_redis.freeze()
+    try:
+        settling = asyncio.create_task(
+            gateway.limiter.settle(await gateway.limiter.admit("t", "late", NONE), Usage(1, 1))
+        )
+        await settling
+    finally:
+        own_redis.thaw()
+    await gateway.reached()
+    await gateway.limiter.renew([])
+    assert gateway.limiter.unsettled == 0
+    slow.set()
+    await gateway.written()
+    await gateway.limiter.renew([])
+    await gateway.written()
+    assert (tmp_path / "spool" / "settlements.log").read_bytes() == b""
 
 
 class EndsLost:

@@ -13,6 +13,10 @@ local function with_one_more(key, per_minute, now)
   local used, bucket = 0, redis.call('HMGET', key, 'used', 'at')
   if bucket[1] then
     local elapsed = math.max(0, math.min(now - tonumber(bucket[2]), REQUEST))
+    if now < tonumber(bucket[2]) then -- the clock was set back: the bucket drains from here
+      redis.call('HSET', key, 'at', string.format('%d', now))
+      redis.call('PEXPIRE', key, 61000)
+    end
     used = math.max(0, tonumber(bucket[1]) - elapsed * per_minute)
   end
   used = used + REQUEST

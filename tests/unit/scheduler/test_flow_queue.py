@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
-from prometheus_client import generate_latest
 
 from services.core.errors import (
     FairwayError,
@@ -17,137 +15,16 @@ from services.core.errors import (
     QueueFull,
     QueueTimeout,
 )
-from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot, SequenceUsage
+from services.core.fleet import Refused, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
-from services.runtime.metrics import Metrics
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.placement import PlacementProfile
 from services.scheduler.policy.queue_order import OrderPolicy
 from services.scheduler.queue_pool import QueueLimits
-from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.waiting import OpenGate, Waiting
-from tests.support.metrics import values
-from tests.unit.scheduler.model import BLOCK, DIGEST, ManualClock, place_spec
+from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
+from tests.unit.scheduler.queue_rig import Rig
 
 OTHER = "sha256:" + "b" * 64
-
-
-class Rig:
-    """A queue over workers of one pool each, on a clock of the test's."""
-
-    def __init__(
-        self,
-        *totals: int,
-        limits: QueueLimits | None = None,
-        order: OrderPolicy | None = None,
-        slots: int = 64,
-    ) -> None:
-        self.now_s = 1000.0
-        self.slots = slots
-        self.fleet = FleetView(1, FleetLimits())
-        self.metrics = Metrics()
-        self.telemetry = SchedulerTelemetry(self.metrics, ManualClock())
-        self.queue = FlowQueue(
-            self.fleet,
-            limits if limits is not None else QueueLimits(),
-            order if order is not None else OrderPolicy(max_bypasses=3, lookahead=8),
-            PlacementProfile(),
-            Random(1),
-            observer=self.telemetry,
-        )
-        self.totals = list(totals)
-        self.reserved = [0] * len(totals)
-        self.seen: list[list[int]] = [[] for _ in totals]
-        self.number = 0
-        for index in range(len(totals)):
-            self.report(index)
-
-    def report(
-        self,
-        index: int,
-        *,
-        ready: bool = True,
-        draining: bool = False,
-        digest: str = DIGEST,
-        running: int = 0,
-        yields: int = 0,
-    ) -> None:
-        pool = PoolSnapshot(
-            digest,
-            self.totals[index],
-            self.reserved[index],
-            BLOCK,
-            running,
-            0,
-            self.slots,
-            self.totals[index] * BLOCK,
-            ready=ready,
-            yields_to_rank=yields,
-        )
-        seen, self.seen[index] = tuple(self.seen[index]), []
-        snapshot = ReportSnapshot(
-            f"w{index}", 1, "h:1", pools=(pool,), epoch=1, grants_seen=seen, draining=draining
-        )
-        self.queue.touch(self.fleet.apply(index, snapshot, self.now_s))
-
-    def ask(
-        self,
-        blocks: int,
-        *,
-        priority: Priority = Priority.STANDARD,
-        ttl: float = 60.0,
-        excluded: tuple[str, ...] = (),
-        digest: str = DIGEST,
-        tenant: str = "acme",
-        left_s: float | None = None,
-        output: int = 1,
-    ) -> int:
-        self.number += 1
-        spec = place_spec(
-            prompt_tokens=blocks * BLOCK - 1,
-            max_output_tokens=output,
-            priority=priority,
-            arrival_s=self.now_s,
-            queue_ttl_s=ttl,
-            excluded_workers=excluded,
-            digest=digest,
-            tenant=tenant,
-        )
-        spec = replace(spec, deadline_left_s=left_s, request_id=f"req_{self.number}")
-        self.queue.submit(1, self.number, spec, spec.arrival_unix_us, self.now_s)
-        return self.number
-
-    def turn(self) -> dict[int, Grant | FairwayError]:
-        """One turn of the owner; grants start on their workers at once."""
-        self.queue.touch(self.fleet.expire(self.now_s))
-        self.queue.run_pass(self.now_s)
-        self.queue.expire(self.now_s)
-        self.queue.run_pass(self.now_s)
-        self.queue.check_integrity()
-        assert sum(self.counted("fairway_scheduler_queue_placements").values()) == len(self.queue)
-        self.fleet.check_integrity()
-        found: dict[int, Grant | FairwayError] = {}
-        for _, outcome in self.queue.take_outcomes():
-            assert outcome.placement_id not in found
-            if isinstance(outcome, Granted):
-                grant = found[outcome.placement_id] = outcome.grant
-                index = int(grant.worker_id[1:])
-                self.reserved[index] += grant.kv_blocks
-                self.seen[index].append(grant.sequence)
-            else:
-                assert isinstance(outcome, Refused)
-                found[outcome.placement_id] = outcome.error
-        return found
-
-    def counted(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-        return values(generate_latest(self.metrics.registry).decode(), name)
-
-    def free(self, index: int, blocks: int) -> None:
-        self.reserved[index] -= blocks
-        self.report(index)
 
 
 def test_a_big_one_does_not_hold_small_ones_up_for_ever_nor_is_it_starved() -> None:
@@ -531,107 +408,3 @@ def test_the_gate_refuses_at_once_and_victims_are_refused_from_the_queue() -> No
     found = rig.turn()
     assert all(isinstance(found[number], Overloaded) for number in (99, victim))
     assert gate.present == 0
-
-
-def two_workers() -> Rig:
-    return Rig(10_000, 10_000, order=OrderPolicy(max_bypasses=3))
-
-
-def granted_of_whale(rig: Rig, tenant: str = "whale", priority: Priority = Priority.STANDARD) -> int:
-    """Return how many of 60 placements of 50 blocks, 799 tokens, start in one turn on two empty workers."""
-    asked = [rig.ask(50, tenant=tenant, priority=priority) for _ in range(60)]
-    found = rig.turn()
-    assert all(isinstance(found[number], Grant) for number in found)
-    return sum(number in found for number in asked)
-
-
-def test_a_standing_queue_leaves_prefill_to_those_who_hold_less() -> None:
-    alone = granted_of_whale(two_workers())
-    rig = two_workers()
-    rig.ask(1, tenant="minnow")
-    rig.turn()
-    granted = granted_of_whale(rig)
-    assert 2 <= granted < alone, "each worker computes for it, and no more is queued there"
-    late = [rig.ask(50, tenant=f"late-{number}") for number in range(2)]
-    assert sorted(rig.turn()) == late, "there is room for those who do not give way, at once"
-
-
-def test_those_who_are_passed_for_it_wait_as_for_room() -> None:
-    rig = two_workers()
-    rig.ask(1, tenant="minnow")
-    rig.turn()
-    granted_of_whale(rig)
-    for number in range(4):
-        rig.ask(50, tenant=f"late-{number}")
-    rig.turn()
-    passed = [item for item in rig.queue.waiting_for(DIGEST) if item.bypassed]
-    assert passed, "they are given a worker after so many, as any that is passed"
-    assert {item.tenant for item in passed} == {"whale"}
-
-
-def test_a_higher_class_does_not_give_way_to_a_lower_one() -> None:
-    rig = two_workers()
-    rig.ask(1, tenant="minnow", priority=Priority.BATCH)
-    rig.turn()
-    alone = granted_of_whale(two_workers(), priority=Priority.INTERACTIVE)
-    assert granted_of_whale(rig, priority=Priority.INTERACTIVE) == alone
-    below = two_workers()
-    below.ask(1, tenant="minnow", priority=Priority.INTERACTIVE)
-    below.turn()
-    assert granted_of_whale(below, priority=Priority.BATCH) < alone
-
-
-def full_of(tenant: str, *totals: int) -> Rig:
-    """Return workers of four slots, each taken by the tenant, which would have more."""
-    rig = Rig(*totals, slots=4)
-    for _ in range(4 * len(totals)):
-        rig.ask(1, tenant=tenant)
-    assert len(rig.turn()) == 4 * len(totals)
-    for index in range(len(totals)):
-        rig.report(index, running=4, yields=Priority.STANDARD.rank)
-    for _ in range(20):
-        rig.ask(1, tenant=tenant)
-    assert rig.turn() == {}
-    return rig
-
-
-def test_a_tenant_below_its_share_has_slots_of_the_one_that_holds_all() -> None:
-    rig = full_of("whale", 100, 100)
-    asked = [rig.ask(1, tenant="canary") for _ in range(8)]
-    granted: list[int] = []
-    for _ in range(4):
-        granted += rig.turn()
-        for index in range(2):
-            rig.report(index, running=4, yields=Priority.STANDARD.rank)
-    assert granted == asked[: len(granted)]
-    assert len(granted) == 7, "one more would be more than half of the fifteen that are held"
-    rig.ask(1, tenant="canary")
-    assert rig.turn() == {}, "it has its share"
-
-
-def test_no_slot_is_taken_from_a_higher_class_nor_without_kv() -> None:
-    rig = full_of("whale", 4)
-    rig.ask(1, tenant="canary")
-    assert rig.turn() == {}, "no KV"
-    rig = full_of("whale", 100)
-    low = rig.ask(1, tenant="canary", priority=Priority.BATCH)
-    assert rig.turn() == {}
-    high = rig.ask(1, tenant="canary", priority=Priority.INTERACTIVE)
-    assert list(rig.turn()) == [high]
-    rig.report(0, running=3)
-    assert low not in rig.turn()
-
-
-def test_a_placement_that_was_refused_such_a_slot_waits_for_a_free_one() -> None:
-    rig = full_of("whale", 100)
-    asked = rig.ask(1, tenant="canary")
-    (grant,) = rig.turn().values()
-    assert isinstance(grant, Grant)
-    rig.report(0, running=4, yields=Priority.STANDARD.rank)
-    spec = place_spec(prompt_tokens=BLOCK - 1, arrival_s=rig.now_s, queue_ttl_s=60.0, tenant="canary")
-    rig.number += 1
-    again = replace(spec, request_id=f"req_{asked}")
-    rig.queue.submit(1, rig.number, again, spec.arrival_unix_us, rig.now_s)
-    assert rig.turn() == {}
-    rig.report(0, running=1)
-    assert rig.number in rig.turn(), "one slot is the whale's, who waits for longer"

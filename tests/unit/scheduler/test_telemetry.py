@@ -17,7 +17,7 @@ from services.scheduler.term import Term
 from services.scheduler.term_streams import Cancel, Submit
 from tests.support.metrics import values
 from tests.unit.scheduler.model import DIGEST, SETTINGS, ManualClock, place_spec
-from tests.unit.scheduler.test_flow_queue import Rig
+from tests.unit.scheduler.queue_rig import Rig
 
 OTHER = "sha256:" + "e" * 64
 DEPTH = "fairway_scheduler_queue_placements"

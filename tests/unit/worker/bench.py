@@ -20,6 +20,7 @@ from tests.support.clocks import HandClock
 Kind = TypeVar("Kind", bound=wire.Message)
 DIGEST = "sha256:" + "b" * 64
 EOS = 300
+IDLE_BEAT = wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0)
 
 
 def byte_level_tokenizer() -> Tokenizer:

@@ -14,7 +14,8 @@ from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.worker.fallback import FallbackAdmission, FallbackRules
 from services.worker.report import ReportIdentity, take_snapshot
 from tests.unit.worker.bench import DIGEST, Bench
-from tests.unit.worker.test_sequences import A, Reader
+from tests.unit.worker.reader import Reader
+from tests.unit.worker.test_sequences import A
 
 AFTER_S = 1.5
 

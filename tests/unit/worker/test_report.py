@@ -19,7 +19,8 @@ from services.worker.report import ReportIdentity, take_snapshot
 from services.worker.sequences import CHARGE_S
 from services.worker.tally import Tally
 from tests.unit.worker.bench import DIGEST, Bench
-from tests.unit.worker.test_sequences import A, B, Reader
+from tests.unit.worker.reader import Reader
+from tests.unit.worker.test_sequences import A, B
 
 WHO = ReportIdentity("w1", "a:1", "z", "nvidia-h100", 2.5)
 

@@ -166,6 +166,21 @@ def test_tokens_on_their_way_from_a_sequence_that_yielded_are_delivered(bench: B
     assert reader.ends[yielded.handle].reason is FinishReason.STOP
 
 
+def test_credit_that_ends_while_a_sequence_waits_to_return_parks_it(bench: Bench) -> None:
+    """The engine makes one token more after ``Park``: it may be the last that the reader gave credit for."""
+    reader = roomy(bench)
+    for _ in range(SLOTS):
+        reader.start("whale", credit=2)
+    run(bench, reader)
+    canary = reader.start("canary")
+    yielded = next(each for each in bench.table.sequences() if each.slot is SlotState.RETURNING)
+    bench.stepped({yielded.number: A})
+    reader.stream.cancel([canary])
+    assert yielded.slot is SlotState.PARKED, "it would hold a slot and compute nothing"
+    assert yielded.blocked_since_s is not None
+    bench.host.check_integrity()
+
+
 def test_too_many_without_a_slot_end_the_longest_of_the_tenant_with_most(bench: Bench) -> None:
     reader = roomy(bench)
     quiet = reader.start("quiet", credit=1)
@@ -183,7 +198,7 @@ def test_too_many_without_a_slot_end_the_longest_of_the_tenant_with_most(bench: 
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(("start", "start", "step", "credit", "cancel", "finish")),
+        st.sampled_from(("start", "start", "step", "late", "credit", "cancel", "finish")),
         st.integers(0, 30),
         st.sampled_from((0, 1, 2, 50)),
     ),
@@ -208,6 +223,9 @@ def test_whatever_happens_everybody_ends(
             reader.start(f"t{number % 3}", credit=credit, blocks=number % 4, priority=rank)
         elif kind == "step":
             run(bench, reader)
+        elif chosen is not None and kind == "late":  # a token that was under way when it yielded
+            if chosen.slot is SlotState.RETURNING and chosen.first_token_s is not None:
+                bench.stepped({chosen.number: A})
         elif chosen is not None and kind == "credit":
             reader.stream.credit([chosen.handle], [credit])
         elif chosen is not None and kind == "cancel":

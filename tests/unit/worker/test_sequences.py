@@ -12,63 +12,16 @@ from hypothesis import strategies as st
 
 from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
-from services.core.generation import FinishReason, NotAdmittedReason, SequenceEnd
-from services.ports.worker_stream import StepFrame
+from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
 from services.worker.outbox import MAX_FRAME_TOKENS
-from services.worker.policy.engine_silence import HAND_BACK_S, HAND_BACK_STEPS, STALL_S
 from services.worker.report import ReportIdentity, take_snapshot
-from tests.unit.worker.bench import Bench
+from tests.unit.worker.bench import IDLE_BEAT, Bench
+from tests.unit.worker.reader import Reader
 
 A, B, C = 0x61, 0x62, 0x63
 EOS = 300
 WHO = ReportIdentity("w1", "a:1", "z")
-IDLE_BEAT = wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0)
-
-
-class Reader:
-    """What one gateway heard, by handle."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.wakes = 0
-        self.stream = bench.host.open(self._wake)
-        self.accepted: list[int] = []
-        self.refused: dict[int, NotAdmittedReason] = {}
-        self.ids: dict[int, list[int]] = {}
-        self.text: dict[int, str] = {}
-        self.ends: dict[int, SequenceEnd] = {}
-
-    def _wake(self) -> None:
-        self.wakes += 1
-
-    def take(self) -> StepFrame:
-        frame = self.stream.take()
-        assert frame is not None
-        return frame
-
-    def read(self) -> list[StepFrame]:
-        frames = []
-        while (frame := self.stream.take()) is not None:
-            frames.append(frame)
-            self.accepted += frame.accepted
-            self.refused.update(frame.not_admitted)
-            at = 0
-            for handle, offset, count, text in zip(
-                frame.handles, frame.offsets, frame.counts, frame.texts, strict=True
-            ):
-                assert handle in self.accepted
-                assert handle not in self.ends, "tokens after the last word"
-                ids = self.ids.setdefault(handle, [])
-                assert offset == len(ids)
-                ids += frame.ids[at : at + count]
-                at += count
-                self.text[handle] = self.text.get(handle, "") + text
-            assert at == len(frame.ids)
-            for handle, end in frame.finished:
-                assert handle not in self.ends
-                self.ends[handle] = end
-        self.wakes = 0
-        return frames
 
 
 @pytest.fixture
@@ -546,65 +499,3 @@ def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], d
     assert (bench.table.kv.blocks, len(bench.table), bench.table.prefills.queued_tokens) == (0, 0, 0)
     snapshot = take_snapshot(bench.host, WHO, whole=False)
     assert charged + sum(use.output for use in snapshot.tenants) == bench.tokens, "each token is charged once"
-
-
-def test_a_silent_engine_gets_no_new_work_until_it_speaks(bench: Bench) -> None:
-    reader = Reader(bench)
-    reader.stream.start(1, bench.spec())
-    bench.clock.now_s += STALL_S + 0.1
-    bench.host.sweep(bench.clock.now_s)
-    assert not take_snapshot(bench.host, WHO, whole=True).pools[0].ready
-    changes = bench.changes
-    reader.stream.start(2, bench.spec())
-    reader.read()
-    assert reader.accepted == [1]
-    assert reader.refused == {2: NotAdmittedReason.NOT_READY}
-    bench.table.on_heartbeat(IDLE_BEAT)
-    assert bench.changes > changes, "nobody was told that it takes work again"
-    assert take_snapshot(bench.host, WHO, whole=True).pools[0].ready
-    reader.stream.start(3, bench.spec())
-    reader.read()
-    assert reader.accepted == [1, 3]
-
-
-def test_an_engine_silent_for_long_gives_its_sequences_back(bench: Bench) -> None:
-    reader = Reader(bench)
-    reader.stream.start(1, bench.spec())
-    bench.stepped({1: A})
-    reader.read()
-    bench.clock.now_s += HAND_BACK_S + 0.1
-    bench.host.sweep(bench.clock.now_s)
-    reader.read()
-    assert reader.ends[1].reason is FinishReason.ENGINE_LOST
-    assert bench.table.kv.blocks == 0
-    assert bench.commands(wire.Cancel)[-1].handles == [1]
-    bench.stepped({1: B})  # the step that it was stopped in
-    assert reader.read() == []
-    reader.stream.start(2, bench.spec())
-    reader.read()
-    assert reader.accepted == [1, 2]
-
-
-def test_a_process_that_stood_still_itself_blames_no_engine(bench: Bench) -> None:
-    reader = Reader(bench)
-    reader.stream.start(1, bench.spec())
-    bench.clock.now_s += 10 * HAND_BACK_S
-    bench.host.forgive_silence()
-    bench.host.sweep(bench.clock.now_s)
-    reader.read()
-    assert reader.ends == {}
-    assert take_snapshot(bench.host, WHO, whole=True).pools[0].ready
-
-
-def test_an_engine_with_long_steps_has_more_time(bench: Bench) -> None:
-    reader = Reader(bench)
-    reader.stream.start(1, bench.spec())
-    bench.stepped({1: A}, step_s=2.0)
-    bench.clock.now_s += HAND_BACK_S + 0.1
-    bench.host.sweep(bench.clock.now_s)
-    reader.read()
-    assert reader.ends == {}
-    bench.clock.now_s += HAND_BACK_STEPS * 2.0
-    bench.host.sweep(bench.clock.now_s)
-    reader.read()
-    assert reader.ends[1].reason is FinishReason.ENGINE_LOST

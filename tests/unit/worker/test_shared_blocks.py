@@ -15,8 +15,9 @@ from services.worker.shared_blocks import SharedBlocks
 from services.worker.telemetry import WorkerTelemetry
 from tests.support.metrics import values
 from tests.unit.worker.bench import Bench
+from tests.unit.worker.reader import Reader
 from tests.unit.worker.test_report import report, step
-from tests.unit.worker.test_sequences import A, Reader
+from tests.unit.worker.test_sequences import A
 
 
 @pytest.fixture

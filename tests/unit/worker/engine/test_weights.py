@@ -237,3 +237,13 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
         pytest.raises(BadCheckpoint, match=f"{NORM} holds values"),
     ):
         checkpoint.tensor(NORM, dtype=dtype)
+
+
+def test_finite_weights_whose_logits_overflow_do_not_load(save_model: Any, load_engine: Any) -> None:
+    """A damaged exponent leaves a number: the first answers find it, and these are the warm-up's."""
+    _, folder = save_model("Llama", tie_word_embeddings=False)
+    content = load_file(folder / SINGLE)
+    content["lm_head.weight"] = torch.full_like(content["lm_head.weight"], 3e38)
+    save_file(content, folder / SINGLE)
+    with pytest.raises(BadCheckpoint, match="not finite in the warm-up"):
+        load_engine(folder)
