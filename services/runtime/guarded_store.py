@@ -14,6 +14,7 @@ then name nothing in the restored store: watches list again, leases and leaders 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -282,5 +283,8 @@ def _read(path: Path | None) -> str:
 
 def _write(path: Path, generation: str) -> None:
     staged = path.with_suffix(".part")
-    staged.write_text(generation + "\n", encoding="ascii")
+    with staged.open("w", encoding="ascii") as stream:
+        stream.write(generation + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())  # an empty file after a loss of power would be no generation at all
     staged.replace(path)
