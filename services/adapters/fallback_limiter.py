@@ -10,7 +10,13 @@ from typing import Final
 import structlog
 
 from services.adapters.settlement_spool import SettlementSpool
-from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
+from services.core.errors import (
+    ConcurrencyExceeded,
+    FailedPrecondition,
+    ShareExceeded,
+    StoreUnavailable,
+    Unavailable,
+)
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Limits, Reservation
@@ -70,7 +76,7 @@ class FallbackLimiter:
             ) from error
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        self._require_room()
+        self._require_room(tenant_id)
         try:
             return await self._admit_shared(tenant_id, request_id, limits)
         except StoreUnavailable as error:
@@ -152,8 +158,14 @@ class FallbackLimiter:
         if self._spool is not None:
             self._spool.add(reservation, usage)
 
-    def _require_room(self) -> None:
-        """Raises Unavailable when the settlement of one request more could not wait."""
+    def _require_room(self, tenant_id: str) -> None:
+        """Raises ShareExceeded or Unavailable when the settlement of one request more could not wait."""
+        if self._spool is not None and self._unsettled and self._spool.is_share_full(tenant_id):
+            raise ShareExceeded(
+                "usage of this tenant fills half of what may wait for the quota store; send it later, or to "
+                "another gateway",
+                retry_after_s=_FULL_RETRY_S,
+            )
         problem = self._spool.problem if self._spool is not None and self._unsettled else ""
         if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
             problem = "as many settlements wait as may"

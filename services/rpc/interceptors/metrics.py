@@ -34,7 +34,7 @@ class RpcMetrics:
         self.running: dict[str, int] = {}
         self.connections_shut = metrics.counter(
             "fairway_rpc_connections_shut_total",
-            "Connections without a known caller that were ended: surplus, or with answers unread",
+            "Connections ended: surplus without a known caller, beyond a source's share, or with answers unread",
             ("reason",),
         )
         metrics.gauge(
