@@ -13,7 +13,6 @@ from services.adapters.settlement_spool import SettlementSpool
 from services.core.errors import (
     ConcurrencyExceeded,
     FailedPrecondition,
-    ShareExceeded,
     StoreUnavailable,
     Unavailable,
 )
@@ -159,16 +158,19 @@ class FallbackLimiter:
             self._spool.add(reservation, usage)
 
     def _require_room(self, tenant_id: str) -> None:
-        """Raises ShareExceeded or Unavailable when the settlement of one request more could not wait."""
-        if self._spool is not None and self._unsettled and self._spool.is_share_full(tenant_id):
-            raise ShareExceeded(
-                "usage of this tenant fills half of what may wait for the quota store; send it later, or to "
-                "another gateway",
-                retry_after_s=_FULL_RETRY_S,
-            )
+        """Raises Unavailable when the settlement of one request more could not wait."""
         problem = self._spool.problem if self._spool is not None and self._unsettled else ""
         if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
             problem = "as many settlements wait as may"
+        if (
+            not problem
+            and self._unsettled
+            and self._spool is not None
+            and self._spool.is_share_full(tenant_id)
+        ):
+            problem = (
+                "this tenant's settlements are half of what may wait; send it later, or to another gateway"
+            )
         if problem:
             raise Unavailable(
                 f"usage cannot be recorded while the quota store is away: {problem}",

@@ -162,8 +162,8 @@ class MuxedPlacement:
         tenant_id, most = spec.tenant_id, share_of(self._settings.max_pending)
         if self._of_tenant[tenant_id] >= most:
             raise ShareExceeded(
-                f"{most} placements of this tenant are pending at this gateway, the most that may; wait until "
-                "some have begun, or send it to another gateway",
+                f"{most} placements of this tenant are pending at this gateway, the most that may; "
+                "wait until some have begun, or send it to another gateway",
                 retry_after_s=1.0,
                 limit=most,
             )

@@ -1,8 +1,8 @@
 """Whose fault each error reason is: the one table that metrics, alerts and docs/errors.md are made from.
 
-``ours``: the platform did not do what it offers; it counts against availability. ``client``: the caller has to
-change what it sends, or how much; a tenant's limits are of this kind. ``none``: nobody's, such as a request
-that its client cancelled.
+``ours``: the platform did not do what it offers; it counts against availability. ``client``: the caller has
+to change what it sends, or how much; a tenant's limits are of this kind. ``none``: nobody's, such as a
+request that its client cancelled.
 
 A reason that several causes share has the fault of the platform if any of them is: an outage must not pass
 for a client's mistake. A test fails when a reason of the error tree is not in the table.

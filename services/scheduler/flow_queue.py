@@ -430,10 +430,11 @@ class FlowQueue:
         if refusal is not None and self._dirty:
             self.run_pass(now_s)
             refusal = self._over_limit(item.spec, item.size_bytes, now_s)
-        # What is too much of one tenant is not made room for by what others have waiting.
-        crowded = isinstance(refusal, QueueFull)
-        if crowded and (found := self._gate.displaced(item.spec, now_s)) is not None:
-            self.evict(*found, now_s)
+        # For what is too much of one tenant only something of the same tenant goes.
+        own = isinstance(refusal, ShareExceeded)
+        if refusal is not None and (found := self._gate.displaced(item.spec, now_s, own=own)) is not None:
+            victim, error = found
+            self.evict(victim, refusal if own else error, now_s)
             refusal = self._over_limit(item.spec, item.size_bytes, now_s)
         return refusal
 

@@ -224,8 +224,8 @@ class TextProcesses:
         all_bytes = sum(waiting for _, waiting in self._pending.values())
         if all_texts >= MAX_PENDING or (size and all_bytes + size_bytes > MAX_PENDING_BYTES):
             raise Unavailable(
-                f"{all_texts} texts of {all_bytes} bytes wait to be tokenised at this gateway; send it later, or "
-                "to another gateway",
+                f"{all_texts} texts of {all_bytes} bytes wait to be tokenised here; send it later, or to "
+                "another gateway",
                 retry_after_s=1.0,
             )
 
@@ -398,8 +398,8 @@ def _fail(job: _Job, error: FairwayError) -> None:
 
 def _share_full(what: str, most: int) -> ShareExceeded:
     return ShareExceeded(
-        f"{what} of this tenant wait to be tokenised at this gateway, and at most {most} may; wait until some "
-        "are read",
+        f"{what} of this tenant wait to be tokenised at this gateway, and at most {most} may; wait until "
+        "some are read",
         retry_after_s=1.0,
         limit=most,
     )
