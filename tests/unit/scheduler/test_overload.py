@@ -215,7 +215,7 @@ def test_what_has_begun_is_never_shed() -> None:
 def test_a_full_queue_gives_up_the_lowest_first() -> None:
     plant = Plant(1, settings=TermSettings(queue=QueueLimits(max_per_pool=10)))
     plant.run(1)
-    batch = [plant.ask(Priority.BATCH, tenant=tenant) for tenant in "ab" for _ in range(9)]
+    batch = [plant.ask(Priority.BATCH, tenant=tenant) for tenant in "abd" for _ in range(9)]
     plant.run(TICK_S)
     batch = [one for one in batch if one.error is None]
     high = plant.ask(Priority.INTERACTIVE, tenant="c")
