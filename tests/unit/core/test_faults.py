@@ -15,7 +15,8 @@ def test_every_reason_of_the_error_tree_is_classed_and_no_other() -> None:
     for module in pkgutil.walk_packages(services.__path__, "services."):
         if not module.name.startswith(("services.worker.engine.", "services.__main__")):
             importlib.import_module(module.name)
-    reasons = {kind.reason for kind in (FairwayError, *kinds()) if kind.__module__.startswith("services.")}
+    every: list[type[FairwayError]] = [FairwayError, *kinds()]
+    reasons = {kind.reason for kind in every if kind.__module__.startswith("services.")}
     assert reasons == set(ERRORS) - {FINISHED}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 import pytest
 import yaml
@@ -127,7 +127,7 @@ async def test_the_first_damaged_bytes_page() -> None:
     """The series is there before anything happens: a counter that appears with 1 has grown by nothing."""
 
     class Damaged(MemoryBlobs):
-        async def get(self, digest: str, offset_bytes: int = 0) -> AsyncIterator[bytes]:  # type: ignore[override]
+        async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
             raise IntegrityError("flipped")
             yield b""
 

@@ -299,7 +299,7 @@ def test_bounds_of_pool_and_tenant_refuse_with_a_time_to_come_back() -> None:
         assert isinstance(found[number], ShareExceeded)
         assert "of this tenant wait already, and at most 2 may; wait until" in str(found[number])
     assert isinstance(found[third], QueueFull)
-    assert all(error.retry_after_s for error in found.values())
+    assert all(isinstance(error, FairwayError) and error.retry_after_s for error in found.values())
 
 
 def test_a_share_follows_from_what_all_may_have_waiting() -> None:
