@@ -22,6 +22,7 @@ _RETRIED: Final = frozenset(
         "NO_WORKER_AVAILABLE",
         "QUEUE_FULL",
         "QUEUE_TIMEOUT",
+        "SHARE_EXCEEDED",
         "STORE_UNAVAILABLE",
         "STREAM_BROKEN",
     )
@@ -42,6 +43,7 @@ _BLAME: Final = {
     "DRAINING": Blame.GATEWAY,
     "NO_LEADER": Blame.CALL,
     "QUEUE_FULL": Blame.CALL,
+    "SHARE_EXCEEDED": Blame.CALL,
     "STORE_UNAVAILABLE": Blame.CALL,
     "STREAM_BROKEN": Blame.CALL,
     "UNAVAILABLE": Blame.CALL,

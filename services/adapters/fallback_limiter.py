@@ -10,7 +10,12 @@ from typing import Final
 import structlog
 
 from services.adapters.settlement_spool import SettlementSpool
-from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
+from services.core.errors import (
+    ConcurrencyExceeded,
+    FailedPrecondition,
+    StoreUnavailable,
+    Unavailable,
+)
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Limits, Reservation
@@ -78,7 +83,7 @@ class FallbackLimiter:
             self._waiting.set()
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        self._require_room()
+        self._require_room(tenant_id)
         try:
             return await self._admit_shared(tenant_id, request_id, limits)
         except StoreUnavailable as error:
@@ -174,11 +179,20 @@ class FallbackLimiter:
         if self._spool is not None:
             self._spool.add(reservation, usage)
 
-    def _require_room(self) -> None:
+    def _require_room(self, tenant_id: str) -> None:
         """Raises Unavailable when the settlement of one request more could not wait."""
         problem = self._spool.problem if self._spool is not None and self._unsettled else ""
         if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
             problem = "as many settlements wait as may"
+        if (
+            not problem
+            and self._unsettled
+            and self._spool is not None
+            and self._spool.is_share_full(tenant_id)
+        ):
+            problem = (
+                "this tenant's settlements are half of what may wait; send it later, or to another gateway"
+            )
         if problem:
             raise Unavailable(
                 f"usage cannot be recorded while the quota store is away: {problem}",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,9 +28,10 @@ import structlog
 
 from services.adapters.leader_links import LeaderLink, LeaderLinks, keep_linked
 from services.core.backoff import Backoff
-from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout
+from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
+from services.core.shares import share_of
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
 from services.runtime.supervisor import Supervisor
@@ -94,6 +96,7 @@ class MuxedPlacement:
         self._rng = rng
         self._settings = settings if settings is not None else PlacementSettings()
         self._pending: dict[int, _Pending] = {}
+        self._of_tenant: Counter[str] = Counter()
         self._unsent: dict[int, None] = {}
         self._cancelled: list[int] = []
         self._granted: dict[tuple[str, int, int], tuple[int, float]] = {}
@@ -156,6 +159,14 @@ class MuxedPlacement:
         self.start()
         if not self._pending and (grant := self._place_alone(spec, self._clock.monotonic_s())) is not None:
             return grant
+        tenant_id, most = spec.tenant_id, share_of(self._settings.max_pending)
+        if self._of_tenant[tenant_id] >= most:
+            raise ShareExceeded(
+                f"{most} placements of this tenant are pending at this gateway, the most that may; "
+                "wait until some have begun, or send it to another gateway",
+                retry_after_s=1.0,
+                limit=most,
+            )
         if len(self._pending) >= self._settings.max_pending:
             raise QueueFull(f"{len(self._pending)} placements are pending here", retry_after_s=1.0)
         self._numbers += 1
@@ -166,6 +177,7 @@ class MuxedPlacement:
             self._clock.monotonic_s() + spec.queue_ttl_s,
         )
         self._pending[number] = pending
+        self._of_tenant[tenant_id] += 1
         self._unsent[number] = None
         self._woken.set()
         try:
@@ -174,7 +186,10 @@ class MuxedPlacement:
             self._return_crossed(pending)
             raise
         finally:
-            self._pending.pop(number, None)
+            del self._pending[number]
+            self._of_tenant[tenant_id] -= 1
+            if not self._of_tenant[tenant_id]:
+                del self._of_tenant[tenant_id]
             if self._unsent.pop(number, _SENT) is _SENT and not pending.future.done():
                 self._withdraw(number)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,7 @@ import structlog
 
 from services.adapters.threads import in_thread
 from services.core.generation import Usage
+from services.core.shares import share_of
 from services.ports.limiter import Reservation
 
 log = structlog.get_logger()
@@ -40,6 +42,7 @@ class SettlementSpool:
         self._path = folder / _FILE
         self._max_bytes = max_bytes
         self._stored_bytes = 0
+        self._of_tenant: Counter[str] = Counter()  # bytes of what waits, sent ones until the next ``rewrite``
         self._added: list[bytes] = []
         self._added_bytes = 0
         self._writing: asyncio.Future[int] | None = None
@@ -73,11 +76,16 @@ class SettlementSpool:
         if self._lock < 0:
             self._lock = await in_thread(_own, self._path.parent)
         found, self._stored_bytes = await in_thread(_load, self._path)
+        self._counted(found)
         return found
+
+    def is_share_full(self, tenant_id: str) -> bool:
+        """Whether the tenant's settlements are half of what may wait, so that it adds no more."""
+        return self._of_tenant[tenant_id] >= share_of(self._max_bytes)
 
     def add(self, reservation: Reservation, usage: Usage) -> None:
         """The settlement is on disk soon."""
-        self._put([_line(reservation, usage)])
+        self._put(self._counted([(reservation, usage)]))
         self._write()
 
     def rewrite(self, pending: Iterable[Settlement]) -> None:
@@ -85,7 +93,8 @@ class SettlementSpool:
         self._stale = self._writing is not None
         if not self._stale and self.size_bytes:
             self._take()
-            self._begin([_line(*each) for each in pending], anew=True)
+            self._of_tenant.clear()
+            self._begin(self._counted(pending), anew=True)
 
     async def close(self) -> None:
         """Return once what was added is written, or was refused."""
@@ -95,6 +104,14 @@ class SettlementSpool:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _counted(self, settlements: Iterable[Settlement]) -> list[bytes]:
+        """Return their lines, which count as their tenants' from now on."""
+        lines = []
+        for reservation, usage in settlements:
+            lines.append(_line(reservation, usage))
+            self._of_tenant[reservation.tenant_id] += len(lines[-1])
+        return lines
 
     def _put(self, lines: list[bytes]) -> None:
         self._added += lines

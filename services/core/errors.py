@@ -8,7 +8,7 @@
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
     ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded, IdempotencyKeysExceeded,
-    │                           OverCommitment
+    │                           OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
     │                           DeadlineUnmeetable, VersionFailing, TicketExpired
@@ -142,6 +142,12 @@ class OverCommitment(OverQuota):
     """The model is overloaded, and the tenant uses more than what was promised to it."""
 
     reason = "OVER_COMMITMENT"
+
+
+class ShareExceeded(OverQuota):
+    """The caller holds its share of something bounded that all callers use: others still find room."""
+
+    reason = "SHARE_EXCEEDED"
 
 
 class Unavailable(FairwayError):

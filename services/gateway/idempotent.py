@@ -13,6 +13,7 @@ import structlog
 
 from fairway.v1 import inference_pb2
 from services.core.errors import ConcurrencyExceeded, FairwayError
+from services.core.shares import share_of
 from services.gateway.audience import copy_of
 from services.gateway.events import Received, RequestSink
 from services.gateway.follower import Follower
@@ -50,6 +51,9 @@ class Idempotent:
     @property
     def followers(self) -> int:
         return len(self._followers)
+
+    def followers_of(self, tenant_id: str) -> int:
+        return self._per_tenant[tenant_id]
 
     @property
     def busy(self) -> int:
@@ -126,6 +130,7 @@ class Idempotent:
     def _bound_memory(self) -> None:
         """Give credit, and keep outputs no longer whole that are too large, the largest first."""
         limits, total = self._ports.limits, 0
+        of_tenant: Counter[str] = Counter()
         sized = sorted(
             ((run.audience.log.size_bytes, number, run) for number, run in enumerate(self._runs.values())),
             key=lambda found: found[0],
@@ -133,7 +138,10 @@ class Idempotent:
         for size, _, run in sized:
             run.tend()
             total += size
-            if run.audience.whole and (size > limits.max_log_bytes or total > limits.max_logs_bytes):
+            of_tenant[run.key.tenant_id] += size
+            crowded = total > limits.max_logs_bytes
+            crowded |= of_tenant[run.key.tenant_id] > share_of(limits.max_logs_bytes)
+            if run.audience.whole and (size > limits.max_log_bytes or crowded):
                 log.warning("idempotency.output_not_kept", record=run.key.digest[:12], size_bytes=size)
                 run.outgrow()
 

@@ -16,6 +16,7 @@ from services.core.errors import (
     FairwayError,
     QueueFull,
     RequestRateExceeded,
+    ShareExceeded,
     StoreUnavailable,
     UnsupportedFeature,
 )
@@ -112,7 +113,7 @@ class GatewayService:
 
         With an idempotency key, it is the request of that key that its sink hears, begun or joined.
         ``client_window``: how many tokens of each choice the client takes before it allows more; None: it
-        does not say. Raises Draining and QueueFull at once.
+        does not say. Raises Draining, ShareExceeded and QueueFull at once.
         """
         refusal = self._not_now(principal.tenant_id)
         if refusal is not None:
@@ -331,16 +332,19 @@ class GatewayService:
         """Why no request of the tenant can be taken, None when one can."""
         if self._draining:
             return Draining("this gateway is shutting down; send it to another", retry_after_s=1.0)
+        most = self._limits.max_tenant_requests
+        mine = self._per_tenant[tenant_id] + (self._keyed.followers_of(tenant_id) if self._keyed else 0)
+        if mine >= most:
+            return ShareExceeded(
+                f"this gateway runs {mine} requests of this tenant, and at most {most} of one tenant; "
+                "wait until some have ended, or send it to another gateway",
+                retry_after_s=1.0,
+                limit=most,
+            )
         running = len(self._requests) + (self._keyed.followers if self._keyed is not None else 0)
         if running >= self._limits.max_requests:
             return QueueFull(
                 f"this gateway runs {running} requests, its most; send it later or elsewhere",
-                retry_after_s=1.0,
-            )
-        most = self._limits.max_tenant_requests
-        if self._per_tenant[tenant_id] >= most:
-            return QueueFull(
-                f"this gateway runs {most} requests of this tenant, its most; send it later or elsewhere",
                 retry_after_s=1.0,
             )
         return None

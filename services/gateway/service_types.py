@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from services.core.errors import FairwayError
+from services.core.shares import share_of
 from services.gateway.keyed_types import KeyedLimits
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
@@ -23,15 +24,13 @@ from services.runtime.supervisor import Supervisor
 class GatewayLimits:
     """Bounds of one gateway process. Times in seconds, windows in tokens.
 
-    ``max_tenant_requests``: of one tenant, so that others find room. ``max_tenant_counts``: calls of one
-    tenant that count tokens at once.
+    ``max_tenant_counts``: calls of one tenant that count tokens at once.
 
     ``placed_prefix_blocks``: leading blocks of a prompt that a placement names; 0 places without regard to
     what is cached.
     """
 
     max_requests: int = 4096
-    max_tenant_requests: int = 3072
     max_tenant_counts: int = 16
     queue_ttl_s: float = 30.0
     heartbeat_s: float = 5.0
@@ -42,6 +41,11 @@ class GatewayLimits:
     placed_prefix_blocks: int = 1024
     keyed: KeyedLimits = field(default_factory=KeyedLimits)
     degrade: DegradeLevels = field(default_factory=DegradeLevels)
+
+    @property
+    def max_tenant_requests(self) -> int:
+        """Requests of one tenant, and clients of its idempotency keys: half, so that others find room."""
+        return share_of(self.max_requests)
 
 
 @dataclass(frozen=True, slots=True)

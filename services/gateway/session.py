@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.errors import FairwayError, InvalidInput, QueueFull
+from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
 from services.core.generation import Principal, TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.messages import accepted_message, finished_message
@@ -123,8 +123,11 @@ class MuxedSession:
         try:
             bounds.check(start, "start.")
             if len(self.streams) >= MAX_STREAMS:
-                raise QueueFull(
-                    f"a session runs at most {MAX_STREAMS} generations at once", retry_after_s=1.0
+                raise ConcurrencyExceeded(
+                    f"a session runs at most {MAX_STREAMS} generations at once; wait for one to end, "
+                    "or open another session",
+                    retry_after_s=1.0,
+                    limit=MAX_STREAMS,
                 )
             self.streams[start.stream_id] = stream
             stream.request = self._service.submit(

@@ -11,7 +11,9 @@ from typing import Final
 
 import structlog
 
+from services.core import faults
 from services.core.errors import FairwayError
+from services.core.faults import fault_of
 from services.core.generation import StageClock
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
@@ -49,8 +51,8 @@ class GatewayTelemetry:
         self._lines = lines
         self._requests = metrics.counter(
             "fairway_gateway_requests_total",
-            "Requests that ended, by how; reason is FINISHED or one of the error tree",
-            ("face", "outcome", "reason"),
+            "Requests that ended, by how; reason is FINISHED or one of the error tree; fault: whose it is",
+            ("face", "outcome", "reason", "fault"),
         )
         self._by_tenant = metrics.counter(
             "fairway_gateway_tenant_requests_total",
@@ -120,7 +122,7 @@ class GatewayTelemetry:
     def refused(self, received: Received, error: FairwayError) -> None:
         """Note a request that was not begun at all."""
         error.metadata.setdefault("request_id", received.request_id)
-        self._requests.add(received.face, FAILED, error.reason)
+        self._requests.add(received.face, FAILED, error.reason, fault_of(error.reason))
 
     def admission(self, outcome: str) -> None:
         self._admissions.add(outcome)
@@ -136,7 +138,7 @@ class GatewayTelemetry:
 
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
-        self._requests.add(request.received.face, outcome, reason)
+        self._requests.add(request.received.face, outcome, reason, fault_of(reason))
         total_us = 0
         for name, cell in self._stages.items():
             stage_us: int = getattr(clock, name)
@@ -211,7 +213,7 @@ class RequestTelemetry:
     def finished(self, finished: Finished) -> None:
         usage = finished.usage
         self.tokens = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
-        self._end(FINISHED, "FINISHED", finished.clock, finished.resumes)
+        self._end(FINISHED, faults.FINISHED, finished.clock, finished.resumes)
 
     def failed(self, error: FairwayError, clock: StageClock, tokens: tuple[int, int, int]) -> None:
         """``tokens``: prompt, cached, output so far."""

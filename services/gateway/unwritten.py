@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 import structlog
 
 from services.core.errors import StoreUnavailable
+from services.core.shares import share_of
 from services.gateway.keyed_run import KeyedRun
 from services.gateway.keyed_telemetry import EndingOutcome
 from services.gateway.keyed_types import KeyedPorts
@@ -23,21 +24,27 @@ _AT_ONCE: Final = 8
 
 
 class UnwrittenEndings:
-    """Kept until the store takes them, and replayed from memory; beyond the bound, the oldest are dropped."""
+    """Kept until the store takes them, and replayed from memory; beyond the bound, the oldest are
+    dropped. A tenant with more than half of the bound loses its own oldest."""
 
     def __init__(self, ports: KeyedPorts, gone: Callable[[KeyedRun], None]) -> None:
         """``gone`` hears of each run that is kept no more."""
         self._ports = ports
         self._gone = gone
         self._runs: OrderedDict[KeyedRun, None] = OrderedDict()
+        self._of_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._runs)
 
     def keep(self, run: KeyedRun) -> None:
+        tenant_id = run.key.tenant_id
         self._runs[run] = None
-        if len(self._runs) > MAX_UNWRITTEN:
-            dropped, _ = self._runs.popitem(last=False)
+        self._of_tenant[tenant_id] += 1
+        crowded = self._of_tenant[tenant_id] > share_of(MAX_UNWRITTEN)
+        if crowded or len(self._runs) > MAX_UNWRITTEN:
+            dropped = next(each for each in self._runs if not crowded or each.key.tenant_id == tenant_id)
+            self._remove(dropped)
             self._ports.telemetry.ending(EndingOutcome.DROPPED)
             log.error("idempotency.end_dropped", record=dropped.key.digest[:12])
             self._gone(dropped)
@@ -66,12 +73,21 @@ class UnwrittenEndings:
                 self._runs.move_to_end(run)
             return False
         if run in self._runs:  # not dropped meanwhile, nor written by another call of ``write``
-            del self._runs[run]
+            self._remove(run)
             fenced = written is Written.FENCED
             self._ports.telemetry.ending(EndingOutcome.FENCED if fenced else EndingOutcome.WRITTEN)
             self._gone(run)
         return True
 
+    def _remove(self, run: KeyedRun) -> None:
+        del self._runs[run]
+        self._of_tenant[run.key.tenant_id] -= 1
+        if not self._of_tenant[run.key.tenant_id]:
+            del self._of_tenant[run.key.tenant_id]
+
     def check_integrity(self) -> None:
+        assert self._of_tenant == Counter(run.key.tenant_id for run in self._runs), (
+            "tenants are counted wrongly"
+        )
         assert len(self._runs) <= MAX_UNWRITTEN, "more endings are kept than the bound allows"
         assert all(run.unwritten is not None for run in self._runs), "a kept run has nothing to write"

@@ -1,4 +1,4 @@
-"""Bounds on a port's connections that carry nothing of a known caller, by their source and in all.
+"""Bounds on a port's connections by their source, and in all for those that carry nothing of a known caller.
 
 grpc bounds the connections of a whole port, and offers neither a bound for a source nor a way to close one
 connection. So this process inspects its own sockets: the oldest connections of the source that has most are
@@ -13,16 +13,18 @@ import ipaddress
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Final
 
 import structlog
 
+from services.core.shares import share_of
 from services.ports.clock import Clock
 from services.runtime import connections
 
 log = structlog.get_logger()
 
+MAX_CONNECTIONS: Final = 8192  # of a port; the process may have descriptors for less
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
 KNOWN_FOR_S: Final = 60.0
@@ -38,9 +40,15 @@ class Connections:
     A connection is named as ``context.peer()`` names it.
     """
 
-    def __init__(self, count: Callable[[str], None] = lambda reason: None) -> None:
-        """``count`` is called with the reason, surplus or unread, of each connection that is ended."""
+    def __init__(
+        self, count: Callable[[str], None] = lambda reason: None, *, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
+        """``count`` is called with the reason, surplus, share or unread, of each connection that is ended.
+
+        ``max_connections``: as many as the port takes; one source has at most its share of them.
+        """
         self._count = count
+        self._share = share_of(max_connections)
         self._running: dict[str, int] = {}
         self._known_until_s: dict[str, float] = {}
         self._condemned: set[str] = set()
@@ -87,23 +95,35 @@ class Connections:
             del self._known_until_s[peer]
         known = self._running.keys() | self._known_until_s.keys()
         descriptors = await asyncio.to_thread(os.listdir, _DESCRIPTORS)
-        if not self._condemned and len(descriptors) - len(known) <= self._calm:
+        quiet = len(descriptors) - len(known) <= self._calm and len(descriptors) <= self._share
+        if quiet and not self._condemned:
             return
         found = await asyncio.to_thread(connected, port, descriptors)
         condemned, self._condemned = self._condemned & found.keys() - known, set()
         seen_s, self._since_s = self._since_s, {}
-        for peer in found.keys() - known:
+        for peer in found:
             self._since_s[peer] = seen_s.get(peer, now_s)
         # One that was not there at the last look may be about to identify itself.
-        settled = {peer: since_s for peer, since_s in self._since_s.items() if since_s < now_s}
+        settled = {
+            peer: since_s for peer, since_s in self._since_s.items() if since_s < now_s and peer not in known
+        }
         surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS) - condemned
+        staying = {peer: self._since_s[peer] for peer in found.keys() - surplus - condemned}
+        over = above_share(staying, self._running.keys(), self._share)
         self._calm = _FEW if surplus or condemned else len(descriptors) - len(known) + _FEW // 2
-        if surplus or condemned:
-            await asyncio.to_thread(shut, {peer: found[peer] for peer in surplus | condemned})
-            for peers, reason in ((surplus, "surplus"), (condemned, "unread")):
+        ended = surplus | condemned | over
+        if ended:
+            await asyncio.to_thread(shut, {peer: found[peer] for peer in ended})
+            for peers, reason in ((surplus, "surplus"), (condemned, "unread"), (over, "share")):
                 for _ in peers:
                     self._count(reason)
-            log.warning("connections.shut", surplus=len(surplus), unread=len(condemned), left=len(settled))
+            log.warning(
+                "connections.shut",
+                surplus=len(surplus),
+                unread=len(condemned),
+                share=len(over),
+                left=len(found) - len(ended),
+            )
 
 
 def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> set[str]:
@@ -118,6 +138,24 @@ def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> 
     while share and sum(min(share, len(peers)) for peers in by_source.values()) > in_all:
         share -= 1
     return {peer for peers in by_source.values() for peer in peers[share:]}
+
+
+def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) -> set[str]:
+    """Return what to end so that no source has more than ``share``, with a known caller or without.
+
+    What carries no call of a known caller ends first, the oldest of it; then the newest of the others.
+    """
+    by_source: defaultdict[str, list[str]] = defaultdict(list)
+    for peer in sorted(since_s, key=lambda peer: (since_s[peer], peer)):
+        by_source[source_of(peer)].append(peer)
+    ended: set[str] = set()
+    for peers in by_source.values():
+        over = len(peers) - share
+        if over > 0:
+            idle = [peer for peer in peers if peer not in busy]
+            running = [peer for peer in reversed(peers) if peer in busy]
+            ended.update([*idle, *running][:over])
+    return ended
 
 
 def source_of(peer: str) -> str:

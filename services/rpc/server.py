@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
 from services.rpc.channel import MAX_MESSAGE_BYTES
-from services.rpc.connections import Connections
+from services.rpc.connections import MAX_CONNECTIONS, Connections
 from services.rpc.health import Health
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
@@ -53,7 +53,6 @@ _OPTIONS: Final = (
     ("grpc.http2.max_ping_strikes", 4),
     ("grpc.so_reuseport", 0),
 )
-_MAX_CONNECTIONS: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,8 @@ class RpcServer:
         }
         outermost = [] if telemetry is None else _watchers(descriptors, telemetry)
         shut = () if telemetry is None else (telemetry.instruments.connections_shut.add,)
-        self._connections = Connections(*shut)
+        most = min(MAX_CONNECTIONS, descriptor_limit() // 2)
+        self._connections = Connections(*shut, max_connections=most)
         # Without grpc's own bound of RPCs: it counts a stranger's half-open call before any layer sees it.
         self._server = grpc.aio.server(
             interceptors=(
@@ -122,10 +122,7 @@ class RpcServer:
                 AccessControl(table, authenticate, internal_token, self._connections),
                 ReadMessages(limits),
             ),
-            options=(
-                *_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", min(_MAX_CONNECTIONS, descriptor_limit() // 2)),
-            ),
+            options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
         )
         self.port = 0
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from msgspec import structs
 
-from services.core.errors import FairwayError, InvalidInput, QueueFull
+from services.core.errors import FairwayError, InvalidInput, QueueFull, ShareExceeded
 from services.core.fleet import Granted, Outcome, Refused, ReportSnapshot, TenantCounter
 from services.core.generation import Grant, PlaceSpec
 from services.scheduler.fleet_view import FleetView
@@ -45,7 +45,7 @@ from services.scheduler.policy.room import RoomSummary
 from services.scheduler.queue_index import Deadlines, TenantShares
 from services.scheduler.queue_pool import Pool, QueueLimits, size_bytes_of
 from services.scheduler.queue_walk import QueueWalk
-from services.scheduler.refusals import queue_full, timed_out, too_long
+from services.scheduler.refusals import queue_full, share_full, timed_out, too_long
 from services.scheduler.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.telemetry import GRANTED, WITHDRAWN, QueueObserver, Unobserved
 from services.scheduler.waiting import (
@@ -424,33 +424,38 @@ class FlowQueue:
     def _refuse(self, session: int, placement_id: int, error: FairwayError) -> None:
         self._outcomes.append((session, Refused(placement_id, error)))
 
-    def _full(self, item: Waiting, now_s: float) -> QueueFull | None:
+    def _full(self, item: Waiting, now_s: float) -> QueueFull | ShareExceeded | None:
         """Why the placement may not wait, after a pass made what room it can."""
         refusal = self._over_limit(item.spec, item.size_bytes, now_s)
         if refusal is not None and self._dirty:
             self.run_pass(now_s)
             refusal = self._over_limit(item.spec, item.size_bytes, now_s)
-        # What is too much of one tenant is not made room for by what others have waiting.
-        crowded = self._is_crowded(item.spec.version_digest)
-        if refusal is not None and crowded and (found := self._gate.displaced(item.spec, now_s)) is not None:
-            self.evict(*found, now_s)
+        # For what is too much of one tenant only something of the same tenant goes.
+        own = isinstance(refusal, ShareExceeded)
+        if refusal is not None and (found := self._gate.displaced(item.spec, now_s, own=own)) is not None:
+            victim, error = found
+            self.evict(victim, refusal if own else error, now_s)
             refusal = self._over_limit(item.spec, item.size_bytes, now_s)
         return refusal
 
-    def _over_limit(self, spec: PlaceSpec, size_bytes: int, now_s: float) -> QueueFull | None:
+    def _over_limit(self, spec: PlaceSpec, size_bytes: int, now_s: float) -> QueueFull | ShareExceeded | None:
+        """The tenant's own share first: where it has too much waiting, that is the reason to name."""
         pool = self._pools.get(spec.version_digest)
         share = self._tenants.of(spec.tenant_id)
         queued = 0 if pool is None else len(pool.order)
         limits = self._limits
-        if self._is_crowded(spec.version_digest):
-            what = f"{queued} placements for {spec.model}"
-        elif share.count >= limits.max_per_tenant:
-            what = f"{share.count} placements of the tenant"
+        if share.count >= limits.max_per_tenant:
+            what, most = f"{share.count} placements", limits.max_per_tenant
         elif share.size_bytes + size_bytes > limits.max_bytes_per_tenant:
-            what = f"{share.size_bytes} bytes of the tenant's placements"
+            what, most = f"{share.size_bytes} bytes of placements", limits.max_bytes_per_tenant
+        elif self._is_crowded(spec.version_digest):
+            what, most = f"{queued} placements for {spec.model}", 0
         else:
             return None
-        return queue_full(what, model=spec.model, retry_after_s=self._wait_s(spec.version_digest, now_s))
+        later_s = self._wait_s(spec.version_digest, now_s)
+        if most:
+            return share_full(what, most, model=spec.model, retry_after_s=later_s)
+        return queue_full(what, model=spec.model, retry_after_s=later_s)
 
     def _is_crowded(self, digest: str) -> bool:
         """Whether all that wait are too many, for the version or together."""

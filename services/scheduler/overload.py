@@ -68,6 +68,7 @@ class _Waits:
 class _Pool:
     backlog: Backlog = field(default_factory=Backlog)
     order: SheddingOrder[_Waits] = field(default_factory=SheddingOrder)
+    of_tenant: dict[str, SheddingOrder[_Waits]] = field(default_factory=dict)
     rate: TokenRate = field(default_factory=TokenRate)
     # Of the tenants that wait, those that are not 1.
     weights: dict[str, float] = field(default_factory=dict)
@@ -120,6 +121,10 @@ class Overload:
         waits = _Waits(item, arrival.rank, arrival.attempt > 0)
         self._waits[item.number] = waits
         pool.order.add(waits)
+        mine = pool.of_tenant.get(item.tenant)
+        if mine is None:
+            mine = pool.of_tenant[item.tenant] = SheddingOrder()
+        mine.add(waits)
         pool.backlog.add(item.priority, item.tenant, item.demand.reserved_tokens)
         pool.arrivals[item.priority].note(item.demand.reserved_tokens, now_s)
         pool.model = item.spec.model
@@ -133,6 +138,9 @@ class Overload:
         self._victims.pop(item.number, None)
         pool = self._pools[item.spec.version_digest]
         pool.order.discard(waits)
+        pool.of_tenant[item.tenant].discard(waits)
+        if not len(pool.of_tenant[item.tenant]):
+            del pool.of_tenant[item.tenant]
         pool.backlog.remove(item.priority, item.tenant, item.demand.reserved_tokens)
         if not pool.backlog.holds(item.tenant):
             pool.weights.pop(item.tenant, None)
@@ -200,13 +208,17 @@ class Overload:
         """The versions that something is known of."""
         return tuple(self._pools)
 
-    def displaced(self, spec: PlaceSpec, now_s: float) -> Victim | None:
-        """Return who leaves a full queue for the placement, None when that one is the first to go."""
+    def displaced(self, spec: PlaceSpec, now_s: float, *, own: bool = False) -> Victim | None:
+        """Return who leaves a full queue for the placement, None when that one is the first to go.
+
+        ``own``: only what its own tenant has waiting.
+        """
         pool = self._pools.get(spec.version_digest)
-        if pool is None:
+        order = None if pool is None else pool.of_tenant.get(spec.tenant_id) if own else pool.order
+        if pool is None or order is None:
             return None
         arrival = self._arrival(spec, now_s)
-        victim = pool.order.victim_for(arrival.rank, retried=arrival.attempt > 0)
+        victim = order.victim_for(arrival.rank, retried=arrival.attempt > 0)
         if victim is None:
             return None
         found_s = wait_s(pool.backlog.total(victim.item.priority), self._rate(spec.version_digest, pool))
@@ -244,7 +256,7 @@ class Overload:
         assert sum(len(pool.order) for pool in self._pools.values()) == len(self._waits)
         for digest, pool in self._pools.items():
             mine = [one.item for one in self._waits.values() if one.item.spec.version_digest == digest]
-            assert len(pool.order) == len(mine)
+            assert len(pool.order) == len(mine) == sum(map(len, pool.of_tenant.values()))
             tokens = sum(item.demand.reserved_tokens for item in mine)
             assert abs(pool.backlog.total(Priority.BATCH) - tokens) < 1e-3, "tokens leaked"
 

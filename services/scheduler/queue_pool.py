@@ -11,6 +11,7 @@ from typing import Final
 
 from services.core.generation import PlaceSpec
 from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.core.shares import share_of
 from services.scheduler.policy.drain_rate import DrainRate
 from services.scheduler.policy.fairness import ServiceWeights
 from services.scheduler.policy.length import LengthPolicy
@@ -33,11 +34,15 @@ class QueueLimits:
     output_quantile: float = 0.8
     output_samples: int = 32
     max_per_pool: int = 8192
-    max_per_tenant: int = 4096
     max_bytes_per_tenant: int = 16 * 1024 * 1024
     max_total: int = 65536
     length: LengthPolicy = field(default_factory=LengthPolicy)
     weights: ServiceWeights = field(default_factory=ServiceWeights)
+
+    @property
+    def max_per_tenant(self) -> int:
+        """Placements of one tenant, for all versions: half of what one queue and all of them hold."""
+        return share_of(min(self.max_per_pool, self.max_total))
 
 
 @dataclass(slots=True)

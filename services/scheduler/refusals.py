@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from services.core.errors import FairwayError, NoWorkerAvailable, PromptTooLong, QueueFull, QueueTimeout
+from services.core.errors import (
+    FairwayError,
+    NoWorkerAvailable,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+    ShareExceeded,
+)
 from services.core.generation import PlaceSpec
 from services.scheduler.policy.candidate import Candidate
 from services.scheduler.policy.placement import Chosen, NoWorker
@@ -23,6 +30,15 @@ _TEXTS: Final = {
 
 def queue_full(what: str, *, model: str, retry_after_s: float) -> QueueFull:
     return QueueFull(f"{what} wait already; no more are taken", retry_after_s=retry_after_s, model=model)
+
+
+def share_full(what: str, most: int, *, model: str, retry_after_s: float) -> ShareExceeded:
+    return ShareExceeded(
+        f"{what} of this tenant wait already, and at most {most} may; wait until some have begun",
+        retry_after_s=retry_after_s,
+        model=model,
+        limit=most,
+    )
 
 
 def timed_out(

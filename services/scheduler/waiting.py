@@ -68,8 +68,13 @@ class QueueGate(Protocol):
     def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
         """Return why the placement may not wait, None when it may."""
 
-    def displaced(self, spec: PlaceSpec, now_s: float) -> tuple[Waiting, FairwayError] | None:
-        """Return who leaves a full queue for the placement, and why; None when the placement itself does."""
+    def displaced(
+        self, spec: PlaceSpec, now_s: float, *, own: bool = False
+    ) -> tuple[Waiting, FairwayError] | None:
+        """Return who leaves a full queue for the placement, and why; None when the placement itself does.
+
+        ``own``: only what its own tenant has waiting.
+        """
 
     def entered(self, item: Waiting, now_s: float) -> None:
         """It waits from now on."""
@@ -84,7 +89,9 @@ class OpenGate:
     def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
         return None
 
-    def displaced(self, spec: PlaceSpec, now_s: float) -> tuple[Waiting, FairwayError] | None:
+    def displaced(
+        self, spec: PlaceSpec, now_s: float, *, own: bool = False
+    ) -> tuple[Waiting, FairwayError] | None:
         return None
 
     def entered(self, item: Waiting, now_s: float) -> None: ...

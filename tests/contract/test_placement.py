@@ -160,7 +160,13 @@ async def test_what_can_never_fit_is_refused_at_once(rig: Rig) -> None:
 async def test_a_full_queue_refuses(rig: Rig) -> None:
     rig.lead(1)
     waiting = [
-        asyncio.ensure_future(rig.place(place_spec(f"req_{n}", digest="sha256:" + "c" * 64, queue_ttl_s=1.0)))
+        asyncio.ensure_future(
+            rig.place(
+                place_spec(
+                    f"req_{n}", digest="sha256:" + "c" * 64, queue_ttl_s=1.0, tenant=f"tenant-{n // 4}"
+                )
+            )
+        )
         for n in range(9)
     ]
     with pytest.raises(QueueFull) as full:
@@ -201,10 +207,14 @@ async def test_without_a_leader_the_queue_time_ends_in_no_leader(rig: Rig) -> No
 
 
 async def test_pending_placements_are_bounded(rig: Rig) -> None:
-    asking = [asyncio.ensure_future(rig.place(place_spec(f"req_{n}", queue_ttl_s=0.2))) for n in range(33)]
+    asking = [
+        asyncio.ensure_future(rig.place(place_spec(f"req_{n}", queue_ttl_s=0.2, tenant=tenant)))
+        for tenant, count in (("acme", 17), ("beta", 16), ("gamma", 1))
+        for n in range(count)
+    ]
     done, _ = await asyncio.wait(asking)
     kinds = sorted(type(task.exception()).__name__ for task in done)
-    assert kinds == ["NoLeader"] * 32 + ["QueueFull"]
+    assert kinds == ["NoLeader"] * 32 + ["QueueFull", "ShareExceeded"]
 
 
 async def test_a_new_leader_is_asked_again_with_everything_pending(rig: Rig) -> None:
@@ -212,7 +222,9 @@ async def test_a_new_leader_is_asked_again_with_everything_pending(rig: Rig) -> 
     blocking = await rig.place(place_spec("req_0", prompt_tokens=200))
     assert rig.worker.start(blocking)
     waiting = [
-        asyncio.ensure_future(rig.place(place_spec(f"req_{n}", prompt_tokens=16, queue_ttl_s=20)))
+        asyncio.ensure_future(
+            rig.place(place_spec(f"req_{n}", prompt_tokens=16, queue_ttl_s=20, tenant=f"t{n % 2}"))
+        )
         for n in range(1, 6)
     ]
     await until(lambda: len(rig.term.queue) == 5)

@@ -39,13 +39,14 @@ def place_spec(
     arrival_unix_us: int | None = None,
     excluded_workers: tuple[str, ...] = (),
     key: bytes = TICKET_KEY,
+    tenant: str = "acme",
 ) -> PlaceSpec:
     clock = SystemClock()
-    ticket = Ticket("acme", request_id, int(clock.unix_s()) + 600)
+    ticket = Ticket(tenant, request_id, int(clock.unix_s()) + 600)
     return PlaceSpec(
         request_id=request_id,
         choice=0,
-        tenant_id="acme",
+        tenant_id=tenant,
         priority=priority,
         model="tiny",
         version_digest=digest,

@@ -142,6 +142,22 @@ async def test_a_body_that_is_gone_is_a_tombstone(redis_url: str, fleet: Fleet) 
         assert fleet.engine_tokens == 20
 
 
+async def test_clients_of_keys_count_for_their_tenants_share_of_a_gateway(
+    redis_url: str, fleet: Fleet
+) -> None:
+    """Of eight places a tenant has four: the run of a key, and three clients of it."""
+    async with gateways(redis_url, fleet, 1, max_requests=8) as (gateway,):
+        fleet.hold_at = 0
+        clients = [asyncio.create_task(gateway.ask("k")) for _ in range(3)]
+        await until(lambda: len(gateway.workers.started) == 1)
+        with pytest.raises(errors.ShareExceeded, match="at most 4 of one tenant; wait"):
+            await anext(gateway.stream("k"))
+        fleet.hold.set()
+        assert all(answer.finished is not None for answer in await asyncio.gather(*clients))
+        await gateway.at_rest()
+        assert (await gateway.ask("k")).finished is not None
+
+
 async def test_what_fails_before_it_is_accepted_may_be_tried_again(redis_url: str, fleet: Fleet) -> None:
     async with gateways(redis_url, fleet, 1) as (gateway,):
         refused = await gateway.ask("k", model="none")

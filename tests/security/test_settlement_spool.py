@@ -159,6 +159,27 @@ async def test_a_full_spool_refuses_new_work_until_it_drains(own_redis: Any, tmp
         await gateway.close()
 
 
+async def test_one_tenants_settlements_leave_half_of_the_spool_to_others(
+    own_redis: Any, tmp_path: Path
+) -> None:
+    gateway = Gateway(own_redis.port, tmp_path / "spool", max_bytes=4000)
+    try:
+        held = [await gateway.limiter.admit("t", f"r{number}", NONE) for number in range(100)]
+        own_redis.kill()
+        for number, each in enumerate(held):
+            await gateway.limiter.settle(each, Usage(1, 1))
+            await gateway.limiter.admit("other", f"o{number}", NONE)
+            if gateway.spool.size_bytes >= 2000:
+                break
+        with pytest.raises(Unavailable, match="settlements are half of what may wait") as caught:
+            await gateway.limiter.admit("t", "more", NONE)
+        assert caught.value.retry_after_s
+        assert gateway.spool.size_bytes < 2200
+        await gateway.limiter.admit("other", "more", NONE)
+    finally:
+        await gateway.close()
+
+
 async def test_a_disk_that_refuses_is_tried_again(own_redis: Any, gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "spool").write_text("a file where the folder belongs")
     held = [await gateway.limiter.admit("t", f"r{number}", NONE) for number in range(3)]

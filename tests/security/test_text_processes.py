@@ -25,6 +25,7 @@ from services.core.errors import (
     FairwayError,
     InvalidInput,
     PromptTooLong,
+    ShareExceeded,
     Unavailable,
     VersionFailing,
 )
@@ -246,7 +247,9 @@ async def test_what_waits_is_bounded_by_tenant(bench: Bench, monkeypatch: pytest
     await asyncio.sleep(0)
     assert await bench.tokeniser.prompt(model, "rival", "mine")
     found = await asyncio.gather(*prompts, return_exceptions=True)
-    assert [isinstance(one, Unavailable) for one in found] == [False] * 4 + [True] * 2
+    assert [isinstance(one, ShareExceeded) for one in found] == [False] * 4 + [True] * 2
+    assert "4 texts of this tenant wait" in str(found[5])
+    assert "at most 4 may; wait until some are read" in str(found[5])
 
 
 async def test_cancelled_texts_are_given_up(bench: Bench) -> None:

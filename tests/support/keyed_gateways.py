@@ -331,6 +331,7 @@ class Options:
     records: RecordLimits
     window_tokens: int
     timeout_s: float
+    max_requests: int = 4096
 
 
 @asynccontextmanager
@@ -344,12 +345,14 @@ async def gateways(
     window_tokens: int = 256,
     timeout_s: float = 2.0,
     wrap: Callable[[IdempotencyStore], IdempotencyStore] = lambda store: store,
+    max_requests: int = 4096,
 ) -> AsyncIterator[list[Gateway]]:
     """Yield gateways that share a Redis; check on the way out that no task of theirs crashed.
 
     ``timeout_s`` bounds each call of Redis. ``wrap``: what stands between a gateway and its records.
     """
-    options = Options(keyed or keyed_limits(), records or RecordLimits(lease_s=1.0), window_tokens, timeout_s)
+    records = records or RecordLimits(lease_s=1.0)
+    options = Options(keyed or keyed_limits(), records, window_tokens, timeout_s, max_requests)
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(_gateway(url, fleet, f"g{number}", options, wrap))
@@ -389,7 +392,9 @@ async def _gateway(
             gateway_id=name,
             pressure=lambda digest: fleet.pressure.get(digest, 0.0),
         ),
-        limits=GatewayLimits(window_tokens=options.window_tokens, keyed=options.keyed),
+        limits=GatewayLimits(
+            max_requests=options.max_requests, window_tokens=options.window_tokens, keyed=options.keyed
+        ),
     )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:

@@ -21,9 +21,11 @@ from services.core.errors import (
     FailedPrecondition,
     FairwayError,
     InternalError,
+    ShareExceeded,
     Unavailable,
     VersionFailing,
 )
+from services.core.shares import share_of
 from services.gateway.policy.strikes import Strikes
 from services.gateway.policy.turns import Turns
 from services.gateway.text.child import Cause, ProcessEnded, TextProcess
@@ -56,7 +58,6 @@ MAX_FURTHER: Final = 6  # processes beyond the first ones, of all versions
 MAX_LOADS: Final = 2
 MAX_PENDING: Final = 4096
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
-TENANT_SHARE: Final = 2  # a tenant's texts are at most this part of what waits
 TICK_S: Final = 0.05
 RETRY_S: Final = (1.0, 60.0)  # before a process that could not be started is started again: first, most
 MAX_FAILED: Final = 256
@@ -205,7 +206,7 @@ class TextProcesses:
     # --- whose turn it is -----------------------------------------------------------------------
 
     def _check(self, version: _Version, tenant_id: str, size_bytes: int, now_s: float) -> None:
-        """Raises Unavailable where a text may not wait here."""
+        """Raises ShareExceeded or Unavailable where a text may not wait here."""
         suspended_s = version.strikes.suspended_s(tenant_id, now_s)
         if suspended_s:
             raise _suspended(suspended_s)
@@ -214,13 +215,19 @@ class TextProcesses:
                 "the version's tokenizer cannot be loaded now", retry_after_s=version.retry_at_s - now_s
             )
         texts, size = self._pending.get(tenant_id, (0, 0))
+        most, most_bytes = share_of(MAX_PENDING), share_of(MAX_PENDING_BYTES)
+        if texts >= most:
+            raise _share_full(f"{texts} texts", most)
+        if size and size + size_bytes > most_bytes:
+            raise _share_full(f"{size} bytes of texts", most_bytes)
         all_texts = sum(count for count, _ in self._pending.values())
         all_bytes = sum(waiting for _, waiting in self._pending.values())
-        if all_texts >= MAX_PENDING or texts >= MAX_PENDING // TENANT_SHARE:
-            raise Unavailable(f"{texts} of your texts wait to be tokenised here", retry_after_s=1.0)
-        share = MAX_PENDING_BYTES // TENANT_SHARE
-        if size and (all_bytes + size_bytes > MAX_PENDING_BYTES or size + size_bytes > share):
-            raise Unavailable(f"{size} bytes of your texts wait to be tokenised here", retry_after_s=1.0)
+        if all_texts >= MAX_PENDING or (size and all_bytes + size_bytes > MAX_PENDING_BYTES):
+            raise Unavailable(
+                f"{all_texts} texts of {all_bytes} bytes wait to be tokenised here; send it later, or to "
+                "another gateway",
+                retry_after_s=1.0,
+            )
 
     def _dispatch(self, version: _Version) -> None:
         """Give each idle process the text whose turn it is."""
@@ -387,6 +394,15 @@ class TextProcesses:
 def _fail(job: _Job, error: FairwayError) -> None:
     if not job.future.done():
         job.future.set_exception(error)
+
+
+def _share_full(what: str, most: int) -> ShareExceeded:
+    return ShareExceeded(
+        f"{what} of this tenant wait to be tokenised at this gateway, and at most {most} may; wait until "
+        "some are read",
+        retry_after_s=1.0,
+        limit=most,
+    )
 
 
 def _suspended(suspended_s: float) -> VersionFailing:

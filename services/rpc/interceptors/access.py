@@ -10,7 +10,15 @@ from typing import Any, Final
 from google.protobuf.descriptor import ServiceDescriptor
 
 from fairway.v1 import options_pb2
-from services.core.errors import DeadlineExceeded, FairwayError, OverQuota, PermissionDenied, Unauthenticated
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    OverQuota,
+    PermissionDenied,
+    ShareExceeded,
+    Unauthenticated,
+    Unavailable,
+)
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.connections import Connections
@@ -119,9 +127,12 @@ class AccessControl(AroundInterceptor):
         """Run the call of a tenant or an operator, who have a share of what runs at once."""
         name = who.tenant_id or who.key_id
         mine = self._running.get(name, 0)
-        if mine >= MAX_CALLS_OF_CALLER or self._all >= MAX_CALLS:
-            text = f"{mine} calls of this caller and {self._all} of all callers are running"
-            raise OverQuota(text, retry_after_s=1.0)
+        if mine >= MAX_CALLS_OF_CALLER:
+            text = f"{mine} calls of this caller are running, the most that may; wait until some have ended"
+            raise ShareExceeded(text, retry_after_s=1.0, limit=MAX_CALLS_OF_CALLER)
+        if self._all >= MAX_CALLS:
+            text = f"{self._all} calls are running here, the most that may; send it later or elsewhere"
+            raise Unavailable(text, retry_after_s=1.0)
         self._running[name] = mine + 1
         self._all += 1
         _principal.set(who)

@@ -34,7 +34,7 @@ class RpcMetrics:
         self.running: dict[str, int] = {}
         self.connections_shut = metrics.counter(
             "fairway_rpc_connections_shut_total",
-            "Connections without a known caller that were ended: surplus, or with answers unread",
+            "Connections that were ended: strangers' surplus, above a source's share, or answers unread",
             ("reason",),
         )
         metrics.gauge(

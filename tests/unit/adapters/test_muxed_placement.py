@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from services.adapters.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
-from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout
+from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
 from services.core.fleet import Granted, PlacementFrame, PoolMember, Refused
 from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec
 from services.runtime.clock import SystemClock
@@ -127,11 +127,16 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_many_asked_at_once_travel_in_few_messages(rig: Rig) -> None:
     link = await rig.link(1)
-    asking = [rig.place() for _ in range(600)]
+    asking = [rig.place() for _ in range(300)]
+    await until(lambda: len(link.places) == 300)
+    with pytest.raises(ShareExceeded, match=r"300 placements of this tenant .*wait until some have begun"):
+        await rig.placement.place(SPEC)
+    other = replace(SPEC, tenant_id="beta")
+    asking += [rig.place(other) for _ in range(300)]
     await until(lambda: len(link.places) == 600)
     assert link.messages == 2
     with pytest.raises(QueueFull):
-        await rig.placement.place(SPEC)
+        await rig.placement.place(replace(SPEC, tenant_id="gamma"))
     link.answer(*(Granted(number, grant_of(1, number)) for number, _, _ in link.places))
     assert [grant.sequence for grant in await asyncio.gather(*asking)] == list(range(1, 601))
 

@@ -16,8 +16,8 @@ from services.core.errors import (
     FairwayError,
     InvalidInput,
     PromptTooLong,
-    QueueFull,
     RequestRateExceeded,
+    ShareExceeded,
 )
 from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
@@ -119,7 +119,7 @@ class Gateway:
 
 @pytest.fixture
 async def gateway(fleet: Any) -> AsyncIterator[Gateway]:
-    gateway = Gateway(fleet, GatewayLimits(max_tenant_requests=3, max_tenant_counts=2))
+    gateway = Gateway(fleet, GatewayLimits(max_requests=6, max_tenant_counts=2))
     for tenant, limits in (("acme", Limits(3, 2)), ("free", Limits())):
         fleet.tenants.put(
             TENANTS + tenant,
@@ -218,8 +218,9 @@ async def test_one_tenant_leaves_room_for_others(gateway: Gateway) -> None:
     gateway.gate.clear()
     running = [asyncio.create_task(gateway.ask(letter, "free")) for letter in "abc"]
     await until(lambda: gateway.service.running == 3)
-    with pytest.raises(QueueFull):
+    with pytest.raises(ShareExceeded, match="at most 3 of one tenant; wait") as refused:
         await gateway.ask("hi", "free")
+    assert refused.value.retry_after_s
     gateway.gate.set()
     await gateway.ask("hi", "acme")
     await asyncio.gather(*running, return_exceptions=True)

@@ -143,7 +143,7 @@ async def test_a_finished_request_is_counted_and_has_a_line_and_spans() -> None:
     rig = Rig()
     with capture_logs() as logs:
         await rig.run()
-    face = (("face", "http"), ("outcome", "finished"), ("reason", "FINISHED"))
+    face = (("face", "http"), ("fault", "none"), ("outcome", "finished"), ("reason", "FINISHED"))
     assert rig.counted("fairway_gateway_requests_total") == {face: 1.0}
     tokens = rig.counted("fairway_gateway_tokens_total")
     assert tokens[("kind", "output"), ("model", "m"), ("tenant", "acme")] == 3.0
@@ -239,7 +239,7 @@ async def test_a_refused_request_is_counted_by_its_reason_and_by_no_name_of_the_
     rig.refuse = errors.ModelNotFound("no such model")
     with capture_logs() as logs:
         await rig.run()
-    face = (("face", "http"), ("outcome", "failed"), ("reason", "MODEL_NOT_FOUND"))
+    face = (("face", "http"), ("fault", "client"), ("outcome", "failed"), ("reason", "MODEL_NOT_FOUND"))
     assert rig.counted("fairway_gateway_requests_total") == {face: 1.0}
     assert rig.counted("fairway_gateway_tenant_requests_total") == {}
     (line,) = [entry for entry in logs if entry["event"] == "request.failed"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rpc.connections import connected, shut, source_of, surplus_of
+from services.rpc.connections import above_share, connected, shut, source_of, surplus_of
 
 names = st.builds("ipv4:10.0.0.{}:{}".format, st.integers(0, 6), st.integers(1, 40))
 peers = st.dictionaries(names, st.floats(0, 100), max_size=80)
@@ -38,6 +38,24 @@ def test_below_the_bounds_nothing_is_surplus(since_s: dict[str, float]) -> None:
 def test_a_source_with_few_keeps_them_when_another_has_many() -> None:
     since_s = {f"ipv4:10.0.0.1:{port}": 50.0 for port in range(100)} | {"ipv4:10.0.0.2:1": 0.0}
     assert "ipv4:10.0.0.2:1" not in surplus_of(since_s, of_source=60, in_all=20)
+
+
+def test_a_source_has_its_share_whoever_it_calls_as() -> None:
+    """Its idle connections end first, the oldest of them; then the newest of those that carry a call."""
+    crowd = {f"ipv4:10.0.0.1:{port}": float(port) for port in range(10)}
+    others = {f"ipv4:10.0.0.2:{port}": float(port) for port in range(5)}
+    busy = {f"ipv4:10.0.0.1:{port}" for port in range(7)}
+    assert above_share(crowd | others, busy, 10) == set()
+    assert above_share(crowd | others, busy, 8) == {"ipv4:10.0.0.1:7", "ipv4:10.0.0.1:8"}
+    assert above_share(crowd | others, busy, 5) == {f"ipv4:10.0.0.1:{port}" for port in (5, 6, 7, 8, 9)}
+
+
+@given(peers, st.integers(1, 10))
+def test_no_source_is_left_with_more_than_its_share(since_s: dict[str, float], share: int) -> None:
+    left = since_s.keys() - above_share(since_s, set(list(since_s)[::2]), share)
+    for source in {source_of(peer) for peer in since_s}:
+        had = sum(source_of(peer) == source for peer in since_s)
+        assert sum(source_of(peer) == source for peer in left) == min(had, share)
 
 
 @pytest.mark.parametrize(

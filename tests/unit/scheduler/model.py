@@ -32,7 +32,7 @@ BLOCK = 16
 EACH = 4  # blocks of a prefix block
 SETTINGS = TermSettings(
     fleet=FleetLimits(grant_ttl_s=1.0, transit_margin_s=3.0, silence_s=2.5, forget_s=10.0),
-    queue=QueueLimits(predicted_output_tokens=64, max_per_pool=12, max_per_tenant=10),
+    queue=QueueLimits(predicted_output_tokens=64, max_per_pool=12),
     order=OrderPolicy(class_head_start_s=2.0, max_bypasses=3, lookahead=4),
 )
 

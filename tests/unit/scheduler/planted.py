@@ -7,7 +7,7 @@ from random import Random
 
 from msgspec import structs
 
-from services.core.errors import FairwayError, QueueFull
+from services.core.errors import FairwayError, QueueFull, ShareExceeded
 from services.core.fleet import ReportSnapshot
 from services.core.generation import Grant
 from services.ports.clock import Clock
@@ -144,7 +144,7 @@ class LosesOnFullQueue(FlowQueue):
     """A placement that finds the queue full gets no answer."""
 
     def _refuse(self, session: int, placement_id: int, error: FairwayError) -> None:
-        if not isinstance(error, QueueFull):
+        if not isinstance(error, QueueFull | ShareExceeded):
             super()._refuse(session, placement_id, error)
 
 

@@ -14,6 +14,7 @@ from services.core.errors import (
     PromptTooLong,
     QueueFull,
     QueueTimeout,
+    ShareExceeded,
 )
 from services.core.fleet import Refused, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
@@ -161,17 +162,27 @@ def test_without_time_to_wait_it_is_now_or_never() -> None:
 
 
 def test_bounds_of_pool_and_tenant_refuse_with_a_time_to_come_back() -> None:
-    limits = QueueLimits(max_per_pool=4, max_per_tenant=3, max_bytes_per_tenant=1 << 20)
-    rig = Rig(1, limits=limits)
+    """One tenant has half of the queue: what is above is its own fault, the full queue is the platform's."""
+    rig = Rig(1, limits=QueueLimits(max_per_pool=4))
     rig.ask(1)
     rig.turn()
     asked = [rig.ask(1) for _ in range(4)]
     other = [rig.ask(1, tenant="beta") for _ in range(2)]
+    third = rig.ask(1, tenant="gamma")
     found = rig.turn()
-    assert list(found) == [asked[3], other[1]]
-    for error in found.values():
-        assert isinstance(error, QueueFull)
-        assert error.retry_after_s
+    assert list(found) == [*asked[2:], third]
+    assert not set(other) & found.keys()
+    for number in asked[2:]:
+        assert isinstance(found[number], ShareExceeded)
+        assert "of this tenant wait already, and at most 2 may; wait until" in str(found[number])
+    assert isinstance(found[third], QueueFull)
+    assert all(isinstance(error, FairwayError) and error.retry_after_s for error in found.values())
+
+
+def test_a_share_follows_from_what_all_may_have_waiting() -> None:
+    assert QueueLimits(max_per_pool=4096).max_per_tenant == 2048
+    assert QueueLimits(max_per_pool=1_000_000).max_per_tenant == QueueLimits().max_total // 2
+    assert QueueLimits(max_per_pool=1).max_per_tenant == 1
 
 
 def test_a_tenants_bytes_are_bounded() -> None:

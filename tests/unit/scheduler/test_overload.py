@@ -14,6 +14,7 @@ from services.core.errors import (
     OverCommitment,
     Overloaded,
     QueueFull,
+    ShareExceeded,
     VersionFailing,
 )
 from services.core.records import Priority
@@ -139,10 +140,12 @@ def test_there_is_no_class_inversion(seed: int, workers: int) -> None:
         waiting = [one for one in waiting if one.at_s < plant.now_s and not one.spec.begun]
         for one in refused:
             assert one.error is not None
-            assert isinstance(one.error, Overloaded | OverCommitment | QueueFull)
+            assert isinstance(one.error, Overloaded | OverCommitment | QueueFull | ShareExceeded)
+            own = isinstance(one.error, ShareExceeded)
             lower = [found for found in waiting if found.at_s < one.at_s and worth(found) < worth(one)]
+            lower = [found for found in lower if not own or found.spec.tenant_id == one.spec.tenant_id]
             assert not lower, f"{worth(one)} was refused while {worth(lower[0])} waited"
-            assert not one.spec.begun or isinstance(one.error, QueueFull)
+            assert not one.spec.begun or isinstance(one.error, QueueFull | ShareExceeded)
         refused.clear()
 
     plant.run(10, arrive)
@@ -212,10 +215,11 @@ def test_what_has_begun_is_never_shed() -> None:
 def test_a_full_queue_gives_up_the_lowest_first() -> None:
     plant = Plant(1, settings=TermSettings(queue=QueueLimits(max_per_pool=10)))
     plant.run(1)
-    batch = [plant.ask(Priority.BATCH) for _ in range(18)]
+    batch = [plant.ask(Priority.BATCH, tenant=tenant) for tenant in "abd" for _ in range(9)]
     plant.run(TICK_S)
-    high = plant.ask(Priority.INTERACTIVE)
-    low = plant.ask(Priority.BATCH)
+    batch = [one for one in batch if one.error is None]
+    high = plant.ask(Priority.INTERACTIVE, tenant="c")
+    low = plant.ask(Priority.BATCH, tenant="c")
     plant.run(TICK_S)
     assert high.error is None
     assert isinstance(low.error, QueueFull)
@@ -223,13 +227,30 @@ def test_a_full_queue_gives_up_the_lowest_first() -> None:
     assert shed == batch[-1:], "the newest"
 
 
+def test_a_full_share_gives_up_the_lowest_of_its_own_tenant_first() -> None:
+    plant = Plant(1, settings=TermSettings(queue=QueueLimits(max_per_pool=20)))
+    plant.run(1)
+    theirs = [plant.ask(Priority.BATCH, tenant="patient") for _ in range(10)]
+    plant.run(TICK_S)
+    mine = [plant.ask(Priority.BATCH) for _ in range(18)]
+    plant.run(TICK_S)
+    mine = [one for one in mine if one.error is None]
+    high, low = plant.ask(Priority.INTERACTIVE), plant.ask(Priority.BATCH)
+    plant.run(TICK_S)
+    assert high.error is None
+    assert isinstance(low.error, ShareExceeded)
+    assert [one for one in mine if one.error is not None] == mine[-1:], "the newest"
+    assert isinstance(mine[-1].error, ShareExceeded)
+    assert all(one.error is None for one in theirs)
+
+
 def test_what_is_too_much_of_one_tenant_costs_others_nothing() -> None:
-    plant = Plant(1, settings=TermSettings(queue=QueueLimits(max_per_tenant=30)))
+    plant = Plant(1, settings=TermSettings(queue=QueueLimits(max_per_pool=60)))
     batch = [plant.ask(Priority.BATCH, tenant="patient") for _ in range(28)]
     plant.run(TICK_S)
     greedy = [plant.ask(Priority.INTERACTIVE, tenant="greedy") for _ in range(60)]
     plant.run(TICK_S)
-    assert sum(isinstance(one.error, QueueFull) for one in greedy) >= 20
+    assert sum(isinstance(one.error, ShareExceeded) for one in greedy) >= 20
     assert all(one.error is None for one in batch)
 
 

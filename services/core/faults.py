@@ -1,0 +1,79 @@
+"""Whose fault each error reason is: the one table that metrics, alerts and docs/errors.md are made from.
+
+``ours``: the platform did not do what it offers; it counts against availability. ``client``: the caller has
+to change what it sends, or how much; a tenant's limits are of this kind. ``none``: nobody's, such as a
+request that its client cancelled.
+
+A reason that several causes share has the fault of the platform if any of them is: an outage must not pass
+for a client's mistake. A test fails when a reason of the error tree is not in the table.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+FINISHED: Final = "FINISHED"  # what the reason of a request without an error is counted as
+
+
+class Fault(StrEnum):
+    OURS = "ours"
+    CLIENT = "client"
+    NONE = "none"
+
+
+# By reason: the fault, and what a client does next.
+ERRORS: Final[dict[str, tuple[Fault, str]]] = {
+    # The request.
+    "INVALID_INPUT": (Fault.CLIENT, "Change the field that the message names"),
+    "PROMPT_TOO_LONG": (Fault.CLIENT, "Shorten the prompt or ask for fewer tokens"),
+    "UNSUPPORTED_FEATURE": (Fault.CLIENT, "Leave the option out"),
+    "UNIMPLEMENTED": (Fault.CLIENT, "Call another method; this server does not offer this one"),
+    "HTTP_PROBLEM": (Fault.CLIENT, "Change the HTTP request as the message says"),
+    "UNAUTHENTICATED": (Fault.CLIENT, "Send a valid key"),
+    "PERMISSION_DENIED": (Fault.CLIENT, "Use a key with the right to do this"),
+    "NOT_FOUND": (Fault.CLIENT, "Correct the name"),
+    "MODEL_NOT_FOUND": (Fault.CLIENT, "Use a model that ListModels returns for this key"),
+    "CONFLICT": (Fault.CLIENT, "Read the present state and decide again"),
+    "ALREADY_EXISTS": (Fault.CLIENT, "Use another name"),
+    "ETAG_MISMATCH": (Fault.CLIENT, "Read the resource again and repeat the change"),
+    "IDEMPOTENCY_CONFLICT": (Fault.CLIENT, "Use another idempotency key for another request"),
+    "RESULT_EXPIRED": (Fault.CLIENT, "Use another idempotency key; come back sooner"),
+    # A tenant's limits. Others of the platform's users are served meanwhile.
+    "OVER_QUOTA": (Fault.CLIENT, "Wait, or send less"),
+    "REQUEST_RATE_EXCEEDED": (Fault.CLIENT, "Wait as long as retry-after says"),
+    "CONCURRENCY_EXCEEDED": (Fault.CLIENT, "Wait until a request of the tenant has ended"),
+    "IDEMPOTENCY_KEYS_EXCEEDED": (Fault.CLIENT, "Send without a key, or wait until old keys expire"),
+    "OVER_COMMITMENT": (Fault.CLIENT, "Wait, or stay within the committed rate"),
+    "SHARE_EXCEEDED": (Fault.CLIENT, "Wait until some of the tenant's own requests have ended"),
+    "SLOW_READER": (Fault.CLIENT, "Read the stream"),
+    # The platform.
+    "FAILED_PRECONDITION": (Fault.OURS, "The operator mends what the message names, such as a model version"),
+    "INTEGRITY_ERROR": (Fault.OURS, "The operator restores the damaged bytes"),
+    "DOES_NOT_FIT": (Fault.OURS, "The operator adds memory"),
+    "VERSION_GONE": (Fault.OURS, "Send the request again from the beginning"),
+    "VERSION_FAILING": (Fault.OURS, "Wait as long as retry-after says"),
+    "UNAVAILABLE": (Fault.OURS, "Send it again later"),
+    "NO_WORKER_AVAILABLE": (Fault.OURS, "Send it again later"),
+    "NO_LEADER": (Fault.OURS, "Send it again later"),
+    "QUEUE_FULL": (Fault.OURS, "Wait as long as retry-after says, or use another gateway"),
+    "QUEUE_TIMEOUT": (Fault.OURS, "Wait as long as retry-after says"),
+    "OVERLOADED": (Fault.OURS, "Wait as long as retry-after says"),
+    "DEADLINE_UNMEETABLE": (Fault.OURS, "Allow more time, or wait as long as retry-after says"),
+    "DEADLINE_EXCEEDED": (Fault.OURS, "Allow more time, or ask for fewer tokens"),
+    "DRAINING": (Fault.OURS, "Send it to another gateway"),
+    "STORE_UNAVAILABLE": (Fault.OURS, "Send it again later"),
+    "STORE_REPLACED": (Fault.OURS, "The operator restores the store"),
+    "STREAM_BROKEN": (Fault.OURS, "Send it again"),
+    "TICKET_EXPIRED": (Fault.OURS, "Send it to another gateway; the operator corrects a clock"),
+    "INTERNAL": (Fault.OURS, "Quote the incident id to the operator"),
+    # Nobody's.
+    "CANCELLED": (Fault.NONE, "Nothing: the client took the request back"),
+    FINISHED: (Fault.NONE, "Nothing: no error"),
+}
+
+
+def fault_of(reason: str) -> Fault:
+    """Return whose fault the reason is. One that is not in the table counts as the platform's."""
+    found = ERRORS.get(reason)
+    return Fault.OURS if found is None else found[0]

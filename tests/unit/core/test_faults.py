@@ -1,0 +1,28 @@
+"""Every error reason is classed, and the page of errors is what the table says."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import services
+from scripts.error_page import PAGE, kinds, page
+from services.core.errors import FairwayError
+from services.core.faults import ERRORS, FINISHED, Fault, fault_of
+
+
+def test_every_reason_of_the_error_tree_is_classed_and_no_other() -> None:
+    for module in pkgutil.walk_packages(services.__path__, "services."):
+        if not module.name.startswith(("services.worker.engine.", "services.__main__")):
+            importlib.import_module(module.name)
+    every: list[type[FairwayError]] = [FairwayError, *kinds()]
+    reasons = {kind.reason for kind in every if kind.__module__.startswith("services.")}
+    assert reasons == set(ERRORS) - {FINISHED}
+
+
+def test_a_reason_that_nobody_classed_counts_against_the_platform() -> None:
+    assert fault_of("FROM_A_NEWER_SERVER") is Fault.OURS
+
+
+def test_the_page_of_errors_is_current() -> None:
+    assert PAGE.read_text() == page(), "run `make error-page`"

@@ -1,0 +1,141 @@
+"""What the recording rules, alerts and panels evaluate to over scrapes of a gateway's own telemetry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Iterable
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+
+from services.adapters.memory_blobs import MemoryBlobs
+from services.adapters.observed_blobs import ObservedBlobs
+from services.core.errors import FairwayError, IntegrityError
+from services.core.faults import ERRORS, FINISHED, Fault
+from services.gateway.events import Received
+from services.gateway.telemetry import GatewayTelemetry
+from services.rpc.status import by_reason
+from services.runtime.metrics import Metrics
+from tests.support.metrics import ROOT, dashboard_expressions
+from tests.support.promql import Scrapes, evaluate
+
+RULES: dict[str, str] = {
+    rule.get("record") or rule["alert"]: rule["expr"]
+    for path in sorted((ROOT / "deploy" / "prometheus").glob("*.yml"))
+    for group in yaml.safe_load(path.read_text())["groups"]
+    for rule in group["rules"]
+}
+RECORDED = [name for name in RULES if name.startswith("fairway:")]
+PANELS = {
+    f"{path.stem}: {expression}": expression
+    for path in sorted((ROOT / "deploy" / "grafana").glob("*.json"))
+    for expression in dashboard_expressions(path)
+    if expression != "prometheus" and not expression.startswith("label_values(")
+}
+OURS = sorted(reason for reason, (fault, _) in ERRORS.items() if fault is Fault.OURS)
+OTHERS = sorted(set(ERRORS) - set(OURS) - {FINISHED, "HTTP_PROBLEM"})
+
+
+class Fleet:
+    """One gateway that is scraped every 15 s, and the rules over it."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.telemetry = GatewayTelemetry(self.metrics)
+        self.scrapes = Scrapes()
+        self.scrape()
+
+    def scrape(self) -> None:
+        text = generate_latest(self.metrics.registry).decode()
+        self.scrapes.add(text, self.scrapes.now_s + 15.0, job="gateway", instance="gateway-0")
+        for name in RECORDED:
+            for labels, value in evaluate(RULES[name], self.scrapes).items():
+                self.scrapes.put(name, dict(labels), value)
+
+    def serve(self, finished: int, failed: Iterable[FairwayError] = ()) -> None:
+        """End requests, scraped before their first and after their last."""
+        received = Received(0.0, 1, "req_1", face="grpc")
+        for _ in range(2):  # a series that just appeared has no rate
+            for error in failed:
+                self.telemetry.refused(received, error)
+            for _ in range(finished):
+                self.telemetry._requests.add("grpc", "finished", FINISHED, ERRORS[FINISHED][0])
+            self.scrape()
+
+    def ratios(self) -> list[float]:
+        found = [evaluate(name, self.scrapes) for name in RECORDED]
+        assert all(list(each) == [frozenset()] for each in found), f"a ratio is empty: {found}"
+        return [value for each in found for value in each.values()]
+
+    def fires(self, alert: str) -> bool:
+        return bool(evaluate(RULES[alert], self.scrapes))
+
+
+def test_the_error_ratio_is_zero_without_traffic_and_without_a_gateway() -> None:
+    assert len(RECORDED) == 3
+    fleet = Fleet()
+    fleet.scrape()
+    assert fleet.ratios() == [0.0] * 3
+    assert [evaluate(RULES[name], Scrapes(60.0)) for name in RECORDED] == [{frozenset(): 0.0}] * 3
+
+
+def test_the_error_ratio_is_zero_on_a_healthy_fleet_with_traffic() -> None:
+    fleet = Fleet()
+    fleet.serve(50)
+    assert fleet.ratios() == [0.0] * 3
+    assert not fleet.fires("FairwayErrorBudgetBurnsFast")
+
+
+@pytest.mark.parametrize("reason", OURS)
+def test_what_is_the_platforms_fault_counts_and_pages(reason: str) -> None:
+    fleet = Fleet()
+    fleet.serve(0, [by_reason(reason, "") for _ in range(50)])
+    assert fleet.ratios() == [1.0] * 3
+    assert fleet.fires("FairwayErrorBudgetBurnsFast")
+    assert fleet.fires("FairwayErrorBudgetBurnsSlowly")
+
+
+@pytest.mark.parametrize("reason", ["OVERLOADED", "DEADLINE_UNMEETABLE", "VERSION_FAILING", "TICKET_EXPIRED"])
+def test_shedding_counts_against_availability(reason: str) -> None:
+    assert reason in OURS
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_what_is_not_the_platforms_fault_changes_no_ratio(reason: str) -> None:
+    fleet = Fleet()
+    fleet.serve(10, [by_reason("OVERLOADED", "")] * 10 + [by_reason(reason, "")] * 80)
+    assert fleet.ratios() == [0.5] * 3
+
+
+@pytest.mark.parametrize("alert", [name for name in RULES if name not in RECORDED])
+def test_no_alert_but_that_of_missing_roles_fires_on_an_empty_prometheus(alert: str) -> None:
+    assert bool(evaluate(RULES[alert], Scrapes(60.0))) is (alert == "FairwayRoleAway")
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_panels_can_be_evaluated_and_one_number_is_never_empty(panel: str) -> None:
+    """A count of what has not happened yet is 0. Levels and quantiles are empty without anybody to ask."""
+    expression = re.sub(r"\$(tenant|worker|model)\b", ".*", PANELS[panel]).replace("$__rate_interval", "5m")
+    found = evaluate(expression, Scrapes(60.0))
+    is_count = re.search(r"\b(rate|increase)\(", expression) and "histogram_quantile" not in expression
+    if is_count and not re.search(r"\bby \(", expression):
+        assert found == {frozenset(): 0.0}
+
+
+async def test_the_first_damaged_bytes_page() -> None:
+    """The series is there before anything happens: a counter that appears with 1 has grown by nothing."""
+
+    class Damaged(MemoryBlobs):
+        async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+            raise IntegrityError("flipped")
+            yield b""
+
+    metrics, scrapes = Metrics(), Scrapes()
+    blobs = ObservedBlobs(Damaged(), metrics)
+    scrapes.add(generate_latest(metrics.registry).decode(), 15.0, job="registry", instance="registry")
+    with pytest.raises(IntegrityError):
+        async for _ in blobs.get("sha256:" + "0" * 64):
+            pass
+    scrapes.add(generate_latest(metrics.registry).decode(), 30.0, job="registry", instance="registry")
+    assert evaluate(RULES["FairwayDamagedBytes"], scrapes)
