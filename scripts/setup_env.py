@@ -1,12 +1,12 @@
 """Create the virtual environment and install into it. Standard library only; runs on the base interpreter.
 
-    python3.11 scripts/setup_env.py [--dev] [--torch cpu|cuda] [--venv FOLDER]
+    python3.11 scripts/setup_env.py [--dev | --test] [--torch cpu|cuda] [--venv FOLDER]
 
 Torch comes in a step of its own. Without an NVIDIA GPU its wheel is taken from PyTorch's CPU index, and
 nothing else ever is; where that index cannot be reached, pip's own index is used for it too. ``--torch``
 decides for a machine that is not this one: an image is built where no GPU need be. ``--venv`` names the
-folder of an environment beside .venv, for tests on another interpreter. A stamp file makes a second run a
-matter of milliseconds.
+folder of an environment beside .venv, for tests on another interpreter; ``--test`` installs what they need
+without torch. A stamp file makes a second run a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -23,30 +23,38 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONSTRAINTS = os.path.join(ROOT, "constraints.txt")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST = (3, 11)
+NEEDED_BYTES = 1024**3
 NEEDED_CPU_BYTES = 3 * 1024**3
 NEEDED_GPU_BYTES = 10 * 1024**3
 
 
 def main(argv: list[str]) -> None:
     check_python()
-    extra = "torch,dev" if "--dev" in argv else "torch"
+    extra = extra_of(argv)
     venv = os.path.join(ROOT, option(argv, "--venv") or ".venv")
     python = os.path.join(venv, "bin", "python")
     if is_current(venv, extra):
         return
-    gpu = wants_gpu(argv)
-    check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES)
+    torch = "torch" in extra
+    gpu = torch and wants_gpu(argv)
+    check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES if torch else NEEDED_BYTES)
     if not venv_is_whole(python):
         say("creating the virtual environment in " + os.path.relpath(venv, ROOT))
         create_venv(venv, python)
-    if not torch_present(python):
+    if torch and not torch_present(python):
         install_torch(python, gpu)
     say("installing the pinned dependencies" + (" and the tools for development" if "dev" in extra else ""))
     # Found by name and with its version met, torch itself is not touched here; what it needs comes along.
     pip(python, ["install", "--constraint", CONSTRAINTS, "--editable", f"{ROOT}[{extra}]"])
-    for name in {extra, "torch"}:
+    for name in {extra, "torch"} if torch else {extra}:
         with open(stamp_path(venv, name), "w") as stamp:
             stamp.write(fingerprint())
+
+
+def extra_of(argv: list[str]) -> str:
+    if "--test" in argv:
+        return "test"
+    return "torch,dev" if "--dev" in argv else "torch"
 
 
 def check_python() -> None:

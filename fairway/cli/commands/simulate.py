@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from fairway.cli.durations import parse_span
 from fairway.cli.simulator import run_simulator
+
+NEXT_STEP: Final = "`fairway simulate --list` shows the scenarios, `fairway simulate --help` the options"
 
 
 def _span(text: str) -> str:
@@ -74,9 +76,4 @@ def simulate(
     }
     for flag, value in options.items():
         given += [flag, str(value)] if value is not None and not listed else []
-    run_simulator(
-        "simulate",
-        ["--list"] if listed else given,
-        reason="SIMULATION",
-        next_step="`fairway simulate --list` shows the scenarios, `fairway simulate --help` the options",
-    )
+    run_simulator("simulate", ["--list"] if listed else given, reason="SIMULATION", next_step=NEXT_STEP)
