@@ -2,10 +2,9 @@
 
     python3 scripts/pythons.py floor|all [PYTEST ARGUMENTS]
 
-``floor`` runs the part whose behaviour depends on the interpreter, with the packages of .venv where they suit
-it, else in an environment without torch; ``all`` runs the whole suite. The oldest counts as the floor where its exception groups and timeouts behave as those
-of 3.11.0 do, which is below 3.11.4. Prints which interpreters were found, and which kind is missing.
-Standard library only.
+``floor`` runs the part whose behaviour depends on the interpreter, in an environment without torch; ``all``
+runs the whole suite. The oldest counts where its exception groups and timeouts behave as those of 3.11.0 do,
+which is below 3.11.4. Prints which interpreters were found, and which kind is missing. Standard library only.
 """
 
 from __future__ import annotations
@@ -100,32 +99,13 @@ def shown(python: Python | None) -> str:
     return f"{python.name} ({python.path})" if python else "none is here, not tested"
 
 
-def packages_for(python: Python) -> str:
-    """Return the folder of .venv's packages where .venv is of the same minor version, else an empty text."""
-    folder = os.path.join(ROOT, ".venv", "lib", "python" + ".".join(map(str, python.version[:2])))
-    packages = os.path.join(folder, "site-packages")
-    return packages if os.path.isdir(os.path.join(packages, "pytest")) else ""
-
-
-def borrow(python: Python, folder: str, packages: str) -> int:
-    """Make an environment that has nothing of its own and finds ``packages``; return the exit status."""
-    done = subprocess.call([python.path, "-m", "venv", "--clear", "--without-pip", folder], cwd=ROOT)
-    if not done:
-        (own,) = glob(os.path.join(ROOT, folder, "lib", "python*", "site-packages"))
-        with open(os.path.join(own, "beside.pth"), "w") as beside:
-            beside.write(f"import site; site.addsitedir({packages!r})\n")
-    return done
-
-
 def run(python: Python, part: str, arguments: Sequence[str]) -> int:
     """Run a part of the suite; return its exit status."""
     full = part == "all"
     folder = f".venv-py{python.name}" + ("" if full else "-floor")
-    if not full and (packages := packages_for(python)):
-        done = borrow(python, folder, packages)
-    else:
-        setup = [python.path, os.path.join("scripts", "setup_env.py"), "--venv", folder]
-        done = subprocess.call([*setup, "--dev" if full else "--test"], cwd=ROOT)
+    # Of its own also beside a .venv of the same minor version: what is installed depends on the micro one.
+    setup = [python.path, os.path.join("scripts", "setup_env.py"), "--venv", folder]
+    done = subprocess.call([*setup, "--dev" if full else "--test"], cwd=ROOT)
     if done:
         return done
     processes = os.environ.get("TEST_PROCESSES", "4")
