@@ -85,7 +85,7 @@ async def test_a_deployment_of_no_replicas_answers_nothing_though_others_run_its
         assert "0 replicas" in text
         assert "`fairway deployments update idle --replicas 1`" in text
         models = (await stub.ListModels(pb.ListModelsRequest(), metadata=metadata(stack.api_key))).models
-        ready = {model.id: model.ready_replicas for model in models}
+        ready = {model.name: model.ready_replicas for model in models}
         assert ready["idle"] == 0
         assert ready[stack.model] > 0
         await here.call("DeleteDeployment", cp.DeleteDeploymentRequest(name="idle"))

@@ -47,7 +47,12 @@ def test_what_was_not_found_is_printed_and_fails_nothing(
 ) -> None:
     ran: list[str] = []
     monkeypatch.setattr(pythons, "probed", lambda _: [NEWEST])
-    monkeypatch.setattr(pythons, "run", lambda python, part, arguments: ran.append(python.name) or 0)
+
+    def passing(python: Python, part: str, arguments: object) -> int:
+        ran.append(python.name)
+        return 0
+
+    monkeypatch.setattr(pythons, "run", passing)
     assert pythons.main(["floor"]) == 0
     assert ran == ["3.13.0"]
     printed = capsys.readouterr().out
