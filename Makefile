@@ -14,7 +14,7 @@ MOTO := 5.2.5
 TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help up down status setup setup-dev test verify verify-full fix fix-format fix-lint \
+.PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
 	lint types imports stubs stubs-check error-page e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
@@ -46,9 +46,19 @@ setup-dev:
 test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
-verify: lint types imports stubs-check test ## Everything that must hold before a change is merged
+floor: e2e-env s3-env ## Run what depends on the interpreter on the oldest and the newest Python that are here
+	@$(PYTHON) scripts/pythons.py floor $(ARGS)
 
-verify-full: verify engine-oracle triton-test chaos security-drills sim ## verify, the oracles, the kernels, all drills, the simulator's 500 seeds
+test-pythons: e2e-env s3-env ## Run all tests on both, each in an environment of its own (minutes each)
+	@$(PYTHON) scripts/pythons.py all $(ARGS)
+
+verify: setup-dev ## Everything that must hold before a change is merged
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target checks
+	@$(MAKE) --no-print-directory test
+
+checks: floor lint types imports stubs-check
+
+verify-full: verify test-pythons engine-oracle triton-test chaos security-drills sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -172,5 +182,5 @@ compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outc
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf .venv .venv-openai .venv-s3 .venv-triton .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-openai .venv-s3 .venv-triton .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,11 +1,12 @@
 """Create the virtual environment and install into it. Standard library only; runs on the base interpreter.
 
-    python3.11 scripts/setup_env.py [--dev] [--torch cpu|cuda]
+    python3.11 scripts/setup_env.py [--dev | --test] [--torch cpu|cuda] [--venv FOLDER]
 
 Torch comes in a step of its own. Without an NVIDIA GPU its wheel is taken from PyTorch's CPU index, and
 nothing else ever is; where that index cannot be reached, pip's own index is used for it too. ``--torch``
-decides for a machine that is not this one: an image is built where no GPU need be. A stamp file makes a
-second run a matter of milliseconds.
+decides for a machine that is not this one: an image is built where no GPU need be. ``--venv`` names the
+folder of an environment beside .venv, for tests on another interpreter; ``--test`` installs what they need
+without torch. A stamp file makes a second run a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -19,33 +20,41 @@ import tempfile
 from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-VENV = os.path.join(ROOT, ".venv")
 CONSTRAINTS = os.path.join(ROOT, "constraints.txt")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST = (3, 11)
+NEEDED_BYTES = 1024**3
 NEEDED_CPU_BYTES = 3 * 1024**3
 NEEDED_GPU_BYTES = 10 * 1024**3
 
 
 def main(argv: list[str]) -> None:
     check_python()
-    extra = "torch,dev" if "--dev" in argv else "torch"
-    python = os.path.join(VENV, "bin", "python")
-    if is_current(extra):
+    extra = extra_of(argv)
+    venv = os.path.join(ROOT, option(argv, "--venv") or ".venv")
+    python = os.path.join(venv, "bin", "python")
+    if is_current(venv, extra):
         return
-    gpu = wants_gpu(argv)
-    check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES)
+    torch = "torch" in extra
+    gpu = torch and wants_gpu(argv)
+    check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES if torch else NEEDED_BYTES)
     if not venv_is_whole(python):
-        say("creating the virtual environment in .venv")
-        create_venv(python)
-    if not torch_present(python):
+        say("creating the virtual environment in " + os.path.relpath(venv, ROOT))
+        create_venv(venv, python)
+    if torch and not torch_present(python):
         install_torch(python, gpu)
     say("installing the pinned dependencies" + (" and the tools for development" if "dev" in extra else ""))
     # Found by name and with its version met, torch itself is not touched here; what it needs comes along.
     pip(python, ["install", "--constraint", CONSTRAINTS, "--editable", f"{ROOT}[{extra}]"])
-    for name in {extra, "torch"}:
-        with open(stamp_path(name), "w") as stamp:
+    for name in {extra, "torch"} if torch else {extra}:
+        with open(stamp_path(venv, name), "w") as stamp:
             stamp.write(fingerprint())
+
+
+def extra_of(argv: list[str]) -> str:
+    if "--test" in argv:
+        return "test"
+    return "torch,dev" if "--dev" in argv else "torch"
 
 
 def check_python() -> None:
@@ -74,28 +83,34 @@ def check_disk(needed: int) -> None:
 
 
 def venv_is_whole(python: str) -> bool:
-    """True when the environment has an interpreter that runs, and pip, which is installed into it last."""
+    """True when the environment has this very Python, and pip, which is installed into it last."""
     if not os.path.exists(python):
         return False
+    code = "import pip, sys; sys.exit(sys.version != sys.argv[1])"
     probe = subprocess.call(
-        [python, "-c", "import pip"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [python, "-c", code, sys.version], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     return probe == 0
 
 
-def create_venv(python: str) -> None:
-    if subprocess.call([sys.executable, "-m", "venv", VENV]) != 0 or not os.path.exists(python):
+def create_venv(venv: str, python: str) -> None:
+    if subprocess.call([sys.executable, "-m", "venv", "--clear", venv]) != 0 or not os.path.exists(python):
         fail("the virtual environment could not be created", "see the lines above; `make clean` starts over")
 
 
 def wants_gpu(argv: list[str]) -> bool:
     """True for ``--torch cuda``, False for ``--torch cpu``; without the option, whether a GPU is here."""
-    if "--torch" not in argv:
+    value = option(argv, "--torch")
+    if value is None:
         return has_nvidia_gpu()
-    value = "".join(argv[argv.index("--torch") + 1 :][:1])
     if value not in ("cpu", "cuda"):
         fail(f"--torch {value or 'without a value'} is unknown", "write --torch cpu or --torch cuda")
     return value == "cuda"
+
+
+def option(argv: list[str], name: str) -> str | None:
+    """Return the option's value, empty where none follows it, or None without the option."""
+    return "".join(argv[argv.index(name) + 1 :][:1]) if name in argv else None
 
 
 def has_nvidia_gpu() -> bool:
@@ -186,14 +201,14 @@ def fingerprint() -> str:
     return digest.hexdigest() + " " + ROOT
 
 
-def stamp_path(extra: str) -> str:
-    return os.path.join(VENV, "installed-" + extra.replace(",", "-"))
+def stamp_path(venv: str, extra: str) -> str:
+    return os.path.join(venv, "installed-" + extra.replace(",", "-"))
 
 
-def is_current(extra: str) -> bool:
+def is_current(venv: str, extra: str) -> bool:
     try:
-        with open(stamp_path(extra)) as stamp:
-            return stamp.read() == fingerprint() and os.path.exists(os.path.join(VENV, "bin", "fairway"))
+        with open(stamp_path(venv, extra)) as stamp:
+            return stamp.read() == fingerprint() and os.path.exists(os.path.join(venv, "bin", "fairway"))
     except OSError:
         return False
 

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from fairway.cli import embedded
+from services.runtime import logging
 from tests.support.object_store import ObjectStore
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
@@ -102,6 +104,16 @@ class Server:
             )
         wait = embedded.wait_etcd if self.name == "etcd" else embedded.wait_redis
         wait(self.port, timeout_s=20.0, process=self._process)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def production_logging() -> None:
+    """Log lines are made as a role makes them; unconfigured, structlog renders every frame's variables.
+
+    Loggers are not kept from their first use on: tests capture lines, and the simulator suspends them.
+    """
+    logging.configure()
+    structlog.configure(cache_logger_on_first_use=False)
 
 
 @pytest.fixture

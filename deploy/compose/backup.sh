@@ -7,6 +7,8 @@ set -eu
 umask 077
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
+# Files of an earlier backup would keep their modes.
+rm -f "$folder/etcd.db" "$folder/registry.tar" "$folder/redis.tar" "$folder/secrets.tar"
 cd "$(dirname "$0")/../.."
 [ ! -e .env ] || state=$(sed -n 's/^FLEET_STATE=//p' .env)
 state=${FLEET_STATE:-${state:-.fairway/compose}}

@@ -5,6 +5,7 @@ Everything that the registry would refuse is refused here first, before a byte i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -80,7 +81,9 @@ def _inside(path: Path, root: Path) -> Path:
     """Return the regular file that this is or links to; it lies in the folder."""
     try:
         real = path.resolve(strict=True)
-    except (FileNotFoundError, RuntimeError) as exc:
+    except (OSError, RuntimeError) as exc:  # a loop is a RuntimeError before Python 3.13
+        if isinstance(exc, OSError) and exc.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         raise PublishRefused(f"{path} is a link that leads nowhere", next_step="remove it") from exc
     if not real.is_relative_to(root):
         raise PublishRefused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -11,8 +11,14 @@ import structlog
 
 from services.controlplane.resources import Resources, Stored
 from services.controlplane.sealing import Sealer
-from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, UnsupportedFeature
-from services.core.records import KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.errors import (
+    FailedPrecondition,
+    IntegrityError,
+    InvalidInput,
+    ModelNotFound,
+    UnsupportedFeature,
+)
+from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
@@ -49,6 +55,8 @@ class Accounts:
             )
         _require_offered(tenant)
         request = self._tenants.request("create", tenant, request_id)
+        if await self._tenants.replayed(request) is None:
+            await self._require_deployed(_degraded_models(tenant), field="tenant.degrade.smaller_models")
         created = await self._tenants.create(tenant, request)
         log.info("tenant.created", tenant=tenant.meta.name)
         return created
@@ -63,10 +71,15 @@ class Accounts:
         """Replace a tenant. Its limits hold for the next request that a gateway admits.
 
         A disabled tenant's next request is refused as soon as a gateway has heard of it; what runs goes on
-        to its end.
+        to its end. Raises ModelNotFound for a model of its policy that it did not have and that is not
+        deployed.
         """
         _require_offered(tenant)
         request = self._tenants.request("update", tenant, request_id, etag=etag)
+        if await self._tenants.replayed(request) is None:
+            had = _degraded_models((await self._tenants.get(tenant.meta.name)).record)
+            added = [model for model in _degraded_models(tenant) if model not in had]
+            await self._require_deployed(added, field="tenant.degrade.smaller_models")
         updated = await self._tenants.update(tenant.meta.name, lambda _: tenant, request, etag=etag)
         log.info("tenant.updated", tenant=tenant.meta.name, disabled=tenant.disabled)
         return updated
@@ -104,6 +117,7 @@ class Accounts:
         if key.expire_unix_s and key.expire_unix_s <= self._clock.unix_s():
             raise InvalidInput("expire_time is in the past", field="key.expire_time")
         together = await self._owner_of(key)
+        await self._require_deployed(key.models, field="key.models")
         secret = self._new_secret()
         text, hashed = secrets.new_key(name, secret)
         made = await self._keys.create(
@@ -129,7 +143,10 @@ class Accounts:
         log.info("key.deleted", key=name)
 
     async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
-        """Replace a key's models, expiry and labels. Its role, tenant and secret stay; others are refused."""
+        """Replace a key's models, expiry and labels. Its role, tenant and secret stay; others are refused.
+
+        Raises ModelNotFound for a model that it did not have and that is not deployed.
+        """
 
         def changed(key: ApiKey) -> ApiKey:
             if wanted.role is not key.role or wanted.tenant != key.tenant:
@@ -140,6 +157,10 @@ class Accounts:
             return replace(key, meta=meta, models=wanted.models, expire_unix_s=wanted.expire_unix_s)
 
         request = self._keys.request("update", wanted, request_id, etag=etag)
+        if wanted.role is KeyRole.TENANT and await self._keys.replayed(request) is None:
+            had = (await self._keys.get(wanted.meta.name)).record.models
+            added = [model for model in wanted.models if model not in had]
+            await self._require_deployed(added, field="key.models")
         stored = await self._keys.update(wanted.meta.name, changed, request, etag=etag)
         log.info("key.updated", key=wanted.meta.name)
         return stored
@@ -172,6 +193,16 @@ class Accounts:
         log.info("key.rotated", key=name, grace_s=grace_s)
         return stored, text
 
+    async def _require_deployed(self, models: Iterable[str], *, field: str) -> None:
+        """Raises ModelNotFound for the first name that is no deployment's: most often it is misspelt."""
+        for model in models:
+            if not (_DEPLOYMENT.fullmatch(model) and await self._store.get(DEPLOYMENTS + model)):
+                raise ModelNotFound(
+                    f"there is no deployment {model[:128]!r}: create it first, and name it then",
+                    model=model[:128],
+                    field=field,
+                )
+
     def _seal(self, secret: bytes, request: Request) -> str:
         if not request.request_id:
             return ""
@@ -203,8 +234,7 @@ class Accounts:
 def _require_offered(tenant: Tenant) -> None:
     """Raises UnsupportedFeature for a limit that nothing would hold: a promise is refused, not ignored.
 
-    Raises InvalidInput for a policy that can never apply. Whether a model is deployed is looked at when a
-    request needs it.
+    Raises InvalidInput for a policy that can never apply.
     """
     if tenant.tokens_per_minute:
         raise UnsupportedFeature("token rates are not offered yet", field="tenant.tokens_per_minute")
@@ -219,6 +249,10 @@ def _require_offered(tenant: Tenant) -> None:
                 f"{model} would be answered by itself; name a smaller model",
                 field="tenant.degrade.smaller_models",
             )
+
+
+def _degraded_models(tenant: Tenant) -> tuple[str, ...]:
+    return tuple(name for pair in tenant.degrade.smaller_models.items() for name in pair)
 
 
 def _bare(key: ApiKey) -> ApiKey:

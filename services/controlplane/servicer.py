@@ -26,6 +26,7 @@ from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert_decisions import decision_to_proto, timestamp, worker_to_proto
 from services.rpc.convert_queues import pool_to_proto
 from services.rpc.interceptors.access import principal
+from services.runtime.ids import request_id_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -207,7 +208,7 @@ class ControlPlaneServicer(NotYetServed):
     async def ExplainPlacement(
         self, request: pb.ExplainPlacementRequest, context: Context
     ) -> pb.ExplainPlacementResponse:
-        found = await self._queues.explain(request.request_id)
+        found = await self._queues.explain(request_id_of(request.request_id))
         return pb.ExplainPlacementResponse(
             decisions=[decision_to_proto(decision) for decision in found.decisions],
             since=timestamp(found.since_unix_s),

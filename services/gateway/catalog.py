@@ -47,7 +47,8 @@ class Failure:
 class Route:
     """``model`` is the name that clients ask for; ``route_revision`` counts the deployment's changes.
 
-    ``failure`` is set when every replica failed: why, in a stable word, and when the next attempt is made.
+    ``ready_replicas`` is 0 for a deployment of 0 replicas, whoever else runs its version. ``failure`` is set
+    when every replica failed: why, in a stable word, and when the next attempt is made.
     """
 
     model: str
@@ -132,12 +133,23 @@ class ModelCatalog:
                 model=model,
                 version_digest=pinned.version_digest,
             )
-        deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, 0)
+        deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
         self._remember(deployment)
         return self._route(deployment, pinned.route_revision)
 
     def require_hope(self, route: Route) -> None:
-        """Return unless every replica failed. Raises NoWorkerAvailable: nobody is to queue for nothing."""
+        """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.
+
+        A worker that runs the same version for another deployment does not serve this one.
+        """
+        if not route.deployment.replicas:
+            raise NoWorkerAvailable(
+                f"the deployment {route.model} has 0 replicas, so no worker serves it; an operator starts it "
+                f"with `fairway deployments update {route.model} --replicas 1`",
+                retry_after_s=MAX_RETRY_S,
+                model=route.model,
+                cause="NO_REPLICAS",
+            )
         failure = route.failure
         if failure is None:
             return
@@ -249,7 +261,7 @@ class ModelCatalog:
             deployment=deployment,
             version_digest=deployment.version_digest,
             route_revision=mod_revision,
-            ready_replicas=known.replicas,
+            ready_replicas=known.replicas if deployment.replicas else 0,
             failure=known.failure if failed else None,
         )
 

@@ -15,6 +15,7 @@ from services.gateway.events import Finished, Tokens
 from services.gateway.face import Completed
 from services.gateway.openai_requests import Dialect, Wanted
 from services.gateway.policy.degrade import Degradation
+from services.runtime.ids import ANSWER_PREFIXES
 
 _LOWEST_LOGPROB: Final = -9999.0
 _REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -22,7 +23,6 @@ _OBJECTS: Final = {
     "chat": ("chat.completion", "chat.completion.chunk"),
     "completions": ("text_completion", "text_completion"),
 }
-_ID_PREFIXES: Final = {"chat": "chatcmpl-", "completions": "cmpl-"}
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -135,7 +135,7 @@ class Identity:
 
     def head(self, dialect: Dialect, *, chunk: bool) -> _Head:
         return _Head(
-            id=_ID_PREFIXES[dialect] + self.request_id,
+            id=ANSWER_PREFIXES[dialect] + self.request_id,
             object=_OBJECTS[dialect][chunk],
             created=self.created_unix_s,
             model=self.model,

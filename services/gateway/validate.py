@@ -75,7 +75,7 @@ class Validator:
         """Return what is known of the generation before anything is made of its text.
 
         ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more,
-        InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable when every replica failed.
+        InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable without a replica that can serve.
         """
         bounds.check(generation)
         route = self._route(principal, generation.model, pinned)

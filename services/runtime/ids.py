@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import secrets
+from typing import Final
+
+# What the ids of OpenAI's answers have before the request's own id.
+ANSWER_PREFIXES: Final = {"chat": "chatcmpl-", "completions": "cmpl-"}
+
+
+def request_id_of(answer_id: str) -> str:
+    """Return the request's own id, given it or the id of its answer."""
+    for prefix in ANSWER_PREFIXES.values():
+        if answer_id.startswith(prefix):
+            return answer_id.removeprefix(prefix)
+    return answer_id
 
 
 class Ids:

@@ -216,10 +216,10 @@ def main(arguments: Sequence[str]) -> int:
         found = fit(observations, like, name=options.name)
         options.output.write_bytes(encode(found.model))
     except (CalibrationFailed, NotEnough, ValueError) as error:
-        print(f"calibrate: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"calibrate: {options.output} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"error: {options.output} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     print(describe(found))
     print(f"written to {options.output}: `fairway simulate SCENARIO --preset {options.output}`")

@@ -317,7 +317,8 @@ def test_workers_are_told_as_placements_see_them(cli: CommandLine, stack: Stack)
 
 
 def test_a_request_is_explained(cli: CommandLine, stack: Stack) -> None:
-    request_id = _completed(stack)
+    request_id, answer_id = _completed(stack)
+    assert answer_id == "cmpl-" + request_id
     (row,) = cli("explain", request_id).rows
     assert row[3] == "GRANTED"
     (decision,) = cli("explain", request_id, "-o", "json").json["decisions"]
@@ -328,24 +329,26 @@ def test_a_request_is_explained(cli: CommandLine, stack: Stack) -> None:
     assert decision["worker_id"] in ranked
     assert {part["scorer"] for part in decision["ranked"][0]["parts"]} >= {"fast_ttft", "prefix_hit"}
     assert len(cli("explain", request_id, "-o", "wide").rows[0]) > len(row)
+    assert cli("explain", answer_id, "-o", "json").json["decisions"] == [decision]
+    assert {row[0] for row in cli("explain", _completed(stack, n=2)[1]).rows} == {"0", "1"}
 
 
 def test_an_unknown_request_is_not_explained(cli: CommandLine) -> None:
-    failed = cli("explain", "req_unknown", code=1)
+    failed = cli("explain", "req_unknown", code=4)
     assert "NOT_FOUND" in failed.err
     assert "remembers" in failed.err
 
 
-def _completed(stack: Stack) -> str:
-    """Return the id of a request that was answered."""
-    body = {"model": stack.model, "prompt": "The tide", "max_tokens": 4}
+def _completed(stack: Stack, n: int = 1) -> tuple[str, str]:
+    """Return the ids of a request and of its answer."""
+    body = {"model": stack.model, "prompt": "The tide", "max_tokens": 4, "n": n}
     request = urllib.request.Request(
         f"{stack.http}/v1/completions",
         data=json.dumps(body).encode(),
         headers={"authorization": f"Bearer {stack.api_key}", "content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        return str(answer.headers["x-request-id"])
+        return str(answer.headers["x-request-id"]), str(json.load(answer)["id"])
 
 
 def test_events_are_listed_and_followed(cli: CommandLine) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import pytest
 
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc
@@ -54,6 +55,42 @@ async def outcome(stack: Stack, stub: Any, secret: str) -> str:
     return "OK"
 
 
+async def idle_twin(here: Operator, stack: Stack, name: str) -> cp.CreateDeploymentRequest:
+    """Return the creation of a deployment of 0 replicas with the version that the fleet serves."""
+    served = (await here.call("GetDeployment", cp.GetDeploymentRequest(name=stack.model))).deployment
+    twin = cp.Deployment(metadata=cp.Metadata(name=name), model=served.model, version=served.version_digest)
+    return cp.CreateDeploymentRequest(deployment=twin)
+
+
+async def test_a_deployment_of_no_replicas_answers_nothing_though_others_run_its_version(
+    stack: Stack,
+) -> None:
+    async with operator(stack) as here, stack.inference() as stub:
+        await here.call("CreateDeployment", await idle_twin(here, stack, "idle"))
+        asked = generation(stack)
+        asked.model = "idle"
+
+        async def refusal() -> grpc.aio.AioRpcError:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Complete(
+                    pb.CompleteRequest(generation=asked), metadata=metadata(stack.api_key), timeout=30
+                )
+            return caught.value
+
+        async def refused() -> bool:
+            return (await refusal()).code() is grpc.StatusCode.UNAVAILABLE
+
+        await eventually(refused)
+        text = (await refusal()).details() or ""
+        assert "0 replicas" in text
+        assert "`fairway deployments update idle --replicas 1`" in text
+        models = (await stub.ListModels(pb.ListModelsRequest(), metadata=metadata(stack.api_key))).models
+        ready = {model.name: model.ready_replicas for model in models}
+        assert ready["idle"] == 0
+        assert ready[stack.model] > 0
+        await here.call("DeleteDeployment", cp.DeleteDeploymentRequest(name="idle"))
+
+
 async def test_keys_and_tenants_change_under_a_running_stream(stack: Stack) -> None:
     async with operator(stack) as here, stack.inference() as stub:
         tenant = cp.Tenant(metadata=cp.Metadata(name="ops"))
@@ -61,6 +98,7 @@ async def test_keys_and_tenants_change_under_a_running_stream(stack: Stack) -> N
         key = cp.Key(
             metadata=cp.Metadata(name="ops.1"), role=cp.KEY_ROLE_TENANT, tenant="ops", models=["other"]
         )
+        await here.call("CreateDeployment", await idle_twin(here, stack, "other"))
         made = await here.call("CreateKey", cp.CreateKeyRequest(key=key, request_id="ops-1"))
         secret = made.secret
 
@@ -91,6 +129,7 @@ async def test_keys_and_tenants_change_under_a_running_stream(stack: Stack) -> N
             last = event
         assert last.finished.usage.output_tokens == 300, "what runs goes on to its end"
 
+        await here.call("DeleteDeployment", cp.DeleteDeploymentRequest(name="other"))
         await here.call("DeleteKey", cp.DeleteKeyRequest(name="ops.1"))
         await here.call("DeleteTenant", cp.DeleteTenantRequest(name="ops"))
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import structlog
 import uvloop
 
 from services.gateway import http_server
 from services.gateway.events import Event
 from services.gateway.http_io import HttpLimits
+from services.runtime import logging
 from tests.integration.openai.face import CHAT, KEY, Call, accepted, plain, serving
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +230,7 @@ async def _serve(changes: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    logging.configure()
     uvloop.run(_serve(json.loads(sys.argv[1])))
 
 

@@ -128,6 +128,29 @@ def test_no_except_star_block_raises() -> None:
     assert found == [], "use `except BaseExceptionGroup` with first_failure"
 
 
+def filtered_extractions(source: str) -> list[int]:
+    """Return the lines of calls that pass a tarfile's extraction a filter."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("extract", "extractall", "unpack_archive")
+        and any(keyword.arg == "filter" for keyword in node.keywords)
+    ]
+
+
+def test_no_archive_is_extracted_by_tarfile_with_a_filter() -> None:
+    """Python 3.11.0 to 3.11.3 have no such parameter, and mypy, which has one version per minor, has."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files("services", "fairway", "simulator", "bench", "tests", "scripts")
+        for line in filtered_extractions(path.read_text())
+    ]
+    assert found == [], "run tar, which refuses paths that leave its folder"
+    assert filtered_extractions("a.extractall(b, filter='data')\na.extractall(b)") == [1]
+
+
 def test_the_rule_about_except_star_finds_what_it_forbids() -> None:
     source = "try:\n    pass\nexcept* KeyError as group:\n    raise group.exceptions[0] from None\n"
     assert raising_star_handlers(source) == [3]

@@ -11,7 +11,6 @@ import argparse
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -73,8 +72,7 @@ def install_llama_cpp(python: str, there: Path) -> None:
         package = ["--no-deps", "--no-binary", ":all:", "--dest", scratch, VERSIONS["llama_cpp"]]
         pip(python, ["download", "--quiet", *package])
         (archive,) = Path(scratch).glob("*.tar.gz")
-        with tarfile.open(archive) as sources:
-            sources.extractall(scratch, filter="data")
+        subprocess.run(["tar", "-xf", archive, "-C", scratch], check=True)
         (tree,) = Path(scratch).glob("*/vendor/llama.cpp")
         built = Path(scratch, "built")
         tools = there / "bin"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.simulator import run_simulator
 from fairway.cli.state import StateDir
 
 
@@ -47,17 +44,14 @@ def calibrate(
       fairway calibrate --worker worker-1 --like a10 --max-context 2048
       fairway simulate steady --preset tiny.json
     """
-    if importlib.util.find_spec("simulator") is None:
-        raise CliError(
-            "NO_SIMULATOR",
-            "the simulator is not installed beside this command",
-            next_step="run `make setup-dev` in the source tree",
-        )
     given = ["--endpoints", str(StateDir.at(state_dir).endpoints), "--output", str(output)]
     given += ["--name", name, "--like", like, "--max-context", str(max_context)]
     given += ["--worker", worker] if worker else []
     given += ["--model", model] if model else []
     given += ["--short"] if short else []
-    code = subprocess.call([sys.executable, "-m", "simulator", "calibrate", *given])
-    if code:
-        raise typer.Exit(int(ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED))
+    run_simulator(
+        "calibrate",
+        given,
+        reason="CALIBRATION",
+        next_step="`fairway status` shows whether it serves, `fairway calibrate --help` the options",
+    )

@@ -151,13 +151,15 @@ def _add_explain(app: typer.Typer) -> None:
         to=Server.CONTROLPLANE,
         examples=(
             "fairway explain req_0123456789",
-            "fairway explain req_0123456789 -o wide",
+            "fairway explain chatcmpl-req_0123456789 -o wide",
             "fairway explain req_0123456789 -o json | jq '.decisions[].ranked'",
         ),
     )
     async def explain(
         connection: Connection,
-        request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="As the answer names it.")],
+        request_id: Annotated[
+            str, typer.Argument(metavar="REQUEST_ID", help="The answer's id, or its x-request-id.")
+        ],
         output: OutputOption = Format.TABLE,
     ) -> None:
         """Show how a request came to its workers: who could have it, what each scored, and why it waited."""
@@ -170,7 +172,7 @@ def _add_explain(app: typer.Typer) -> None:
                 f"the leading scheduler remembers nothing of {request_id}",
                 next_step=f"it remembers what began after {moment(found.since)}; what a gateway placed by "
                 "itself, on a worker that is gone, is in that gateway's log",
-                exit_code=ExitCode.FAILED,
+                exit_code=ExitCode.REFUSED,
             )
         if output in DOCUMENTS:
             write_document(document_of(found), output)

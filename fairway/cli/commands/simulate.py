@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from fairway.cli.durations import parse_span
-from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.simulator import run_simulator
+
+NEXT_STEP: Final = "`fairway simulate --list` shows the scenarios, `fairway simulate --help` the options"
 
 
 def _span(text: str) -> str:
@@ -77,19 +76,4 @@ def simulate(
     }
     for flag, value in options.items():
         given += [flag, str(value)] if value is not None and not listed else []
-    _run(["--list"] if listed else given)
-
-
-def _run(arguments: list[str]) -> None:
-    """Run the simulator, with this terminal; raise CliError when it fails."""
-    if importlib.util.find_spec("simulator") is None:
-        raise CliError(
-            "NO_SIMULATOR",
-            "the simulator is not installed beside this command",
-            next_step="run `make setup-dev` in the source tree",
-        )
-    code = subprocess.call([sys.executable, "-m", "simulator", "simulate", *arguments])
-    if code == ExitCode.USAGE:
-        raise typer.Exit(int(ExitCode.USAGE))
-    if code:
-        raise typer.Exit(int(ExitCode.FAILED))
+    run_simulator("simulate", ["--list"] if listed else given, reason="SIMULATION", next_step=NEXT_STEP)

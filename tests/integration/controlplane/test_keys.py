@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.core.errors import EtagMismatch, FailedPrecondition, InvalidInput
+from services.core.errors import EtagMismatch, FailedPrecondition, InvalidInput, ModelNotFound
 from services.core.records import KEYS, ApiKey, load
 from services.runtime import secrets
 from tests.integration.controlplane.plane import Plane
@@ -13,6 +13,7 @@ from tests.integration.controlplane.plane import Plane
 
 async def test_key_is_shown_once_and_stored_as_a_hash(plane: Plane) -> None:
     await plane.tenant("acme")
+    await plane.deployment("tiny")
     made = await plane.key("team-a", "acme", models=["tiny"])
     name, secret = secrets.parse_key(made.secret)
     assert name == "team-a"
@@ -47,6 +48,7 @@ async def test_rotation_keeps_the_old_secret_for_its_grace(plane: Plane) -> None
 async def test_a_key_is_narrowed_and_keeps_its_secret_role_and_tenant(plane: Plane) -> None:
     await plane.tenant("acme")
     await plane.tenant("other")
+    await plane.deployment("m")
     before = (await plane.key("k.1", "acme")).key
     hashed = (await plane.stored_key("k.1")).secret_hash
     wanted = pb.Key(
@@ -65,6 +67,26 @@ async def test_a_key_is_narrowed_and_keeps_its_secret_role_and_tenant(plane: Pla
     wanted.metadata.etag, wanted.tenant = "", "other"
     with pytest.raises(InvalidInput):
         await plane.call("UpdateKey", pb.UpdateKeyRequest(key=wanted))
+
+
+@pytest.mark.parametrize("model", ["nope", "../keys/k", "M", ""])
+async def test_a_key_names_deployments_that_exist(plane: Plane, model: str) -> None:
+    await plane.tenant("acme")
+    await plane.deployment("chat")
+    with pytest.raises((ModelNotFound, InvalidInput)) as caught:
+        await plane.key("k", "acme", models=["chat", model])
+    if isinstance(caught.value, ModelNotFound):
+        assert caught.value.metadata == {"model": model, "field": "key.models"}
+        assert "create it first" in caught.value.message
+    made = (await plane.key("k", "acme", request_id="once", models=["chat"])).key
+    made.models.append(model)
+    with pytest.raises((ModelNotFound, InvalidInput)):
+        await plane.call("UpdateKey", pb.UpdateKeyRequest(key=made))
+    await plane.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="chat"))
+    made.models[:] = ["chat"]
+    made.metadata.labels["still"] = "named"
+    await plane.call("UpdateKey", pb.UpdateKeyRequest(key=made))  # what it has stays, deployed or not
+    await plane.key("k", "acme", request_id="once", models=["chat"])  # answered as it was
 
 
 async def test_keys_need_a_role_and_an_owner(plane: Plane) -> None:

@@ -250,6 +250,9 @@ async def test_a_placement_is_explained_and_its_worker_listed(plane: Plane, sche
 
     await eventually(decided)
     answer = await plane.call("ExplainPlacement", pb.ExplainPlacementRequest(request_id="r1"))
+    for prefix in ("chatcmpl-", "cmpl-"):  # the ids of the answer, as OpenAI's clients show them
+        named = pb.ExplainPlacementRequest(request_id=prefix + "r1")
+        assert (await plane.call("ExplainPlacement", named)).decisions == answer.decisions
     (decision,) = answer.decisions
     assert (answer.leader_id, answer.leader_epoch, decision.epoch) == ("s1", 7, 7)
     assert (decision.worker_id, decision.tenant, decision.prompt_tokens) == ("w1", "acme", 20)

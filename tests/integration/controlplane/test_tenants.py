@@ -12,6 +12,7 @@ from services.core.errors import (
     EtagMismatch,
     FailedPrecondition,
     InvalidInput,
+    ModelNotFound,
     NotFound,
     UnsupportedFeature,
 )
@@ -66,12 +67,31 @@ async def test_limit_that_nothing_holds_is_refused(plane: Plane, limit: dict[str
 
 async def test_what_holds_under_pressure_is_kept_and_checked(plane: Plane) -> None:
     policy = pb.DegradePolicy(max_output_tokens=256, smaller_models={"chat": "chat-small"})
+    for deployment in ("chat", "chat-small"):
+        await plane.deployment(deployment)
     made = await plane.tenant("acme", weight=2.5, committed_tokens_per_minute=60_000, degrade=policy)
     assert (made.weight, made.committed_tokens_per_minute, made.degrade) == (2.5, 60_000, policy)
     assert not (await plane.tenant("plain")).HasField("degrade")
     for models in ({"chat": "chat"}, {"chat": "No Name"}, {"": "chat"}):
         with pytest.raises(InvalidInput, match=r"smaller|names"):
             await plane.tenant("other", degrade=pb.DegradePolicy(smaller_models=models))
+
+
+async def test_a_policy_names_deployments_that_exist(plane: Plane) -> None:
+    await plane.deployment("chat")
+    policy = pb.DegradePolicy(smaller_models={"chat": "nope"})
+    with pytest.raises(ModelNotFound, match="no deployment 'nope'") as caught:
+        await plane.tenant("acme", degrade=policy)
+    assert caught.value.metadata["field"] == "tenant.degrade.smaller_models"
+    tenant = await plane.tenant("acme")
+    tenant.degrade.CopyFrom(policy)
+    with pytest.raises(ModelNotFound, match="no deployment 'nope'"):
+        await plane.call("UpdateTenant", pb.UpdateTenantRequest(tenant=tenant))
+    await plane.deployment("nope")
+    await plane.call("UpdateTenant", pb.UpdateTenantRequest(tenant=tenant))
+    await plane.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="nope"))
+    tenant.display_name, tenant.metadata.etag = "Acme", ""
+    await plane.call("UpdateTenant", pb.UpdateTenantRequest(tenant=tenant))
 
 
 async def test_lists_come_in_pages(plane: Plane) -> None:

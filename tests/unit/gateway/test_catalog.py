@@ -96,6 +96,19 @@ def test_a_model_that_failed_everywhere_is_refused_at_once_with_the_reason(fleet
     fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
 
 
+def test_a_deployment_of_no_replicas_is_not_served_by_workers_of_another_one(fleet: Any) -> None:
+    idle = Deployment(Meta("idle"), "tiny", "v1", DIGEST, 0)
+    fleet.deployments.put(DEPLOYMENTS + "idle", idle)
+    route = fleet.catalog.resolve("idle")
+    assert route.ready_replicas == 0
+    with pytest.raises(NoWorkerAvailable, match="fairway deployments update idle --replicas 1") as caught:
+        fleet.catalog.require_hope(route)
+    assert caught.value.metadata == {"model": "idle", "cause": "NO_REPLICAS"}
+    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+    gone = fleet.catalog.resolve_pinned("deleted", PinnedVersion(DIGEST, 7))
+    fleet.catalog.require_hope(gone)  # what began on a version goes on while a worker has it
+
+
 async def test_the_context_is_bounded_by_model_and_workers(fleet: Any) -> None:
     fleet.ready(max_model_len=100_000)
     fleet.catalog.resolve("chat-small")
