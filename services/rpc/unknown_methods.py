@@ -1,8 +1,8 @@
 """grpc.aio's server, with the calls of methods that it does not have answered here.
 
 grpc.aio decodes the name of such a method in the loop that accepts every call. A name that is not UTF-8 ends
-that loop, and with it the server: one call without a credential would stop a role. So this loop gets the calls
-of registered methods only, whose names are its own.
+that loop, and with it the server: one call without a credential would stop a role. So that loop gets only the
+calls of registered methods, whose names are its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc._cython import cygrpc
@@ -26,7 +26,7 @@ def make_server(
 
     ``refused`` is called with the peer of each call of another method, in the task that ends with the call.
     """
-    return _Server(interceptors, options, refused)
+    return cast(grpc.aio.Server, _Server(interceptors, options, refused))
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]

@@ -395,7 +395,7 @@ async def test_a_continuation_that_differs_fails_clients_with_other_tokens(
 
     def wrap(store: IdempotencyStore) -> IdempotencyStore:
         stores.append(HeldEnd(store))
-        return stores[-1]  # type: ignore[return-value]
+        return stores[-1]
 
     fleet.hold_at = 10
     async with gateways(redis_url, fleet, 2, wrap=wrap) as (left, right):
@@ -408,7 +408,7 @@ async def test_a_continuation_that_differs_fails_clients_with_other_tokens(
             await stores[0].reached.wait()
         fleet.diverge = True
         second = asyncio.create_task(right.ask("k"))
-        # From its claim on, the record refuses the first owner. Before it, the first owner may end the record.
+        # The record refuses the first owner from this claim on. Until then the first owner may end it.
         await until(lambda: right.workers.started)
         fleet.hold.set()
         stores[0].go.set()
