@@ -26,6 +26,8 @@ from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.traces import TraceRpcs
 from services.rpc.message_size import limits_of
+from services.rpc.strangers import Strangers
+from services.rpc.unknown_methods import make_server
 from services.runtime.descriptors import descriptor_limit
 from services.runtime.logging import LineBudget
 from services.runtime.tracing import Tracing
@@ -113,16 +115,18 @@ class RpcServer:
         shut = () if telemetry is None else (telemetry.instruments.connections_shut.add,)
         most = min(MAX_CONNECTIONS, descriptor_limit() // 2)
         self._connections = Connections(*shut, max_connections=most)
+        strangers = Strangers(self._connections.condemn)
         # Without grpc's own bound of RPCs: it counts a stranger's half-open call before any layer sees it.
-        self._server = grpc.aio.server(
+        self._server = make_server(
             interceptors=(
                 *outermost,
                 LogContext(),
                 ErrorStatus(new_incident, None if telemetry is None else telemetry.lines),
-                AccessControl(table, authenticate, internal_token, self._connections),
+                AccessControl(table, authenticate, internal_token, self._connections, strangers),
                 ReadMessages(limits),
             ),
             options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
+            refused=strangers.refused,
         )
         self.port = 0
 

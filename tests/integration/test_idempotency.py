@@ -12,7 +12,7 @@ from services.core import errors
 from services.core.generation import Usage
 from services.core.records import Degrade
 from services.gateway.policy.degrade import Degradation, DegradationKind
-from services.ports.idempotency import RecordLimits, RecordState
+from services.ports.idempotency import IdempotencyStore, RecordLimits, RecordState, Written
 from tests.support.keyed_gateways import Answer, Fleet, Gateway, gateways, keyed_limits, token
 from tests.support.waiting import until
 
@@ -386,7 +386,59 @@ async def stop_flushing(gateway: Gateway) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_a_continuation_that_differs_fails_whom_it_was_told_otherwise(
+class HeldEnd:
+    """A store whose ``finish`` waits for ``go``."""
+
+    def __init__(self, store: IdempotencyStore) -> None:
+        self.reached = asyncio.Event()
+        self.go = asyncio.Event()
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def finish(self, *values: Any) -> Written:
+        self.reached.set()
+        await self.go.wait()
+        return await self._store.finish(*values)
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["running", "ended-and-not-written"])
+async def test_a_continuation_that_differs_fails_clients_with_other_tokens(
+    redis_url: str, fleet: Fleet, ended: bool
+) -> None:
+    stores: list[HeldEnd] = []
+
+    def wrap(store: IdempotencyStore) -> IdempotencyStore:
+        stores.append(HeldEnd(store))
+        return stores[-1]
+
+    fleet.hold_at = 10
+    async with gateways(redis_url, fleet, 2, wrap=wrap) as (left, right):
+        stores[1].go.set()
+        first = asyncio.create_task(left.ask("k"))
+        await until(lambda: fleet.engine_tokens == 10)
+        await stop_flushing(left)
+        if ended:
+            fleet.hold.set()
+            await stores[0].reached.wait()
+        fleet.diverge = True
+        second = asyncio.create_task(right.ask("k"))
+        # The record refuses the first owner from this claim on. Until then the first owner may end it.
+        await until(lambda: right.workers.started)
+        fleet.hold.set()
+        stores[0].go.set()
+        continued = await second
+        assert continued.finished is not None, continued.error
+        failed = await first
+        assert failed.finished is None, "its client has other tokens than the record"
+        assert isinstance(failed.error, errors.StreamBroken)
+        assert failed.error.retry_after_s is not None
+        assert (await left.ask("k")).same_as(continued), "who comes back has the one result"
+        assert await usage(left) == Usage(5, 20)
+
+
+async def test_an_owner_without_a_lease_ends_the_record_unless_another_claimed_it(
     redis_url: str, fleet: Fleet
 ) -> None:
     fleet.hold_at = 10
@@ -394,14 +446,12 @@ async def test_a_continuation_that_differs_fails_whom_it_was_told_otherwise(
         first = asyncio.create_task(left.ask("k"))
         await until(lambda: fleet.engine_tokens == 10)
         await stop_flushing(left)
-        fleet.diverge = True
         fleet.hold.set()
-        second = await right.ask("k")
-        assert second.finished is not None, second.error
-        told_otherwise = await first
-        assert isinstance(told_otherwise.error, errors.StreamBroken)
-        assert told_otherwise.error.retry_after_s is not None
-        assert (await left.ask("k")).same_as(second), "who comes back has the one result"
+        answer = await first
+        assert answer.finished is not None, answer.error
+        fleet.diverge = True
+        assert (await right.ask("k")).same_as(answer)
+        assert not right.workers.started
         assert await usage(left) == Usage(5, 20)
 
 

@@ -36,6 +36,7 @@ from tests.support.rpc_process import KEY, Canary, RpcProcess
 
 COMPLETE = "/fairway.v1.InferenceService/Complete"
 COUNT = "/fairway.v1.InferenceService/CountTokens"
+UNKNOWN = "/no.such.Service/Method"
 LARGEST = 16 * 1024 * 1024 - 64
 WORST_S = 2.0
 GROWTH_MIB = 64.0
@@ -76,9 +77,18 @@ async def test_half_open_checks(server: RpcProcess) -> None:
         await asyncio.gather(*(attacker.send(calls(CHECK, 4000)) for attacker in attackers))
 
 
-async def test_half_open_calls_of_methods_that_need_a_key(server: RpcProcess) -> None:
+@pytest.mark.parametrize("path", [COMPLETE, UNKNOWN])
+async def test_half_open_calls_of_methods_that_answer_no_stranger(server: RpcProcess, path: str) -> None:
     async with attacked(server) as attackers:
-        await asyncio.gather(*(attacker.send(calls(COMPLETE, 4000)) for attacker in attackers))
+        await asyncio.gather(*(attacker.send(calls(path, 4000)) for attacker in attackers))
+
+
+@pytest.mark.parametrize("path", [b"/\xff\xfe/x", b"/fairway.v1.InferenceService/\xc3\x28", b"\x80"])
+async def test_a_method_name_that_is_no_text_ends_its_call_only(server: RpcProcess, path: bytes) -> None:
+    async with attacked(server, connections=1) as (attacker,):
+        await attacker.send(call(1, path) + message(1, b""), calls(CHECK, 1, first=3))
+    for line in server.log.read_text().splitlines():
+        assert line.startswith("{")
 
 
 @pytest.mark.parametrize("path", [WATCH, REFLECTION])
@@ -188,9 +198,10 @@ async def test_idle_connections_of_one_source_and_of_many(server: RpcProcess) ->
         writer.transport.abort()
 
 
-async def test_who_does_not_read_its_refusals_is_disconnected(server: RpcProcess) -> None:
+@pytest.mark.parametrize("path", [COMPLETE, UNKNOWN])
+async def test_who_is_refused_again_and_again_is_disconnected(server: RpcProcess, path: str) -> None:
     attacker = await Attacker.connect(server.port)
-    await attacker.send(calls(COMPLETE, 3 * MAX_REFUSALS_PER_S))
+    await attacker.send(calls(path, 3 * MAX_REFUSALS_PER_S))
     async with asyncio.timeout(10):
         await attacker.answer_pings()  # until the server closes the connection
     attacker.close()
@@ -228,6 +239,9 @@ async def test_health_lists_and_what_is_not_there_is_unimplemented(server: RpcPr
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Embed(inference_pb2.EmbedRequest(model="m", inputs=["x"]), metadata=KEY)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(UNKNOWN)(b"", metadata=KEY)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

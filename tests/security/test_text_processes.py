@@ -125,6 +125,25 @@ async def test_a_tenant_has_one_long_text_read_at_a_time(bench: Bench) -> None:
     assert most <= pool.MAX_LONG
 
 
+async def test_a_tenant_has_one_short_text_of_a_version_read_at_a_time(tmp_path: Path) -> None:
+    """However many wait, and however many processes there are; another tenant's is read beside it."""
+    async with opened(tmp_path, TextLimits(read_cpu_s=10.0, memory_bytes=2**30)) as bench:
+        model = await bench.version("slow", context=2_000_000, change=doubling(14))
+        (version,) = bench.processes._versions.values()
+        long = bench.tokeniser.prompt(model, "starter", "b" * (pool.SHORT_BYTES + 1))
+        assert await long  # it has started a second process
+        assert sum(process.idle for process in version.processes) == 2
+        storm = [asyncio.ensure_future(bench.tokeniser.prompt(model, "acme", f"a{n}")) for n in range(6)]
+        await asyncio.sleep(0)
+        assert sum(not process.idle for process in version.processes) == 1
+        assert await bench.tokeniser.prompt(model, "rival", "bcd")
+        assert sum(one.done() for one in storm) < len(storm), "the storm is over before it was looked at"
+        while not all(one.done() for one in storm):
+            assert sum(not process.idle for process in version.processes) <= 1
+            await asyncio.sleep(0.001)
+        assert len(version.processes) == 2, "what one tenant has waiting starts no process"
+
+
 async def test_an_accepted_prompt_of_megabytes_holds_nobody_up(tmp_path: Path) -> None:
     async with opened(tmp_path, TextLimits()) as bench:
         model = await bench.version("tiny", context=2_000_000)

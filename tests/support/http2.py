@@ -20,7 +20,7 @@ def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
     return struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
 
 
-def call(stream: int, path: str, *metadata: tuple[str, str]) -> bytes:
+def call(stream: int, path: str | bytes, *metadata: tuple[str, str]) -> bytes:
     """Return the headers of a gRPC call whose message is still to come."""
     fields = (
         (":method", "POST"),
@@ -54,13 +54,13 @@ def settings(**values: int) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", known[n], v) for n, v in values.items()))
 
 
-def _literal(name: str, value: str) -> bytes:
+def _literal(name: str, value: str | bytes) -> bytes:
     """Return a header that enters no table."""
     return b"\0" + _text(name) + _text(value)
 
 
-def _text(value: str) -> bytes:
-    data = value.encode()
+def _text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
     if len(data) < 127:
         return bytes((len(data),)) + data
     rest, length = len(data) - 127, b"\x7f"

@@ -80,6 +80,7 @@ class AccessControl(AroundInterceptor):
         authenticate: Authenticate | None,
         internal_token: str,
         connections: Connections,
+        strangers: Strangers,
     ) -> None:
         super().__init__()
         if len(internal_token) < 32:
@@ -88,7 +89,7 @@ class AccessControl(AroundInterceptor):
         self._authenticate = authenticate
         self._internal = internal_token.encode()
         self._connections = connections
-        self._strangers = Strangers(connections.condemn)
+        self._strangers = strangers
         self._running: dict[str, int] = {}
         self._all = 0
 
