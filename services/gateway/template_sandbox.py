@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
-from services.gateway.template_text import concat, join, replaced, settled
+from services.gateway.template_text import Traced, concat, join, replaced, settled
 
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_LIST_ITEMS: Final = 100_000
@@ -50,6 +50,7 @@ _PICKING_FILTERS: Final = frozenset(
     )
 )
 _PADDING_METHODS: Final = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
+_EXACT: Final = (str, Traced)  # texts that carry their origin through operators and methods
 _NOT_OFFERED: Final = frozenset(("encode", "format", "format_map"))
 # fmt: on
 _STR_METHODS: Final = frozenset(
@@ -103,7 +104,10 @@ class Budget:
 
 def weight(value: object, budget: Budget) -> int:
     """Charge and return about how many characters ``str(value)`` has, without making them."""
-    size = len(value) if isinstance(value, str) else 24
+    if isinstance(value, str):
+        budget.charge(len(value))
+        return len(value)
+    size = 24
     if isinstance(value, int):
         _check_int(value)
     budget.charge(size)
@@ -149,9 +153,10 @@ def _concat(context: Context, *parts: Any) -> str:
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> str:
     """The text of any value, as it is written; charged."""
-    weight(value, _budget(context))
     if isinstance(value, str):
+        _budget(context).charge(len(value))
         return str(value)
+    weight(value, _budget(context))
     text: str = settled(str, (value,), {})
     return text
 
@@ -181,6 +186,13 @@ def _replace(context: Context, s: Any, old: Any, new: Any, count: int | None = N
 @jinja2.pass_context
 def _string(context: Context, value: Any) -> str:
     return value if isinstance(value, str) else _finalize(context, value)
+
+
+@jinja2.pass_context
+def _trim(context: Context, value: Any, chars: str | None = None) -> str:
+    text = _string(context, value)
+    _budget(context).charge(len(text))
+    return text.strip(chars)
 
 
 @jinja2.pass_context
@@ -336,7 +348,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         # These carry the origin themselves.
         self.filters |= {
             "each ": _each, "text ": _text, "concat ": _concat, "join": _join, "replace": _replace,
-            "indent": _indent, "string": _string,
+            "indent": _indent, "string": _string, "trim": _trim,
         }  # fmt: skip
         self.globals = {
             "range": self.globals["range"],
@@ -411,6 +423,9 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget(context)
+        if operator == "+" and type(left) in _EXACT and type(right) in _EXACT:
+            budget.charge(len(left) + len(right))
+            return left + right
         budget.charge()
         if operator == "+":
             for side in (left, right):

@@ -127,7 +127,7 @@ def join(separator: str, parts: Iterable[str]) -> str:
     """Return ``separator.join(parts)`` with the origin of each part."""
     texts = list(parts)
     joined = str.join(separator, texts)
-    if not any(isinstance(text, Traced | TracedMarkup) for text in (separator, *texts)):
+    if {str}.issuperset(map(type, (separator, *texts))):
         return joined
     return Traced(joined, origin_of(separator).join(map(origin_of, texts)))
 
@@ -170,15 +170,15 @@ def _has_plain_text(value: Any) -> bool:
 
 def _is_traced(value: Any) -> bool:
     """Return whether a value holds text of a message. Raises _UnknownError."""
-    if value is None or isinstance(value, int | float | Undefined | range):
-        return False
     if isinstance(value, str):
         return isinstance(value, Traced | TracedMarkup) and MESSAGE in origin_of(value)
-    if isinstance(value, Mapping):
-        return _is_traced(tuple(value)) or _is_traced(tuple(value.values()))
-    if isinstance(value, list | tuple):
+    if isinstance(value, tuple | list):
         found = [_is_traced(item) for item in value]  # every item, since one may be unknown
         return any(found)
+    if isinstance(value, dict):
+        return bool(value) and _is_traced((*value, *value.values()))
+    if value is None or isinstance(value, int | float | Undefined | range):
+        return False
     raise _UnknownError
 
 
@@ -188,7 +188,7 @@ def _masked(value: Any) -> Any:
         return Markup(_MASK * len(value))
     if isinstance(value, Traced):
         return "".join([_MASK if where == MESSAGE else char for char, where in value.pairs()])
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {_masked(key): _masked(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_masked, value))

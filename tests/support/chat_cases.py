@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -282,13 +284,16 @@ def stock_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@functools.lru_cache(maxsize=8)
+def _stock(source: str) -> jinja2.Template:
+    return stock_environment().from_string(source)
+
+
 def expected(source: str, messages: Sequence[Message]) -> str:
     """Return what transformers writes. Raises Refused, or what the template's mistake raises."""
     turns = [_turn(message) for message in messages]
-    return (
-        stock_environment()
-        .from_string(source)
-        .render(messages=turns, tools=None, documents=None, add_generation_prompt=True, **TOKENS)
+    return _stock(source).render(
+        messages=turns, tools=None, documents=None, add_generation_prompt=True, **TOKENS
     )
 
 
