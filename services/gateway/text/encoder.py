@@ -27,7 +27,6 @@ from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 2**31 - 1
-_MAX_EOS_IDS: Final = 256
 _SHORT_CHARS: Final = 1024
 _TEMPLATE_TOKENS: Final = (
     "bos_token",
@@ -91,7 +90,8 @@ class TextEncoder:
         rendered = self.template.render(messages, max_chars=self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES)
         if len(rendered.text) > self.model.max_prompt_bytes:
             raise PromptTooLong(
-                "the rendered messages cannot fit into the context of "
+                f"the rendered messages have {len(rendered.text)} characters, more than the "
+                f"{self.model.max_prompt_bytes} bytes that are read for a context of "
                 f"{self.model.max_context_tokens} tokens",
                 field="messages",
                 max_context_tokens=self.model.max_context_tokens,
@@ -141,7 +141,6 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         vocab_size=_positive(text_config, "vocab_size"),
         max_context_tokens=_positive(text_config, "max_position_embeddings"),
         longest_token_bytes=max((len(text.encode()) for text in tokenizer.get_vocab()), default=1),
-        eos_ids=_ids(generation.get("eos_token_id", text_config.get("eos_token_id"))),
         defaults=_defaults(generation),
         depends_on_time=template is not None and template.depends_on_time,
     )
@@ -221,15 +220,6 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_NUMBER:
         raise FailedPrecondition(f"config.json of the version has no usable {name}")
     return value
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    numbers = (entry for entry in values if isinstance(entry, int) and not isinstance(entry, bool))
-    found = tuple(entry for entry in numbers if 0 <= entry <= _MAX_NUMBER)
-    if len(found) > _MAX_EOS_IDS:
-        raise FailedPrecondition(f"the version names more than {_MAX_EOS_IDS} tokens as eos_token_id")
-    return found
 
 
 def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:

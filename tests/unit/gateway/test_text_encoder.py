@@ -291,7 +291,6 @@ def test_a_model_without_a_template_takes_no_messages(make_folder: Callable[...,
 def test_limits_and_defaults_are_read(encoder: TextEncoder, tokenizer: Tokenizer) -> None:
     assert encoder.model.vocab_size == tokenizer.get_vocab_size()
     assert encoder.model.max_context_tokens == 128
-    assert encoder.model.eos_ids == (1,)
     defaults = encoder.model.defaults
     assert (defaults.temperature, defaults.top_k, defaults.repetition_penalty) == (0.5, 7, 1.25)
     assert defaults.top_p == 1.0
