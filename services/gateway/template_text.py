@@ -42,10 +42,12 @@ class Traced(str):
     def __iter__(self) -> Iterator[str]:
         return map(Traced, super().__iter__(), self._origin)
 
-    def __add__(self, other: str) -> str:
-        return join("", (self, other)) if isinstance(other, str) else NotImplemented
+    def __add__(self, other: Any) -> str:
+        # Text that is marked as safe escapes what it is added to.
+        is_text = isinstance(other, str) and not isinstance(other, Markup)
+        return join("", (self, other)) if is_text else NotImplemented
 
-    def __radd__(self, other: str) -> str:
+    def __radd__(self, other: Any) -> str:
         return join("", (other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> str:

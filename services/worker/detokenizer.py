@@ -293,8 +293,9 @@ class _WindowedDetokenizer:
 
     def _feed_byte(self, token: int, byte: int) -> str:
         self._pending.append(token)
+        complete = False
         try:
-            complete = not self._invalid and self._utf8.decode(bytes((byte,)))
+            complete = not self._invalid and bool(self._utf8.decode(bytes((byte,))))
         except UnicodeDecodeError:
             self._invalid = True
         if self._invalid:

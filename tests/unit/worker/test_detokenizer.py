@@ -174,12 +174,12 @@ def by_the_rule(tokenizer: Tokenizer, ids: list[int]) -> str:
     """A run of byte tokens is its complete characters, and U+FFFD for each byte from there on."""
     text = ""
     for is_byte, tokens in runs_of(ids):
-        data = bytes(token - 3 for token in tokens)
-        valid = valid_length(data)
         if is_byte:
+            data = bytes(token - 3 for token in tokens)
+            valid = valid_length(data)
             text += data[:valid].decode() + "\ufffd" * (len(data) - valid)
         else:
-            text += "".join(tokenizer.id_to_token(token) for token in tokens).replace("▁", " ")
+            text += "".join(str(tokenizer.id_to_token(token)) for token in tokens).replace("▁", " ")
     return text.removeprefix(" ")
 
 
@@ -226,7 +226,7 @@ def test_invalid_bytes_are_replaced_one_by_one(ids: list[int], text: str) -> Non
 
 
 @lax
-@given(ids=st.lists(st.integers(3, 258), max_size=40))
+@given(ids=st.lists(st.integers(3, 258).filter(lambda token: token != 0x20 + 3), max_size=40))
 def test_bytes_are_never_held_for_long(ids: list[int]) -> None:
     detokenizer = WindowedVocabulary(LLAMA, byte_fallback=True).open()
     held = 0
