@@ -30,8 +30,9 @@ def of_transformers(source: str, messages: list[Message]) -> str:
         {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
         for message in messages
     ]
+    tokens: dict[str, Any] = dict(TOKENS)
     rendered, _ = chat_template_utils.render_jinja_template(
-        conversations=[turns], chat_template=source, add_generation_prompt=True, **TOKENS
+        conversations=[turns], chat_template=source, add_generation_prompt=True, **tokens
     )
     return str(rendered[0])
 

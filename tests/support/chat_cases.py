@@ -148,7 +148,8 @@ FAMILIES: Final = {
 # ``c`` is a message's content, ``ms`` are all messages.
 EXPRESSIONS: Final = (
     "c", "c|e", "c + ('<b>'|safe)", "('<b>'|safe) + c",
-    "c|escape|length", "(c|e) ~ '<|end|>'", "(c|safe) + '<b>'", "'<b>' + (c|safe)",
+    "c + 1 if c == 'a'", "ms[9].content.x if c == 'a'", "'%d' % c", "1 // (c|length)", "c.join([1])",
+    "c.replace(1, 'x')", "c|escape|length", "(c|e) ~ '<|end|>'", "(c|safe) + '<b>'", "'<b>' + (c|safe)",
     "c|forceescape", "c|tojson", "c|tojson(ensure_ascii=true)", "c|tojson(indent=2)",
     "ms|tojson(indent=1, sort_keys=true)", "ms|tojson(separators=(',', ':'))",
     "ms|tojson(ensure_ascii=true)|length", "ms", "ms|string", "ms|string|length", "ms[0]",
