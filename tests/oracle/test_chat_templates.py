@@ -19,9 +19,9 @@ from tests.support import chat_cases
 from tests.support.chat_cases import FAMILIES, NOW_S, TOKENS
 
 
-class StoppedClock(datetime):
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
+class StoppedClock:
+    @staticmethod
+    def now() -> datetime:
         return datetime.fromtimestamp(NOW_S, UTC)
 
 
@@ -31,10 +31,10 @@ def of_transformers(source: str, messages: list[Message]) -> str:
         for message in messages
     ]
     tokens: dict[str, Any] = dict(TOKENS)
-    rendered, _ = chat_template_utils.render_jinja_template(
+    found: Any = chat_template_utils.render_jinja_template(
         conversations=[turns], chat_template=source, add_generation_prompt=True, **tokens
     )
-    return str(rendered[0])
+    return str(found[0][0])
 
 
 def compare(source: str, messages: list[Message]) -> None:
