@@ -16,6 +16,9 @@ _FILES: Final = (
     "tokenizer_config.json",
 )
 
+# Some 4 s of a text process at most, which costs nobody else: see ``text/limits.py``.
+MIN_PROMPT_BYTES: Final = 1024 * 1024
+
 
 def is_text_file(path: str) -> bool:
     """Return whether a file of a version is one that the gateway reads."""
@@ -50,11 +53,15 @@ class TextModel:
     vocab_size: int
     max_context_tokens: int
     longest_token_bytes: int
-    eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     depends_on_time: bool
 
     @property
     def max_prompt_bytes(self) -> int:
-        """More text than this cannot fit: no token stands for more bytes than the longest one."""
-        return self.max_context_tokens * self.longest_token_bytes
+        """More text than this is not read.
+
+        A token stands for at most ``longest_token_bytes`` of what the tokenizer keeps, but what it drops or
+        merges (blanks, unknown words) is no token at all. So a text that is short enough to be read at
+        little cost is read and counted, whatever the context.
+        """
+        return max(MIN_PROMPT_BYTES, self.max_context_tokens * self.longest_token_bytes)

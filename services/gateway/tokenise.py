@@ -35,8 +35,8 @@ class Tokeniser:
     async def prompt(self, model: TextModel, tenant_id: str, text: str) -> Ids:
         """Return the ids of a raw prompt.
 
-        Raises PromptTooLong, by its bytes alone where that is certain, else with its ``prompt_tokens``; and
-        what ``Texts.read`` raises.
+        Raises PromptTooLong, by its bytes where they are more than ``max_prompt_bytes``, else with its
+        ``prompt_tokens``; and what ``Texts.read`` raises.
         """
         size = len(text.encode())
         _check_bytes(model, size, "prompt")
@@ -94,12 +94,12 @@ class Tokeniser:
 def _check_bytes(model: TextModel, size: int, field: str) -> None:
     if size > model.max_prompt_bytes:
         raise PromptTooLong(
-            f"the {field} of {size} bytes cannot fit into the context of {model.max_context_tokens} tokens: "
-            f"a token is at most {model.longest_token_bytes} bytes",
+            f"the {field} of {size} bytes is more than the {model.max_prompt_bytes} bytes that are read for "
+            f"a context of {model.max_context_tokens} tokens",
             field=field,
             size_bytes=size,
             max_context_tokens=model.max_context_tokens,
-            longest_token_bytes=model.longest_token_bytes,
+            max_prompt_bytes=model.max_prompt_bytes,
         )
 
 

@@ -2,12 +2,17 @@
 
 A byte-level vocabulary is a table from token to bytes, so a token costs one look-up; any other decoder
 goes through windows of the tokenizer's own ``decode``.
+
+One text differs. A tokenizer with byte fallback replaces a whole run of byte tokens by U+FFFD, one
+for each, when the run is no valid UTF-8 as a whole. A stream has sent the characters of the run that were
+complete before its first invalid byte: these stay, and the rest of the run is U+FFFD for each byte.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -31,6 +36,7 @@ _PLAIN_DECODERS: Final = (
     "CTC",
 )
 _MAX_DECODERS: Final = 16
+_BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -86,7 +92,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         raise FailedPrecondition(f"tokenizer.json has a token of more than {MAX_TOKEN_CHARS} characters")
     if is_byte_level(file.decoder):
         return ByteLevelVocabulary(tokenizer)
-    return WindowedVocabulary(tokenizer)
+    return WindowedVocabulary(tokenizer, byte_fallback=has_byte_fallback(file.decoder))
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -131,6 +137,16 @@ def is_byte_level(decoder: object) -> bool:
         parts = decoder.get("decoders")
         return isinstance(parts, list) and len(parts) == 1 and is_byte_level(parts[0])
     return decoder.get("type") == "ByteLevel"
+
+
+def has_byte_fallback(decoder: object) -> bool:
+    """Whether a ``decoder`` of tokenizer.json reads tokens such as ``<0xE4>`` as bytes."""
+    if not isinstance(decoder, dict):
+        return False
+    parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    return isinstance(parts, list) and any(
+        isinstance(part, dict) and part.get("type") == "ByteFallback" for part in parts
+    )
 
 
 def byte_of_char() -> dict[str, int]:
@@ -207,11 +223,16 @@ class _ByteLevelDetokenizer:
 class WindowedVocabulary:
     """For decoders in which a token's text depends on the one before it (Metaspace, byte fallback)."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, byte_fallback: bool) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(
             token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special
         )
+        self._bytes: dict[int, int] = {}
+        if byte_fallback:
+            for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+                if _BYTE_TOKEN.fullmatch(text):
+                    self._bytes[token] = int(text[3:5], 16)
 
     @property
     def texts(self) -> Sequence[str | None]:
@@ -221,7 +242,7 @@ class WindowedVocabulary:
         return
 
     def open(self) -> Detokenizer:
-        return _WindowedDetokenizer(self._tokenizer, self._special)
+        return _WindowedDetokenizer(self._tokenizer, self._special, self._bytes)
 
     def alone(self, token: int) -> str:
         if token in self._special:
@@ -230,13 +251,20 @@ class WindowedVocabulary:
 
 
 class _WindowedDetokenizer:
-    """Decodes a window that begins with tokens already final: their text anchors that of the new ones."""
+    """Decodes a window that begins with tokens already final: their text anchors that of the new ones.
 
-    __slots__ = ("_anchor", "_pending", "_special", "_tokenizer", "clean")
+    Byte tokens are pending until their character is complete. A run of them that was invalid once stays so
+    until it ends.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+    __slots__ = ("_anchor", "_bytes", "_invalid", "_pending", "_special", "_tokenizer", "_utf8", "clean")
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int], byte_of: Mapping[int, int]) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._bytes = byte_of
+        self._utf8 = _utf8("strict")
+        self._invalid = False
         self._anchor: list[int] = []
         self._pending: list[int] = []
         self.clean = False
@@ -244,16 +272,49 @@ class _WindowedDetokenizer:
     def feed(self, token: int) -> str:
         if token < 0 or token in self._special or self._tokenizer.id_to_token(token) is None:
             return ""  # it has no text, and a window must not begin with nothing
+        byte = self._bytes.get(token)
+        if byte is not None:
+            return self._feed_byte(token, byte)
+        ended = self._end_run() if self._bytes else ""
         self._pending.append(token)
         text = self._pending_text()
-        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING_TOKENS:
+        # Tokens of other decoders may be parts of a character.
+        if not self._bytes and text.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING_TOKENS:
             return ""
+        self._anchor, self._pending = self._pending, []
+        return ended + text
+
+    def flush(self) -> str:
+        if self._bytes:
+            return self._end_run()
+        text = self._pending_text() if self._pending else ""
+        self._pending = []
+        return text
+
+    def _feed_byte(self, token: int, byte: int) -> str:
+        self._pending.append(token)
+        complete = False
+        try:
+            complete = not self._invalid and bool(self._utf8.decode(bytes((byte,))))
+        except UnicodeDecodeError:
+            self._invalid = True
+        if self._invalid:
+            return self._replaced()
+        if not complete:
+            return ""
+        text = self._pending_text()
         self._anchor, self._pending = self._pending, []
         return text
 
-    def flush(self) -> str:
-        text = self._pending_text() if self._pending else ""
-        self._pending = []
+    def _end_run(self) -> str:
+        self._invalid = False
+        self._utf8.reset()
+        return self._replaced()
+
+    def _replaced(self) -> str:
+        """Return what is pending as invalid bytes; the last of them alone is an anchor of one character."""
+        text = REPLACEMENT * len(self._pending)
+        self._anchor, self._pending = self._pending[-1:] or self._anchor, []
         return text
 
     def _pending_text(self) -> str:

@@ -27,9 +27,16 @@ from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 2**31 - 1
-_MAX_EOS_IDS: Final = 256
 _SHORT_CHARS: Final = 1024
-_TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TEMPLATE_TOKENS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _BOUNDS: Final = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -47,14 +54,23 @@ class TextEncoder:
     """
 
     def __init__(
-        self, model: TextModel, tokenizer: Tokenizer, template: ChatTemplate | None, control: ControlTokens
+        self,
+        model: TextModel,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        control: ControlTokens,
+        unknown: str,
     ) -> None:
+        """``unknown`` is the token that stands for text that has none, which makes it no control token."""
         self.model = model
         self.template = template
         self._tokenizer = tokenizer
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._unknown = unknown
+        self._control_ids = frozenset(
+            token for token, entry in added.items() if entry.special and entry.content != unknown
+        )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Return the ids of a raw prompt, with what the tokenizer puts around one.
@@ -74,17 +90,18 @@ class TextEncoder:
         rendered = self.template.render(messages, max_chars=self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES)
         if len(rendered.text) > self.model.max_prompt_bytes:
             raise PromptTooLong(
-                "the rendered messages cannot fit into the context of "
+                f"the rendered messages have {len(rendered.text)} characters, more than the "
+                f"{self.model.max_prompt_bytes} bytes that are read for a context of "
                 f"{self.model.max_context_tokens} tokens",
                 field="messages",
                 max_context_tokens=self.model.max_context_tokens,
             )
         ids: list[int] = []
-        meant: list[str] = []
+        meant = 0
         for piece in rendered.pieces():
             ids += self._ids(piece, special=False)
-            meant += self._control.spelled(piece)
-        if sum(1 for token in ids if token in self._special_ids) > len(meant):
+            meant += sum(token != self._unknown for token in self._control.spelled(piece))
+        if sum(token in self._control_ids for token in ids) > meant:
             raise InvalidInput("a message spells a control token of the model", field="messages")
         return self._in_vocabulary(ids)
 
@@ -108,14 +125,13 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     config = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json")
     settings = _read_json(folder / "tokenizer_config.json")
-    tokenizer = _read_tokenizer(folder / "tokenizer.json")
+    tokenizer, unknown = _read_tokenizer(folder / "tokenizer.json")
     added = tokenizer.get_added_tokens_decoder().values()
-    control = ControlTokens(
-        [token.content for token in added if token.special],
-        [token.content for token in added if not token.special],
-    )
+    control = ControlTokens(token.content for token in added if token.special)
     source = _template_source(folder, settings)
-    tokens = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
+    texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
+    # One that is not set is undefined in the template, as in transformers.
+    tokens = {name: text for name, text in texts.items() if text is not None}
     template = ChatTemplate(source, control=control, tokens=tokens, clock=clock) if source else None
     text_config = config.get("text_config", config)
     if not isinstance(text_config, dict):
@@ -125,11 +141,12 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         vocab_size=_positive(text_config, "vocab_size"),
         max_context_tokens=_positive(text_config, "max_position_embeddings"),
         longest_token_bytes=max((len(text.encode()) for text in tokenizer.get_vocab()), default=1),
-        eos_ids=_ids(generation.get("eos_token_id", text_config.get("eos_token_id"))),
         defaults=_defaults(generation),
         depends_on_time=template is not None and template.depends_on_time,
     )
-    return TextEncoder(model, tokenizer, template, control)
+    if unknown in (tokens.get("bos_token"), tokens.get("eos_token")):
+        unknown = ""  # it begins or ends something, too
+    return TextEncoder(model, tokenizer, template, control, unknown)
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -144,21 +161,36 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         raise FailedPrecondition(f"{path.name} of the version is malformed") from exc
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+class _TokenizerModel(msgspec.Struct):
+    unk_token: str | None = None
+    unk_id: int | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What the library does not show of tokenizer.json."""
+
+    model: _TokenizerModel
+
+
+def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
+    """Return the tokenizer and its token for text that it has no token for, empty where there is none."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise FailedPrecondition(f"tokenizer.json of the version is larger than {_MAX_JSON_BYTES} bytes")
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        data = path.read_bytes()
+        tokenizer = Tokenizer.from_buffer(data)
+        model = msgspec.json.decode(data, type=_TokenizerFile).model
     except FileNotFoundError:
         raise FailedPrecondition("the version has no tokenizer.json: it takes no text") from None
     except (FairwayError, MemoryError):
         raise
     except Exception as exc:  # the library raises nothing narrower
         raise FailedPrecondition("tokenizer.json of the version is malformed") from exc
+    unknown = model.unk_token or (None if model.unk_id is None else tokenizer.id_to_token(model.unk_id))
     # What a training script left on: a prompt is refused, never cut.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return tokenizer, unknown or ""
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
@@ -177,10 +209,10 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _token_text(value: Any) -> str:
+def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) else None
 
 
 def _positive(config: Mapping[str, Any], name: str) -> int:
@@ -188,15 +220,6 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_NUMBER:
         raise FailedPrecondition(f"config.json of the version has no usable {name}")
     return value
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    numbers = (entry for entry in values if isinstance(entry, int) and not isinstance(entry, bool))
-    found = tuple(entry for entry in numbers if 0 <= entry <= _MAX_NUMBER)
-    if len(found) > _MAX_EOS_IDS:
-        raise FailedPrecondition(f"the version names more than {_MAX_EOS_IDS} tokens as eos_token_id")
-    return found
 
 
 def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:

@@ -156,18 +156,19 @@ def vocab_size_of(fields: Mapping[str, Any]) -> int:
 
 
 def eos_ids(model_dir: Path, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids of config.json and generation_config.json that the vocabulary holds."""
+    """Return the end-of-sequence ids that the vocabulary holds.
+
+    They are those of generation_config.json where that file is there, else those of config.json: as in
+    transformers, a file that names none leaves none. Raises UnsupportedModel.
+    """
     generation = model_dir / "generation_config.json"
-    sources = (fields, read_json(generation) if generation.exists() else {})
+    value = (read_json(generation) if generation.exists() else fields).get("eos_token_id")
     ids: set[int] = set()
-    for source in sources:
-        value = source.get("eos_token_id")
-        entries = value if isinstance(value, list) else [value]
-        for entry in entries:
-            if entry is not None and type(entry) is not int:
-                raise UnsupportedModel("eos_token_id", value)
-            if entry is not None and 0 <= entry < vocab_size:
-                ids.add(entry)
+    for entry in value if isinstance(value, list) else [value]:
+        if entry is not None and type(entry) is not int:
+            raise UnsupportedModel("eos_token_id", value)
+        if entry is not None and 0 <= entry < vocab_size:
+            ids.add(entry)
     return frozenset(ids)
 
 

@@ -61,6 +61,17 @@ BOMBS = {
     "recursion of a macro": "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
     "doubling macro": "{% macro m(n) %}{{ m(n-1) if n }}{{ m(n-1) if n }}{% endmacro %}{{ m(60) }}",
     "large range": "{{ range(10**9) | list }}",
+    "padding filter of a block": "{% filter center(10**9) %}a{% endfilter %}",
+    "format by star": "{{ '%*d' % (10**9, 1) }}",
+    "format by name": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "format of a precision": "{{ '%.1000000000f' % 1 }}",
+    "format filter": "{{ '%1000000000d' | format(1) }}",
+    "format with a nested width": "{{ '{:>{}}'.format(1, 10**9) }}",
+    "format of one text often": "{{ ('{0}' * 9999).format(text) }}",
+    "percent of one text often": "{{ ('%(a)s' * 9999) % {'a': text} }}",
+    "representation of a list": "{{ ([text] * 99999) | pprint }}",
+    "recursive loop": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "recursive loop over a range": "{% for x in range(9) recursive %}{{ loop(range(99999)) }}{% endfor %}",
     "filter in a condition": "{% for a in range(99999) if range(99999) | join(text) %}{% endfor %}",
 }
 ESCAPES = [
@@ -74,6 +85,25 @@ ESCAPES = [
     "{{ messages.append(1) }}",
     "{{ (messages | first).update({'role': 'system'}) }}",
     "{{ ''|attr('__class__') }}",
+    "{{ '{0.__class__}'.format(text) }}",
+    "{{ '{a.__class__.__mro__}'.format_map({'a': text}) }}",
+    "{{ '{x.__init__}'.format(x=messages) }}",
+    "{{ messages|map(attribute='__class__')|list|first }}",
+    "{{ messages|map('attr', '__class__')|list|first }}",
+    "{{ messages|sum(attribute='__class__') }}",
+    "{{ messages|join(attribute='__class__') }}",
+    "{{ ''.format.__self__ }}",
+    "{{ ''.format.__globals__ }}",
+    "{{ cycler.__class__ }}",
+    "{{ joiner(', ').__init__ }}",
+    "{{ dict.__class__ }}",
+    "{{ dict.mro() }}",
+    "{{ namespace(__class__=1).__class__ }}",
+    "{% set n = namespace() %}{% set n.__init__ = 1 %}{{ n.__init__ }}",
+    "{{ lipsum.__globals__ }}",
+    "{{ (text|e).__html__ }}",
+    "{{ (text|safe).__class__ }}",
+    "{{ 'a'.maketrans.__self__ }}",
     "{{ 'a'.encode() }}",
 ]
 FILES = ["{% include 'x' %}", "{% import 'x' as y %}", "{% from 'x' import y %}", "{% extends 'x' %}"]
@@ -120,8 +150,8 @@ def test_python_is_out_of_reach(source: str) -> None:
         assert render(source) == ""
 
 
-@pytest.mark.parametrize("source", [*FILES, "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}"])
-def test_a_template_is_one_file_without_recursion(source: str) -> None:
+@pytest.mark.parametrize("source", [*FILES, "{% autoescape true %}{{ text }}{% endautoescape %}"])
+def test_a_template_is_one_file_without_escapes_of_its_own(source: str) -> None:
     with pytest.raises(jinja2.TemplateError):
         environment().from_string(source)
 

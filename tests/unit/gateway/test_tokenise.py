@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from services.core.errors import PromptTooLong
 from services.gateway.text.local import LocalTexts
 from services.gateway.text.texts import Tokens
 from services.gateway.text_model import Message, TextModel
 from services.gateway.tokenise import Tokeniser
+from tests.unit.gateway.conftest import write_folder
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -87,6 +90,22 @@ async def test_text_that_cannot_fit_is_refused_unread(model: TextModel, texts: C
     with pytest.raises(PromptTooLong):
         await tokeniser.chat(model, "acme", [Message("user", huge[:-5]), Message("user", "12345")])
     assert texts.count == 0
+
+
+async def test_blanks_that_the_tokenizer_drops_are_no_tokens(
+    texts: CountingTexts, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    state = json.loads(tokenizer.to_str())
+    state["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    folder = write_folder(tmp_path / "strips", Tokenizer.from_str(json.dumps(state)))
+    model = await texts.load("sha256:" + "cd" * 32, lambda: nullcontext(folder))
+    tokeniser = Tokeniser(texts)
+    short = await tokeniser.prompt(model, "acme", "a b")
+    assert await tokeniser.prompt(model, "acme", " " * 20_000 + "a b" + " " * 20_000) == short
+    blank = [Message("user", "a" + " " * 20_000)]
+    assert await tokeniser.chat(model, "acme", blank) == await tokeniser.chat(
+        model, "acme", [Message("user", "a")]
+    )
 
 
 async def test_a_text_beyond_the_context_is_an_error_with_its_count(

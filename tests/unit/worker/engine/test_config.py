@@ -179,16 +179,21 @@ def test_a_missing_or_huge_file_is_refused(tmp_path: Path) -> None:
     [
         (2, None, {2}),
         ([2, 3], None, {2, 3}),
-        (None, 5, {5}),
-        (2, [5, 6], {2, 5, 6}),
         (None, None, set()),
-        (1000, -1, set()),  # outside the vocabulary: never sampled, never masked
+        (2, {"eos_token_id": [5, 6]}, {5, 6}),
+        (2, {"eos_token_id": 5}, {5}),
+        (None, {"eos_token_id": 5}, {5}),
+        (2, {"eos_token_id": None}, set()),
+        (2, {"temperature": 0.5}, set()),
+        (2, {"eos_token_id": [2, 1000, -1]}, {2}),  # outside the vocabulary: never sampled, never masked
+        ([1000, -1], None, set()),
     ],
 )
-def test_eos_ids_are_those_of_both_files(
-    tmp_path: Path, config: Any, generation: Any, expected: set[int]
+def test_eos_ids_of_the_generation_config_replace_those_of_the_config(
+    tmp_path: Path, config: Any, generation: dict[str, Any] | None, expected: set[int]
 ) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert eos_ids(tmp_path, {"eos_token_id": config}, 100) == expected
 
 

@@ -256,7 +256,7 @@ def test_an_adversarial_neighbour_changes_nothing(
         hostile.clear()
 
 
-def test_end_of_sequence_comes_from_both_files(
+def test_end_of_sequence_comes_from_the_generation_config(
     reference: Any, load_engine: Any, submit: Any, drive: Any, tmp_path: Path
 ) -> None:
     expected = reference("llama")
