@@ -14,7 +14,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -27,6 +27,7 @@ log = structlog.get_logger()
 MAX_CONNECTIONS: Final = 8192  # of a port; the process may have descriptors for less
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
+MAX_IDLE_OF_CALLER: Final = 256  # that carry no call of it; more count as strangers
 KNOWN_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2
 _PAUSE_S: Final = 0.02
@@ -34,8 +35,17 @@ _FEW: Final = 64
 _DESCRIPTORS: Final = "/dev/fd"
 
 
+class Idle(NamedTuple):
+    """A connection after its last call of a known caller."""
+
+    since_s: float
+    caller: str
+
+
 class Connections:
     """Which connections carry calls of known callers, or did in the last minute; and the end of others.
+
+    A caller has a bounded number of those that carry none.
 
     A connection is named as ``context.peer()`` names it.
     """
@@ -50,7 +60,8 @@ class Connections:
         self._count = count
         self._share = share_of(max_connections)
         self._running: dict[str, int] = {}
-        self._known_until_s: dict[str, float] = {}
+        self._idle: dict[str, Idle] = {}
+        self._seen: set[str] = set()  # at the last look
         self._condemned: set[str] = set()
         self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
@@ -60,13 +71,14 @@ class Connections:
         """A known caller's RPC runs on this connection until ``end``."""
         self._running[peer] = self._running.get(peer, 0) + 1
 
-    def end(self, peer: str) -> None:
+    def end(self, peer: str, caller: str) -> None:
+        """``caller``: whose idle connections are bounded together; empty for a role, without bound."""
         left = self._running[peer] - 1
         if left:
             self._running[peer] = left
         else:
             del self._running[peer]
-            self._known_until_s[peer] = _now_s() + KNOWN_FOR_S
+            self._idle[peer] = Idle(_now_s(), caller)
 
     def condemn(self, peer: str) -> None:
         """End this connection soon, unless a known caller uses it too."""
@@ -91,14 +103,19 @@ class Connections:
 
     async def _look(self, port: int) -> None:
         now_s = _now_s()
-        for peer in [peer for peer, until_s in self._known_until_s.items() if until_s <= now_s]:
-            del self._known_until_s[peer]
-        known = self._running.keys() | self._known_until_s.keys()
+        for peer in [peer for peer, idle in self._idle.items() if idle.since_s <= now_s - KNOWN_FOR_S]:
+            del self._idle[peer]
         descriptors = await asyncio.to_thread(os.listdir, _DESCRIPTORS)
-        quiet = len(descriptors) - len(known) <= self._calm and len(descriptors) <= self._share
-        if quiet and not self._condemned:
+        # Those that the last look did not see may have ended by now: they vouch for no descriptor.
+        others = len(descriptors) - len(self._seen & (self._running.keys() | self._idle.keys()))
+        if others <= self._calm and len(descriptors) <= self._share and not self._condemned:
             return
         found = await asyncio.to_thread(connected, port, descriptors)
+        self._seen = set(found)
+        self._idle = {peer: idle for peer, idle in self._idle.items() if peer in found}
+        for peer in crowd_of(self._idle, MAX_IDLE_OF_CALLER):
+            del self._idle[peer]
+        known = self._running.keys() | self._idle.keys()
         condemned, self._condemned = self._condemned & found.keys() - known, set()
         seen_s, self._since_s = self._since_s, {}
         for peer in found:
@@ -110,7 +127,7 @@ class Connections:
         surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS) - condemned
         staying = {peer: self._since_s[peer] for peer in found.keys() - surplus - condemned}
         over = above_share(staying, self._running.keys(), self._share)
-        self._calm = _FEW if surplus or condemned else len(descriptors) - len(known) + _FEW // 2
+        self._calm = _FEW if surplus or condemned else len(descriptors) - len(self._seen & known) + _FEW // 2
         ended = surplus | condemned | over
         if ended:
             await asyncio.to_thread(shut, {peer: found[peer] for peer in ended})
@@ -138,6 +155,15 @@ def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> 
     while share and sum(min(share, len(peers)) for peers in by_source.values()) > in_all:
         share -= 1
     return {peer for peers in by_source.values() for peer in peers[share:]}
+
+
+def crowd_of(idle: Mapping[str, Idle], most: int) -> list[str]:
+    """Return the connections of each caller beyond its ``most``, those that are idle for longest."""
+    by_caller: defaultdict[str, list[str]] = defaultdict(list)
+    for peer in sorted(idle, key=lambda peer: (-idle[peer].since_s, peer)):
+        if idle[peer].caller:
+            by_caller[idle[peer].caller].append(peer)
+    return [peer for peers in by_caller.values() for peer in peers[most:]]
 
 
 def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) -> set[str]:

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.connections import MAX_OF_SOURCE, MAX_STRANGERS, PERIOD_S
+from services.rpc.connections import MAX_IDLE_OF_CALLER, MAX_OF_SOURCE, MAX_STRANGERS, PERIOD_S
 from services.rpc.interceptors.messages import MAX_WAITING_STRANGERS
 from services.rpc.strangers import MAX_REFUSALS_PER_S
 from tests.support.http2 import (
@@ -36,6 +36,7 @@ from tests.support.rpc_process import KEY, Canary, RpcProcess
 
 COMPLETE = "/fairway.v1.InferenceService/Complete"
 COUNT = "/fairway.v1.InferenceService/CountTokens"
+LIST = "/fairway.v1.InferenceService/ListModels"
 UNKNOWN = "/no.such.Service/Method"
 LARGEST = 16 * 1024 * 1024 - 64
 WORST_S = 2.0
@@ -196,6 +197,21 @@ async def test_idle_connections_of_one_source_and_of_many(server: RpcProcess) ->
         canary.judge(WORST_S)
     for writer in idle:
         writer.transport.abort()
+
+
+async def test_a_tenant_that_calls_once_on_each_of_many_connections(server: RpcProcess) -> None:
+    """Its idle connections beyond a few are a stranger's; from many sources too."""
+    attackers: list[Attacker] = []
+    async with Canary.beside(server.address) as canary:
+        for number in range(3000):
+            attacker = await Attacker.connect(server.port, source=f"127.0.2.{number % 200 + 1}")
+            await attacker.send(call(1, LIST, *KEY) + message(1, b""))
+            attackers.append(attacker)
+        async with asyncio.timeout(20):
+            while server.process.num_fds() > MAX_STRANGERS + MAX_IDLE_OF_CALLER + MAX_OF_SOURCE:
+                await asyncio.sleep(PERIOD_S)
+        canary.judge(WORST_S)
+    close_all(attackers)
 
 
 @pytest.mark.parametrize("path", [COMPLETE, UNKNOWN])

@@ -110,23 +110,21 @@ class AccessControl(AroundInterceptor):
         except FairwayError:
             self._strangers.refused(peer)
             raise
+        name = "" if who is None else who.tenant_id or who.key_id
+        _caller.set(name)
         self._connections.begin(peer)
         try:
-            if who is not None:
-                return await self._counted(who, call)
-            _caller.set("")
-            return await call()
+            return await (call() if who is None else self._counted(who, name, call))
         finally:
-            self._connections.end(peer)
+            self._connections.end(peer, name)
 
     def _is_public(self, method: str, allowed: frozenset[int] | None) -> bool:
         if allowed is None:
             return method[1:].rpartition("/")[0] in PUBLIC_SERVICES
         return options_pb2.ACCESS_PUBLIC in allowed
 
-    async def _counted(self, who: Principal, call: Call) -> Any:
+    async def _counted(self, who: Principal, name: str, call: Call) -> Any:
         """Run the call of a tenant or an operator, who have a share of what runs at once."""
-        name = who.tenant_id or who.key_id
         mine = self._running.get(name, 0)
         if mine >= MAX_CALLS_OF_CALLER:
             text = f"{mine} calls of this caller are running, the most that may; wait until some have ended"
@@ -137,7 +135,6 @@ class AccessControl(AroundInterceptor):
         self._running[name] = mine + 1
         self._all += 1
         _principal.set(who)
-        _caller.set(name)
         try:
             return await call()
         finally:

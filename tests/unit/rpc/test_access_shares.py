@@ -14,6 +14,7 @@ from services.core.records import KeyRole
 from services.rpc.connections import Connections
 from services.rpc.interceptors import access
 from services.rpc.interceptors.access import AccessControl
+from services.rpc.strangers import Strangers
 
 METHOD = "/fairway.v1.InferenceService/Complete"
 
@@ -40,7 +41,8 @@ async def test_a_tenant_with_its_share_of_calls_is_refused_and_another_is_not(
     monkeypatch.setattr(access, "MAX_CALLS_OF_CALLER", 4)
     monkeypatch.setattr(access, "MAX_CALLS", 6)
     table = {METHOD: frozenset({options_pb2.ACCESS_TENANT})}
-    control = AccessControl(table, identify, "i" * 32, Connections())
+    connections = Connections()
+    control = AccessControl(table, identify, "i" * 32, connections, Strangers(connections.condemn))
     leave = asyncio.Event()
 
     def call(tenant: str) -> asyncio.Future[Any]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rpc.connections import above_share, connected, shut, source_of, surplus_of
+from services.rpc.connections import Idle, above_share, connected, crowd_of, shut, source_of, surplus_of
 
 names = st.builds("ipv4:10.0.0.{}:{}".format, st.integers(0, 6), st.integers(1, 40))
 peers = st.dictionaries(names, st.floats(0, 100), max_size=80)
@@ -38,6 +38,14 @@ def test_below_the_bounds_nothing_is_surplus(since_s: dict[str, float]) -> None:
 def test_a_source_with_few_keeps_them_when_another_has_many() -> None:
     since_s = {f"ipv4:10.0.0.1:{port}": 50.0 for port in range(100)} | {"ipv4:10.0.0.2:1": 0.0}
     assert "ipv4:10.0.0.2:1" not in surplus_of(since_s, of_source=60, in_all=20)
+
+
+def test_a_caller_keeps_the_connections_that_it_used_last() -> None:
+    tenant = {f"ipv4:10.0.0.{port}:{port}": Idle(float(port), "acme") for port in range(9)}
+    others = {"ipv4:10.0.1.1:1": Idle(0.0, "other")}
+    roles = {f"ipv4:10.0.2.1:{port}": Idle(0.0, "") for port in range(9)}
+    assert crowd_of(tenant | others | roles, 9) == []
+    assert set(crowd_of(tenant | others | roles, 6)) == {f"ipv4:10.0.0.{port}:{port}" for port in range(3)}
 
 
 def test_a_source_has_its_share_whoever_it_calls_as() -> None:
