@@ -44,7 +44,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock."""
+    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock.
+
+    ``template_fault``: why the chat template renders no conversation, so that the version takes prompts only.
+    """
 
     version_digest: str
     vocab_size: int
@@ -53,6 +56,7 @@ class TextModel:
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     depends_on_time: bool
+    template_fault: str = ""
 
     @property
     def max_prompt_bytes(self) -> int:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.config import FAMILIES, eos_ids, parse_config, read_json, vocab_size_of
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import FAMILIES, parse_config
+from services.worker.engine.config import eos_ids, read_json, vocab_size_of
 from services.worker.engine.loading import load
-from services.worker.engine.unsupported import BadEngineConfig, UnsupportedModel
+from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig
 
 LLAMA: dict[str, Any] = {
@@ -74,6 +76,20 @@ def of(family: str, **changes: Any) -> dict[str, Any]:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "rope_theta"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 10**5000}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e308}}, "beta_fast"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings",
+        ),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4}}, "long_factor"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
@@ -96,7 +112,7 @@ def test_a_family_of_several_windows_is_refused_where_it_has_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
-        (of("LlamaForCausalLM", sliding_window=8), (None,) * 4),
+        (of("LlamaForCausalLM", sliding_window=None), (None,) * 4),
         (of("MistralForCausalLM"), (4096,) * 4),
         (of("MistralForCausalLM", sliding_window=None), (None,) * 4),
         (of("MistralForCausalLM", sliding_window=8), (8,) * 4),
