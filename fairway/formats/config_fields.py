@@ -11,7 +11,7 @@ MIN_NUMBER: Final = 1e-18  # likewise of numbers that have to be positive
 MAX_SHOWN: Final = 80
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(Exception):
     """The configuration asks for what the engine does not compute. ``reason`` is a stable word."""
 
     reason = "unsupported_model"
@@ -44,8 +44,11 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
         return default
     least = max(above, MIN_NUMBER)
     # Compared as it is: an integer of many digits has no float.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MAX_NUMBER:
-        raise UnsupportedModel(name, "missing" if value is None else value)
-    if value <= above:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not least <= value <= MAX_NUMBER
+        or value <= above
+    ):
         raise UnsupportedModel(name, "missing" if value is None else value)
     return float(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from services.worker.engine.unsupported import MAX_SIZE, UnsupportedModel, number, positive_int
+from fairway.formats.config_fields import MAX_SIZE, UnsupportedModel, number, positive_int
 
 DEFAULT_THETA: Final = 10000.0
 

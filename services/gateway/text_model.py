@@ -6,20 +6,13 @@ What its tokenizer and template do happens in processes of their own: see ``text
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-_FILES: Final = (
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+from fairway.formats.names import GATEWAY_FILES
 
 
 def is_text_file(path: str) -> bool:
     """Return whether a file of a version is one that the gateway reads."""
-    return path in _FILES
+    return path in GATEWAY_FILES
 
 
 @dataclass(frozen=True, slots=True)

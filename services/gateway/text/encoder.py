@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,7 +71,8 @@ class TextEncoder:
         """Return the ids of a conversation up to where the assistant speaks.
 
         No message becomes a control token, whatever it spells. Raises UnsupportedFeature without a
-        template, FailedPrecondition with one that renders nothing, InvalidInput when the template refuses the messages, PromptTooLong beyond its bound.
+        template, FailedPrecondition with one that renders nothing, InvalidInput when it refuses the messages,
+        PromptTooLong beyond its bound.
         """
         if self.model.template_fault:
             raise FailedPrecondition(
@@ -122,9 +124,10 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         [token.content for token in added if token.special],
         [token.content for token in added if not token.special],
     )
-    source = _template_source(folder, settings)
     tokens = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
-    template, fault = open_template(source, control=control, tokens=tokens, clock=clock)
+    template, fault = open_template(
+        partial(_template_source, folder, settings), control=control, tokens=tokens, clock=clock
+    )
     text_config = config.get("text_config", config)
     if not isinstance(text_config, dict):
         raise FailedPrecondition("config.json of the version has no usable text_config")

@@ -1,13 +1,13 @@
-"""Whether a chat template renders any conversation: found when a version is loaded, not by its first client."""
+"""Whether a chat template renders any conversation, found when its version is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.gateway.chat_template import ChatTemplate, ControlTokens
-from services.gateway.template_sandbox import MAX_TEMPLATE_BYTES, TemplateRefused
+from services.gateway.template_sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
 from services.gateway.text_model import Message
 from services.ports.clock import Clock
 
@@ -21,12 +21,16 @@ _MAX_SHOWN: Final = 200
 
 
 def open_template(
-    source: str, *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
+    read: Callable[[], str], *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
 ) -> tuple[ChatTemplate | None, str]:
-    """Return the template, and why it renders no conversation: empty if it renders one."""
-    if not source:
-        return None, ""
+    """Return the template that ``read`` returns, and why it renders no conversation: empty if it renders one.
+
+    An empty source is no template. FailedPrecondition of ``read`` is a fault, too.
+    """
     try:
+        source = read()
+        if not source:
+            return None, ""
         template = ChatTemplate(source, control=control, tokens=tokens, clock=clock)
     except FailedPrecondition as error:
         return None, _shown(error)
@@ -37,6 +41,8 @@ def open_template(
         except (FailedPrecondition, InvalidInput) as error:
             if isinstance(error.__cause__, TemplateRefused):  # it ran as far as it is meant to
                 return template, ""
+            if isinstance(error.__cause__, BudgetExceeded):  # others would take as long
+                return template, _shown(error)
             faults.append(_shown(error))
         else:
             return template, ""
