@@ -116,7 +116,8 @@ from fairway.client.publish import publish
 from services.rpc.channel import open_channel
 async def main():
     async with open_channel(sys.argv[1]) as channel:
-        await publish(channel, Path(sys.argv[2]), sys.argv[3], metadata=((sys.argv[4], sys.argv[5]),), for_another_engine=True)
+        key = ((sys.argv[4], sys.argv[5]),)
+        await publish(channel, Path(sys.argv[2]), sys.argv[3], metadata=key, for_another_engine=True)
 asyncio.run(main())
 """
 

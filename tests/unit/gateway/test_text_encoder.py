@@ -255,7 +255,7 @@ def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
         ("tokenizer_config.json", b'{"chat_template": "{{ messages | absent }}"}', "absent"),
         (
             "tokenizer_config.json",
-            b'{"chat_template": "{% if messages %}{{ 1 | absent }}{% endif %}"}',
+            b'{"chat_template": "{% if 1 %}{{ 1 | absent }}{% endif %}"}',
             "absent",
         ),
         ("tokenizer_config.json", b'{"chat_template": "{{ nothing.of.that }}"}', "nothing"),
