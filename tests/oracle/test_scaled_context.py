@@ -1,4 +1,4 @@
-"""A checkpoint whose scaling reaches past max_position_embeddings is served that far, with transformers' tokens."""
+"""What a scaling gives past max_position_embeddings is served, with the tokens of transformers."""
 
 from __future__ import annotations
 
