@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from services.worker.engine.loading import load
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit
@@ -28,15 +29,14 @@ OUTPUT = 40
 def test_it_is_served_past_max_position_embeddings(
     family: str, kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    import transformers
-
     shape = Shape(family, 6, 2, 40, kind)
     save(shape, tmp_path, seed=3)
     fields = json.loads((tmp_path / "config.json").read_text())
     del fields["rope_parameters"]
     fields |= changes | {"rope_theta": 10000.0, "max_position_embeddings": ORIGINAL}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    oracle = oracle_of(shape, transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    oracle = oracle_of(shape, model.eval())
     config = EngineConfig("", str(tmp_path), threads=1, kv_memory_bytes=4 * 1024**2)
     engine, ready = load(config, lambda phase, ratio: None)
     assert ready.max_model_len == 4 * ORIGINAL
