@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from bench.engines.load import VOCABULARY
-from services.worker.engine.config import parse_config
+from fairway.formats.decoder_config import parse_config
 from services.worker.engine.weights import EMBEDDING, HEAD, SINGLE, Shape, expected_shapes
 
 DEVIATION: Final = 0.02

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bench.gpus.roofline import median_s
-from services.worker.engine.config import ModelConfig
+from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.cuda.attention import TritonAttention
 from services.worker.engine.cuda.plan import Cutting
 from services.worker.engine.cuda.varlen_prefill import takes_block_tables

@@ -11,9 +11,9 @@ from typing import Any, Final
 from bench.engines.load import Request
 from bench.gpus.random_model import random_weights
 from bench.gpus.roofline import Rates, Work
+from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine import torch_loading
 from services.worker.engine.block_manager import BlockManager
-from services.worker.engine.config import ModelConfig
 from services.worker.engine.core import Engine
 from services.worker.engine.executor import Executor
 from services.worker.engine.planner import PlannerLimits

@@ -9,8 +9,8 @@ from typing import Any, Final, cast
 
 import torch
 
+from fairway.formats.decoder_config import ModelConfig, parse_config
 from services.worker.engine import torch_loading
-from services.worker.engine.config import ModelConfig, parse_config
 from services.worker.engine.model import Weights, load_weights
 from services.worker.engine.operators import Operators
 from services.worker.engine.weights import Checkpoint, expected_shapes

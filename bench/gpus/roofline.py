@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from services.worker.engine.config import ModelConfig
+from fairway.formats.decoder_config import ModelConfig
 
 COPY_BYTES: Final = 4 << 30
 MATMUL_SIDE: Final = 8192

@@ -94,13 +94,15 @@ class Models:
         *,
         kind: Kind = "causal-lm",
         max_context_tokens: int = 0,
+        for_another_engine: bool = False,
         progress: Callable[[PublishProgress], None] | None = None,
     ) -> Published:
         """Return once a folder is a version, verified, and ``tag``, unless empty, points at it.
 
         What it takes is bounded by its parts: each call has its deadline, and a registry that stays away
         for a minute ends it. Publishing again goes on where it was. Raises FairwayError, PublishRefused for
-        a folder that cannot be a version, and OSError for one that cannot be read.
+        a folder that cannot be a version or, unless it is ``for_another_engine``, be served, and OSError for
+        one that cannot be read.
         """
         core = self._registry.core
         endpoint = await self._registry.guard.run(Attempts(core, core.options.timeout_s).begin())
@@ -115,6 +117,7 @@ class Models:
                     metadata=core.metadata,
                     kind=kind,
                     max_context_tokens=max_context_tokens,
+                    for_another_engine=for_another_engine,
                 )
             )
         except grpc.aio.AioRpcError as exc:

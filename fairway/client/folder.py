@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
-from fairway.formats.contents import ContentRefused, checker_for
+from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.drafts import draft_problem_of
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
 from fairway.formats.repetition import repetition_problem_of
 from fairway.formats.safetensors import LENGTH_BYTES
+from fairway.formats.servable import problem_of as problem_of_checkpoint
 from fairway.formats.weights import weights_digest
 from fairway.v1 import registry_pb2 as pb
 
@@ -93,6 +94,19 @@ def _inside(path: Path, root: Path) -> Path:
     if not stat.S_ISREG(real.stat().st_mode):
         raise PublishRefused(f"{path} is neither a file nor a plain folder", next_step="remove it")
     return real
+
+
+def require_servable(files: dict[str, Path]) -> None:
+    """Return if the engine can serve the folder, by its small files. Raises PublishRefused, OSError."""
+
+    def read(name: str) -> bytes:
+        with _open(files[name]) as stream:
+            return stream.read(MAX_TEXT_BYTES)
+
+    if problem := problem_of_checkpoint(files, read):
+        raise PublishRefused(
+            problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
+        )
 
 
 def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:

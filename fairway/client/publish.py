@@ -19,7 +19,15 @@ from typing import Final, Literal
 
 import grpc
 
-from fairway.client.folder import CHUNK_BYTES, Kind, PublishRefused, find_files, hash_files, manifest_of
+from fairway.client.folder import (
+    CHUNK_BYTES,
+    Kind,
+    PublishRefused,
+    find_files,
+    hash_files,
+    manifest_of,
+    require_servable,
+)
 from fairway.client.transfer import CALL_TIMEOUT_S, PATIENCE_S, Metadata, Transfer
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
@@ -86,20 +94,24 @@ async def publish(
     metadata: Metadata = (),
     kind: Kind = "causal-lm",
     max_context_tokens: int = 0,
+    for_another_engine: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Published:
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    Files and folders whose name begins with a dot are left out. A registry that is away for less than
+    What Fairway cannot serve is refused, unless it is ``for_another_engine``. Files and folders whose name
+    begins with a dot are left out. A registry that is away for less than
     ``patience_s`` is waited for. Raises PublishRefused for a folder that cannot be a version, OSError for one
     that cannot be read, grpc.aio.AioRpcError for what the registry refuses.
     """
     files = await asyncio.to_thread(find_files, folder)
+    if kind == "causal-lm" and not for_another_engine:
+        await asyncio.to_thread(require_servable, files)
     teller = _Teller(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, teller.hashed_from_thread)
     teller.tell(hashed_bytes=teller.now.total_bytes, chunks=len(hashed.chunks))
     manifest = manifest_of(files, hashed.files, kind, max_context_tokens)
-    request = pb.CreateVersionRequest(model=model, manifest=manifest)
+    request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
     transfer = Transfer(stub, metadata, sent=teller.sent, patience_s=patience_s)
     publication = _Publication(stub, transfer, tuple(metadata), teller)

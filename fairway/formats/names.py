@@ -21,6 +21,14 @@ TEXT_NAMES: Final = frozenset(("license", "notice", "readme", "copying", "use_po
 TENSOR_SUFFIX: Final = ".safetensors"
 # SentencePiece or tiktoken: the only file without a format that can be checked.
 OPAQUE_NAME: Final = "tokenizer.model"
+# What a gateway reads of a version.
+GATEWAY_FILES: Final = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 def is_text(path: str) -> bool:

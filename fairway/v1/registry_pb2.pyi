@@ -301,7 +301,12 @@ class CreateVersionRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    FOR_ANOTHER_ENGINE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    for_another_engine: _builtins.bool
+    """Whether the version is for another engine: one that this installation's engine or gateways cannot serve is
+    created all the same.
+    """
     @_builtins.property
     def manifest(self) -> Global___Manifest: ...
     def __init__(
@@ -309,10 +314,11 @@ class CreateVersionRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         manifest: Global___Manifest | None = ...,
+        for_another_engine: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_another_engine", b"for_another_engine", "manifest", b"manifest", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,11 +24,13 @@ from services.core.records import (
 )
 
 MAX_MESSAGE_CHARS: Final = 1024
+_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)  # the message is about what is not served
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView:
-    """A deployment with what the fleet makes of it. ``message`` says why it is not at its replicas.
+    """A deployment with what the fleet makes of it. ``message`` says why it is not at its replicas, and what
+    those that are READY do not serve.
 
     ``tag_digest``: what its tag names now; empty when its version is a digest or the tag is gone.
     """
@@ -85,8 +87,9 @@ def deployment_view(
     replicas = replicas_of(snapshot.fleet, name)
     parts = [] if name not in unplaced else [unplaced_message(unplaced[name])]
     for replica in replicas:
-        if replica.loaded is not None and replica.loaded.state is VersionState.FAILED:
-            parts.append(f"{replica.worker_id}: {replica.loaded.message}")
+        loaded = replica.loaded
+        if loaded is not None and loaded.message and loaded.state in _EXPLAINED:
+            parts.append(f"{replica.worker_id}: {loaded.message}")
     message = "; ".join(parts)[:MAX_MESSAGE_CHARS]
     return DeploymentView(stored, replicas, message, _tag_digest(stored.record, snapshot))
 

@@ -8,13 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-_FILES: Final = (
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+from fairway.formats.names import GATEWAY_FILES
 
 # Some 4 s of a text process at most, which costs nobody else: see ``text/limits.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
@@ -22,7 +16,7 @@ MIN_PROMPT_BYTES: Final = 1024 * 1024
 
 def is_text_file(path: str) -> bool:
     """Return whether a file of a version is one that the gateway reads."""
-    return path in _FILES
+    return path in GATEWAY_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock."""
+    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock.
+
+    ``template_fault``: why the chat template renders no conversation, so that the version takes prompts only.
+    """
 
     version_digest: str
     vocab_size: int
@@ -55,6 +52,7 @@ class TextModel:
     longest_token_bytes: int
     defaults: SamplingDefaults
     depends_on_time: bool
+    template_fault: str = ""
 
     @property
     def max_prompt_bytes(self) -> int:

@@ -54,7 +54,9 @@ from services.core.records import (
 from services.ports.blob_store import BlobStore
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
+from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector
+from services.registry.servable import require_servable
 from services.registry.sweep_fence import SweepFence
 from services.registry.verification import VerificationTurns, verify
 from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
@@ -76,8 +78,12 @@ class ModelSummary:
 class RegistryService:
     """All methods may run at once; what they change is decided by conditional writes in the store."""
 
-    def __init__(self, store: Store, blobs: BlobStore, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, blobs: BlobStore, clock: Clock, *, texts: TextCheck | None = None
+    ) -> None:
+        """``texts`` tries what gateways read of a version; without it, no version is tried."""
         self._store = store
+        self._texts = texts
         self._blobs = blobs
         self._clock = clock
         self._requests = RequestLog(store)
@@ -104,12 +110,13 @@ class RegistryService:
         return self._blobs.get(digest, offset_bytes)
 
     async def create_version(
-        self, model: str, manifest: Manifest, *, publisher: str = ""
+        self, model: str, manifest: Manifest, *, publisher: str = "", for_another_engine: bool = False
     ) -> tuple[VersionRecord, bool]:
         """Return the version and whether this call made it. Every byte of it was read and verified.
 
         So is one that was there: what the store lost or damaged since counts as missing. Raises InvalidInput
-        for a manifest or a file that no version may have, FailedPrecondition for chunks that are not stored,
+        for a manifest or a file that no version may have, and, unless it is ``for_another_engine``, for what
+        cannot be served here; FailedPrecondition for chunks that are not stored,
         IntegrityError where the joined chunks are not the file they claim to be, Unavailable where too many
         versions of this ``publisher`` wait for their turn.
         """
@@ -117,6 +124,8 @@ class RegistryService:
             body = await in_thread(_body_of, manifest)
             await self._require_chunks(manifest)
             await verify(self._blobs, manifest)
+            if self._texts is not None and manifest.kind == "causal-lm" and not for_another_engine:
+                await require_servable(self._blobs, manifest, sha256_of(body), self._texts)
         record = VersionRecord(model, sha256_of(body), manifest.size_bytes, self._clock.unix_s())
         for _ in range(_TRIES):
             await self._keep_manifest(record.digest, body)

@@ -57,7 +57,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> pb.CreateVersionResponse:
         manifest = manifest_from_proto(request.manifest)
         record, created = await self._service.create_version(
-            request.model, manifest, publisher=principal().key_id
+            request.model,
+            manifest,
+            publisher=principal().key_id,
+            for_another_engine=request.for_another_engine,
         )
         return pb.CreateVersionResponse(version=version_to_proto(record, manifest), created=created)
 

@@ -68,6 +68,7 @@ class Settings(BaseModel):
     token_budget: int = Field(default=512, ge=16, le=65536)
     max_sequences: int = Field(default=64, ge=1, le=4096)
     itl_target_s: float = Field(default=0.05, ge=0, le=60)
+    engine_dtype: Literal["float32", "bfloat16"] = "float32"
     engine_mode: Literal["auto", "exact", "free"] = "auto"
     engine_operators: Literal["auto", "native", "torch"] = "auto"
     prefix_cache: bool = True

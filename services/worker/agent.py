@@ -28,6 +28,7 @@ from services.core.records import (
 )
 from services.ports.clock import Clock
 from services.ports.store import Entry, Store
+from services.ports.text_check import TextCheck
 from services.runtime.informer import Informer
 from services.runtime.lease import LeaseHolder
 from services.runtime.machine import resident_bytes
@@ -112,6 +113,7 @@ class WorkerAgent:
         clock: Clock,
         supervisor: Supervisor,
         telemetry: WorkerTelemetry | None = None,
+        texts: TextCheck | None = None,
     ) -> None:
         self._identity = identity
         self._reported = ReportIdentity(
@@ -138,6 +140,7 @@ class WorkerAgent:
             supervisor,
             self._wake,
             telemetry if telemetry is not None else WorkerTelemetry(clock=clock),
+            texts,
         )
         self._key = ASSIGNMENTS + identity.worker_id
         self._assignments: Informer[Assignment] = Informer(

@@ -84,6 +84,8 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         tokenizer = Tokenizer.from_buffer(msgspec.json.encode(file))
     except FailedPrecondition:
         raise
+    except FileNotFoundError as exc:
+        raise FailedPrecondition("the version has no tokenizer.json") from exc
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as exc:  # the tokenizers library raises bare Exception, and panics past it

@@ -68,6 +68,7 @@ class SequenceTable:
         self.limits = limits
         self.stats = PoolStats()
         self.kv = Reservations(limits)
+        self.gave_not_finite = False  # a sequence ended because its logits were not finite
         self.prefills = Prefills()
         self.slots = SequenceSlots(limits.max_sequences)
         self._vocabulary = vocabulary
@@ -349,6 +350,7 @@ class SequenceTable:
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
             elif reason == "not_finite":  # the worker may be to blame: elsewhere it may go on
+                self.gave_not_finite = True
                 self._end(
                     sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
                 )

@@ -14,6 +14,7 @@ import structlog
 from services.core.errors import DoesNotFit, FairwayError, Unavailable
 from services.core.records import AssignedVersion, LoadedVersion, VersionState
 from services.ports.clock import Clock
+from services.ports.text_check import TextCheck
 from services.runtime.supervisor import Supervisor
 from services.worker.detokenizer import Vocabulary, load_vocabulary
 from services.worker.drafts import draft_of
@@ -73,7 +74,10 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotContext:
-    """What the slots of a worker share. ``woke`` is called when a slot changed."""
+    """What the slots of a worker share. ``woke`` is called when a slot changed.
+
+    ``texts`` tries what gateways read of a version before it is READY.
+    """
 
     settings: EngineSettings
     host: SequenceHost
@@ -83,6 +87,7 @@ class SlotContext:
     supervisor: Supervisor
     woke: Callable[[], None]
     telemetry: WorkerTelemetry
+    texts: TextCheck | None = None
 
 
 class VersionSlot:
@@ -116,6 +121,7 @@ class VersionSlot:
         self._folder: Path | None = None
         self._checked_until_s = -math.inf  # its files need no second look until then, for one engine
         self._vocabulary: Vocabulary | None = None
+        self._template_fault = ""  # why its gateways take prompts only
         self._max_sequences = 0
         self._engine: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -159,7 +165,7 @@ class VersionSlot:
             model=self.version.model,
             version_digest=self.digest,
             state=self._state(),
-            message=self.message,
+            message=self._notice() if self.phase is Phase.READY else self.message,
             progress_ratio=self.progress_ratio,
             kv_blocks_total=0 if limits is None else limits.kv_blocks_total,
             block_size=0 if limits is None else limits.block_size,
@@ -267,9 +273,9 @@ class VersionSlot:
                 folder = await self._have_files()
             if self._lost_files():
                 return
-            config = await self._config(folder)
             if self._vocabulary is None:
-                self._vocabulary = await asyncio.to_thread(load_vocabulary, folder)
+                self._vocabulary = await self._have_text(folder)
+            config = await self._config(folder)
             engine = EngineProcess(
                 config,
                 events=self._events(),
@@ -282,6 +288,15 @@ class VersionSlot:
         except FairwayError as error:
             self.memory.release()
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
+
+    async def _have_text(self, folder: Path) -> Vocabulary:
+        """Return the vocabulary of a version that a gateway can load.
+
+        Raises FailedPrecondition, Unavailable.
+        """
+        if self._context.texts is not None:
+            self._template_fault = await self._context.texts.fault(folder, self.digest)
+        return await asyncio.to_thread(load_vocabulary, folder)
 
     def _lost_files(self) -> bool:
         """Whether the files were deleted from the cache; then they are fetched again after a pause."""
@@ -450,6 +465,13 @@ class VersionSlot:
         self.message = message
         self.progress_ratio = 1.0 if phase in (Phase.READY, Phase.DRAINING) else 0.0
         self._context.woke()
+
+    def _notice(self) -> str:
+        """Return what an operator should know of a version that is READY."""
+        parts = [f"chat requests fail: {self._template_fault}"] if self._template_fault else []
+        if self.table is not None and self.table.gave_not_finite:
+            parts.append("sequences ended without finite logits: the version or the device is at fault")
+        return "; ".join(parts)
 
     def _time_phase(self, phase: Phase) -> None:
         """Note how long fetching and loading took, once they are over and went well."""

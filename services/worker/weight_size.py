@@ -52,5 +52,7 @@ def _values(path: Path) -> int:
             for name, entry in header.items()
             if name != "__metadata__"
         )
+    except FileNotFoundError as exc:
+        raise FailedPrecondition(f"the version has no {path.name}, which {INDEX} names") from exc
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise FailedPrecondition(f"{path.name} has no readable safetensors header") from exc

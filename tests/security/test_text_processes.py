@@ -187,7 +187,9 @@ async def test_a_panic_of_the_tokenizer_ends_its_request_only(bench: Bench) -> N
 @pytest.mark.parametrize("name", BOMBS)
 async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) -> None:
     honest = await bench.version("honest")
-    hostile = await bench.version("hostile", template=BOMBS[name])
+    # At "x" alone: what is tried when a version is loaded ends well.
+    template = "{% if messages[0].content == 'x' %}" + BOMBS[name] + "{% endif %}"
+    hostile = await bench.version("hostile", template=template)
     found, gap_s, slowest_s = await attacked(
         bench, honest, bench.tokeniser.chat(hostile, "acme", [Message("user", "x")])
     )

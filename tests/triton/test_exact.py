@@ -15,7 +15,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from bench.gpus.shapes import SHAPES
-from services.worker.engine.config import parse_config
+from fairway.formats.decoder_config import parse_config
 from services.worker.engine.cuda.backend import fused_operators
 from services.worker.engine.cuda.exact import TILES, ExactOperators, TritonReductions
 from services.worker.engine.cuda.operators import TritonOperators

@@ -89,6 +89,10 @@ async def publish(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint folder.")],
     name: Annotated[str, typer.Option("--name", help="Name of the model.")],
     tag: Annotated[str, typer.Option("--tag", help="Points at it afterwards; '': none does.")] = "latest",
+    for_another_engine: Annotated[
+        bool,
+        typer.Option("--for-another-engine", help="Also what Fairway's own engine or gateways cannot serve."),
+    ] = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Publish a checkpoint folder as an immutable version, point a tag at it, and print its digest.
@@ -100,7 +104,9 @@ async def publish(
         def tell(progress: PublishProgress) -> None:
             bars.update(VERB[progress.phase], progress.done_ratio, str(folder))
 
-        done = await publish_folder(connection.admin, folder, name, tag, report=tell)
+        done = await publish_folder(
+            connection.admin, folder, name, tag, report=tell, for_another_engine=for_another_engine
+        )
     _show_published(done, tag, output)
 
 

@@ -21,13 +21,16 @@ async def publish_folder(
     tag: str,
     *,
     report: Callable[[PublishProgress], None],
+    for_another_engine: bool = False,
 ) -> Published:
     """Publish a checkpoint folder, point ``tag`` at it unless that is empty, and return what became of it.
 
     Raises CliError.
     """
     try:
-        return await admin.models.publish(folder, model, tag, progress=report)
+        return await admin.models.publish(
+            folder, model, tag, progress=report, for_another_engine=for_another_engine
+        )
     except FairwayError as exc:
         raise admin_error(exc, what=f"cannot publish {folder}") from exc
     except PublishRefused as exc:

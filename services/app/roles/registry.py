@@ -13,6 +13,7 @@ from services.adapters.s3_bucket import open_bucket
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import nothing
+from services.gateway.text.check import TextProcessCheck
 from services.ports.blob_store import BlobStore
 from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer
@@ -22,7 +23,10 @@ from services.rpc.server import Service
 def registry(environment: Environment) -> Role:
     """The registry: versions in the store, chunks in a folder or a bucket."""
     service = RegistryService(
-        environment.store, ObservedBlobs(open_blobs(environment), environment.metrics), environment.clock
+        environment.store,
+        ObservedBlobs(open_blobs(environment), environment.metrics),
+        environment.clock,
+        texts=TextProcessCheck(environment.clock, environment.supervisor),
     )
     server = environment.server(
         Service(

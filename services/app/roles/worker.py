@@ -12,6 +12,7 @@ from services.adapters.reporter import Reporter
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
+from services.gateway.text.check import TextProcessCheck
 from services.ports.clock import Clock
 from services.rpc.server import Service
 from services.runtime.config import Settings
@@ -48,6 +49,7 @@ def worker(environment: Environment) -> Role:
         clock=clock,
         supervisor=environment.supervisor,
         telemetry=telemetry,
+        texts=TextProcessCheck(clock, environment.supervisor),
     )
     _export(environment, agent, files)
     reporter = Reporter(
@@ -105,6 +107,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
     """How its engines are started, from the process settings."""
     return EngineSettings(
         device=settings.device,
+        dtype=settings.engine_dtype,
         threads=settings.engine_threads or default_engine_threads(),
         kv_memory_bytes=settings.kv_memory_bytes,
         token_budget=settings.token_budget,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
 
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.rope_config import context_of
 from services.core.errors import (
     FailedPrecondition,
     FairwayError,
@@ -22,6 +25,7 @@ from services.core.errors import (
 )
 from services.gateway.chat_template import ChatTemplate, ControlTokens
 from services.gateway.template_sandbox import MAX_TEMPLATE_BYTES
+from services.gateway.text.template_probe import open_template
 from services.gateway.text_model import Message, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
@@ -83,8 +87,14 @@ class TextEncoder:
         """Return the ids of a conversation up to where the assistant speaks.
 
         No message becomes a control token, whatever it spells. Raises UnsupportedFeature without a
-        template, InvalidInput when the template refuses the messages, PromptTooLong beyond its bound.
+        template, FailedPrecondition with one that renders nothing, InvalidInput when it refuses the messages,
+        PromptTooLong beyond its bound.
         """
+        if self.model.template_fault:
+            raise FailedPrecondition(
+                f"this version takes prompts only: {self.model.template_fault}",
+                version_digest=self.model.version_digest,
+            )
         if self.template is None:
             raise UnsupportedFeature("this model has no chat template; send a prompt", field="messages")
         rendered = self.template.render(messages, max_chars=self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES)
@@ -128,21 +138,23 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     tokenizer, unknown = _read_tokenizer(folder / "tokenizer.json")
     added = tokenizer.get_added_tokens_decoder().values()
     control = ControlTokens(token.content for token in added if token.special)
-    source = _template_source(folder, settings)
     texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
     # One that is not set is undefined in the template, as in transformers.
     tokens = {name: text for name, text in texts.items() if text is not None}
-    template = ChatTemplate(source, control=control, tokens=tokens, clock=clock) if source else None
+    template, fault = open_template(
+        partial(_template_source, folder, settings), control=control, tokens=tokens, clock=clock
+    )
     text_config = config.get("text_config", config)
     if not isinstance(text_config, dict):
         raise FailedPrecondition("config.json of the version has no usable text_config")
     model = TextModel(
         version_digest,
         vocab_size=_positive(text_config, "vocab_size"),
-        max_context_tokens=_positive(text_config, "max_position_embeddings"),
+        max_context_tokens=_context(text_config),
         longest_token_bytes=max((len(text.encode()) for text in tokenizer.get_vocab()), default=1),
         defaults=_defaults(generation),
         depends_on_time=template is not None and template.depends_on_time,
+        template_fault=fault,
     )
     if unknown in (tokens.get("bos_token"), tokens.get("eos_token")):
         unknown = ""  # it begins or ends something, too
@@ -213,6 +225,13 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
+
+
+def _context(text_config: Mapping[str, Any]) -> int:
+    try:
+        return context_of(text_config)
+    except UnsupportedModel as error:
+        raise FailedPrecondition(f"config.json of the version: {error}") from error
 
 
 def _positive(config: Mapping[str, Any], name: str) -> int:

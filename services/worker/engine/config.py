@@ -1,104 +1,16 @@
-"""A Hugging Face ``config.json`` as the decoder's shape, or a refusal that names the field and its value.
-
-What is not known to be computed correctly is refused: a model that loads and answers wrongly is worse
-than one that does not load. Defaults are those of the transformers configuration of each family.
-"""
+"""What an engine reads of a model's folder besides its shape (``fairway.formats.decoder_config``)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from services.worker.engine.rope_config import RopeConfig, parse_rope
-from services.worker.engine.unsupported import UnsupportedModel, number, positive_int
+from fairway.formats.config_fields import UnsupportedModel, positive_int
 
 MAX_JSON_BYTES: Final = 16 * 1024 * 1024
 DEFAULT_VOCAB_SIZE: Final = 32000  # of a null model whose config names none
-MAX_LAYERS: Final = 1024  # each is described before a weight is looked at
-QWEN3_HEAD_DIM: Final = 128
-MISTRAL_WINDOW: Final = 4096
-QWEN_WINDOW_LAYERS: Final = 28
-
-# Fields of other families that change what is computed. Present with any other value: refused.
-INERT_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
-    "quantization_config": (None,),
-    "auto_map": (None,),
-    "hidden_act": ("silu", "swish"),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "clip_qkv": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "no_rope_layers": (None, []),
-    "is_encoder_decoder": (None, False),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What an architecture fixes: which biases its linears have, and whether q and k are normalised."""
-
-    model_type: str
-    qk_norm: bool = False
-    reads_attention_bias: bool = False
-    reads_mlp_bias: bool = False
-    qkv_bias: bool = False
-
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "LlamaForCausalLM": Family("llama", reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": Family("mistral"),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, reads_attention_bias=True),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The decoder's shape. ``windows[i]``: how many positions layer i looks back over, None for all."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    tied: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
-    max_position_embeddings: int
-
-    @property
-    def max_context(self) -> int:
-        """The longest context that positions are defined for."""
-        return max(self.max_position_embeddings, self.rope.max_context)
-
-    @property
-    def attention_half_tokens(self) -> int:
-        """The position at which attending to what is before takes as many products as the rest of the layers.
-
-        Layers that look back over a window attend to no more at a late position than at an early one.
-        """
-        projections = self.hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
-        dense = self.layers * (projections + 3 * self.hidden_size * self.intermediate_size)
-        attended = 2 * self.heads * self.head_dim * self.windows.count(None)
-        return max(1, dense // attended if attended else dense)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -114,40 +26,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModel(path.name, type(content).__name__)
     return content
-
-
-def parse_config(fields: Mapping[str, Any]) -> ModelConfig:
-    """Return the model's shape. Raises UnsupportedModel naming the first field that cannot be served."""
-    architecture, family = _family(fields)
-    for name, accepted in INERT_VALUES.items():
-        if name in fields and fields[name] not in accepted:
-            raise UnsupportedModel(name, fields[name])
-    hidden_size = positive_int(fields, "hidden_size")
-    layers = positive_int(fields, "num_hidden_layers", most=MAX_LAYERS)
-    heads = positive_int(fields, "num_attention_heads")
-    kv_heads = _kv_heads(fields, family, heads)
-    head_dim = _head_dim(fields, family, hidden_size, heads)
-    max_positions = positive_int(fields, "max_position_embeddings")
-    attention_bias = family.reads_attention_bias and _flag(fields, "attention_bias")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive_int(fields, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=positive_int(fields, "intermediate_size"),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=number(fields, "rms_norm_eps", default=1e-6, above=0.0),
-        tied=_flag(fields, "tie_word_embeddings"),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=family.reads_mlp_bias and _flag(fields, "mlp_bias"),
-        qk_norm=family.qk_norm,
-        rope=parse_rope(fields, head_dim=head_dim, max_positions=max_positions),
-        windows=_windows(fields, family, layers),
-        max_position_embeddings=max_positions,
-    )
 
 
 def vocab_size_of(fields: Mapping[str, Any]) -> int:
@@ -170,89 +48,3 @@ def eos_ids(model_dir: Path, fields: Mapping[str, Any], vocab_size: int) -> froz
         if entry is not None and 0 <= entry < vocab_size:
             ids.add(entry)
     return frozenset(ids)
-
-
-def _family(fields: Mapping[str, Any]) -> tuple[str, Family]:
-    architectures = fields.get("architectures")
-    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise UnsupportedModel("architectures", architectures)
-    family = FAMILIES[names[0]]
-    if fields.get("model_type", family.model_type) != family.model_type:
-        raise UnsupportedModel("model_type", fields["model_type"])
-    return names[0], family
-
-
-def _kv_heads(fields: Mapping[str, Any], family: Family, heads: int) -> int:
-    if fields.get("num_key_value_heads") is None and (
-        family.model_type == "llama" or "num_key_value_heads" in fields
-    ):
-        return heads
-    kv_heads = positive_int(fields, "num_key_value_heads")
-    if heads % kv_heads:
-        raise UnsupportedModel("num_key_value_heads", kv_heads)
-    return kv_heads
-
-
-def _head_dim(fields: Mapping[str, Any], family: Family, hidden_size: int, heads: int) -> int:
-    if fields.get("head_dim") is not None:
-        head_dim = positive_int(fields, "head_dim")
-    elif family.model_type == "qwen3":
-        head_dim = QWEN3_HEAD_DIM
-    elif hidden_size % heads:
-        raise UnsupportedModel("hidden_size", hidden_size)
-    else:
-        head_dim = hidden_size // heads
-    if head_dim % 2:  # rotary embedding pairs the halves of a head
-        raise UnsupportedModel("head_dim", head_dim)
-    return head_dim
-
-
-def _windows(fields: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window as its family reads it."""
-    layer_types = fields.get("layer_types")
-    if family.model_type == "llama":
-        sliding = None
-    elif family.model_type == "mistral":
-        sliding = _window(fields, MISTRAL_WINDOW)
-    else:
-        sliding = _window(fields, None) if _flag(fields, "use_sliding_window") else None
-    if layer_types is None:
-        full = 0
-        if family.model_type in ("qwen2", "qwen3"):
-            value = fields.get("max_window_layers", QWEN_WINDOW_LAYERS)
-            if type(value) is not int or value < 0:
-                raise UnsupportedModel("max_window_layers", value)
-            full = min(value, layers)
-        return (None,) * full + (sliding,) * (layers - full)
-    return _typed_windows(layer_types, family, layers, sliding)
-
-
-def _typed_windows(
-    layer_types: object, family: Family, layers: int, sliding: int | None
-) -> tuple[int | None, ...]:
-    kinds = {"full_attention": None, "sliding_attention": sliding}
-    if not isinstance(layer_types, list) or len(layer_types) != layers:
-        raise UnsupportedModel("layer_types", layer_types)
-    for kind in layer_types:
-        if not isinstance(kind, str) or kind not in kinds:
-            raise UnsupportedModel("layer_types", kind)
-        if kind == "sliding_attention" and sliding is None:
-            raise UnsupportedModel("layer_types", kind)
-    windows = tuple(kinds[kind] for kind in layer_types)
-    if family.model_type == "mistral" and windows != (sliding,) * layers:
-        raise UnsupportedModel("layer_types", layer_types)  # this family has one window for all layers
-    return windows
-
-
-def _window(fields: Mapping[str, Any], default: int | None) -> int | None:
-    if "sliding_window" not in fields and default is not None:
-        return default
-    return None if fields.get("sliding_window") is None else positive_int(fields, "sliding_window")
-
-
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise UnsupportedModel(name, value)
-    return bool(value)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from services.worker.engine.config import ModelConfig
+from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.reserved_memory import ReservedTensors
 
 

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import ModelConfig, parse_config
+from fairway.formats.rope_config import context_of
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.block_manager import BlockManager
-from services.worker.engine.config import ModelConfig, eos_ids, parse_config, read_json, vocab_size_of
+from services.worker.engine.config import eos_ids, read_json, vocab_size_of
 from services.worker.engine.core import Engine
 from services.worker.engine.executor import Executor
 from services.worker.engine.launch import Inline
@@ -26,12 +29,7 @@ from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.proposer import Proposer
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.unsupported import (
-    BadCheckpoint,
-    BadEngineConfig,
-    UnsupportedModel,
-    positive_int,
-)
+from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
 from services.worker.policy.prefill_budget import PrefillBudget
@@ -226,9 +224,7 @@ def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:
     vocab_size = vocab_size_of(fields)
     stop_ids = eos_ids(model_dir, fields, vocab_size)
     longest = config.max_model_len or (
-        positive_int(fields, "max_position_embeddings")
-        if "max_position_embeddings" in fields
-        else NULL_MAX_MODEL_LEN
+        context_of(fields) if "max_position_embeddings" in fields else NULL_MAX_MODEL_LEN
     )
     ready = _ready(config, vocab_size, longest, config.block_size * NULL_KV_BYTES_PER_TOKEN, weight_bytes=0)
     executor = NullExecutor(
@@ -283,7 +279,7 @@ def _draft_of(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 def _longest(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > model.max_context:
         raise BadEngineConfig(f"max_model_len {config.max_model_len} exceeds the model's {model.max_context}")
-    return config.max_model_len or model.max_position_embeddings
+    return config.max_model_len or model.max_context
 
 
 def _ready(

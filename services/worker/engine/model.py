@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.attention import Attention
-from services.worker.engine.config import ModelConfig
 from services.worker.engine.operators import Gated, HeadNorms, Operators, Projection
 from services.worker.engine.rope import Rope
 from services.worker.engine.weights import EMBEDDING, HEAD, Checkpoint

@@ -25,7 +25,7 @@ from services.runtime.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle, Engine
 from services.worker.engine.loading import load
-from services.worker.engine.unsupported import LoadError, TooLittleMemory
+from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
 
 HEARTBEAT_S: Final = 1.0
@@ -79,9 +79,9 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
     except AgentGone:
         raise
     except Exception as error:  # the process's top: whatever it is, the agent has to hear of it
-        reason = error.reason if isinstance(error, LoadError) else _reason(error)
-        log.error("model.load_failed", reason=reason, exc_info=not isinstance(error, LoadError))
-        message = str(error) if isinstance(error, LoadError) else type(error).__name__
+        reason = error.reason if isinstance(error, REFUSALS) else _reason(error)
+        log.error("model.load_failed", reason=reason, exc_info=not isinstance(error, REFUSALS))
+        message = str(error) if isinstance(error, REFUSALS) else type(error).__name__
         needed = (0, 0, 0)
         if isinstance(error, TooLittleMemory):
             needed = (error.weight_bytes, error.working_bytes, error.kv_bytes)

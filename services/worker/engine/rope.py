@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from services.worker.engine.rope_config import RopeConfig
+from fairway.formats.rope_config import RopeConfig
 
 
 class Rope:

@@ -9,9 +9,9 @@ from typing import Final
 import structlog
 import torch
 
+from fairway.formats.decoder_config import ModelConfig
 from services.runtime.folders import cache_folder
 from services.worker.engine.attention import Attention, TorchAttention
-from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda import backend as cuda_backend
 from services.worker.engine.cuda.kernel_cache import keep_kernels_in
 from services.worker.engine.kv_cache import KvCache, kv_shape

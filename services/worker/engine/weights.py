@@ -15,8 +15,10 @@ from typing import Any, Final, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.worker.engine.config import ModelConfig, read_json
-from services.worker.engine.unsupported import BadCheckpoint, UnsupportedModel
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import ModelConfig
+from services.worker.engine.config import read_json
+from services.worker.engine.unsupported import BadCheckpoint
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

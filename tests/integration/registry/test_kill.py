@@ -79,7 +79,9 @@ def missing_bytes(registry: RegistryProcess, folder: Path) -> int:
 async def publish_through(address: str, folder: Path, admin: Metadata) -> tuple[Published, PublishProgress]:
     told: list[PublishProgress] = []
     async with open_channel(address) as channel:
-        done = await publish(channel, folder, MODEL, "latest", told.append, metadata=admin)
+        done = await publish(
+            channel, folder, MODEL, "latest", told.append, metadata=admin, for_another_engine=True
+        )
     return done, told[-1]
 
 
@@ -114,7 +116,8 @@ from fairway.client.publish import publish
 from services.rpc.channel import open_channel
 async def main():
     async with open_channel(sys.argv[1]) as channel:
-        await publish(channel, Path(sys.argv[2]), sys.argv[3], metadata=((sys.argv[4], sys.argv[5]),))
+        key = ((sys.argv[4], sys.argv[5]),)
+        await publish(channel, Path(sys.argv[2]), sys.argv[3], metadata=key, for_another_engine=True)
 asyncio.run(main())
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,8 +12,10 @@ from fairway.v1 import registry_pb2 as pb
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, PermissionDenied
 from services.core.manifest import ManifestFile, sha256_of
 from services.core.records import version_key
+from services.registry.service import RegistryService
 from services.rpc.channel import auth_metadata
 from services.rpc.status import from_rpc_error
+from services.runtime.clock import SystemClock
 from tests.integration.registry.harness import Registry, file_of, manifest_of, store_blobs
 from tests.support.registry import ADMIN, TOKEN
 
@@ -108,3 +111,35 @@ async def test_only_admins_publish_and_services_only_read(registry: Registry) ->
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     pieces = [piece async for piece in registry.client.download(sha256_of(b"{}"), 1)]
     assert b"".join(pieces) == b"}"
+
+
+class Texts:
+    """A gateway's answer about every version."""
+
+    def __init__(self, fault: str = "", error: str = "") -> None:
+        self._fault, self._error = fault, error
+
+    async def fault(self, folder: Path, version_digest: str) -> str:
+        assert (folder / "config.json").read_bytes()
+        if self._error:
+            raise FailedPrecondition(self._error)
+        return self._fault
+
+
+@pytest.mark.parametrize(
+    ("config", "texts", "problem"),
+    [
+        (b'{"architectures": ["GPT2LMHeadModel"]}', Texts(), "GPT2LMHeadModel"),
+        (b"{}", Texts(fault="the chat template does not compile"), "does not compile"),
+        (b"{}", Texts(error="generation_config.json has temperature 9"), "temperature 9"),
+    ],
+)
+async def test_a_version_that_cannot_be_served_is_for_another_engine_or_refused(
+    registry: Registry, config: bytes, texts: Texts, problem: str
+) -> None:
+    await store_blobs(registry, config)
+    service = RegistryService(registry.store, registry.service._blobs, SystemClock(), texts=texts)
+    manifest = manifest_of(file_of("config.json", config))
+    with pytest.raises(InvalidInput, match=problem):
+        await service.create_version("tiny", manifest)
+    assert (await service.create_version("tiny", manifest, for_another_engine=True))[1]

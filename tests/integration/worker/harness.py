@@ -35,6 +35,7 @@ from services.core.records import (
     dump,
     load,
 )
+from services.gateway.text.check import TextProcessCheck
 from services.ports.store import Put
 from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, Service
@@ -288,6 +289,7 @@ async def start_harness(
     assign: bool = True,
     memory_bytes: int = 2 * 1024**3,
     source: ModelSource | None = None,
+    checks_texts: bool = False,
 ) -> Harness:
     """Start a worker with the null executor, or with none until it is assigned a version."""
     clock = SystemClock()
@@ -305,6 +307,7 @@ async def start_harness(
         files=files if source is None else source,
         clock=clock,
         supervisor=supervisor,
+        texts=TextProcessCheck(clock, supervisor) if checks_texts else None,
     )
     service = Service(
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],

@@ -74,7 +74,7 @@ async def deployed(target: Target, name: str, edit: Callable[[Path], object]) ->
         why = ""
         try:
             with checkpoint(edit) as folder:
-                published = await admin.models.publish(folder, name, "latest")
+                published = await admin.models.publish(folder, name, "latest", for_another_engine=True)
             wanted = cp.Deployment(
                 metadata=cp.Metadata(name=name), model=name, version=published.digest, replicas=1
             )

@@ -16,7 +16,7 @@ from bench.gpus.own import OwnEngine, decode_ratio, own_engine, prefill_ratio, t
 from bench.gpus.random_model import RandomTensors, transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
 from bench.gpus.shapes import SHAPES
-from services.worker.engine.config import parse_config
+from fairway.formats.decoder_config import parse_config
 from services.worker.engine_protocol import EngineConfig
 from tests.tidy.sources import ROOT
 

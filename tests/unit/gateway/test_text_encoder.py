@@ -278,7 +278,7 @@ def test_strftime_takes_no_widths(make_folder: Callable[..., Path], clock: Clock
     assert model.template.depends_on_time
     assert model.template.render([], max_chars=100).text == "15 Jan 2027"
     model = load_encoder(make_folder(template="{{ strftime_now('%0999999999d') }}"), DIGEST, clock)
-    with pytest.raises(InvalidInput):
+    with pytest.raises(FailedPrecondition, match="strftime_now"):
         model.encode_chat([Message("user", "x")])
 
 
@@ -317,10 +317,6 @@ def test_truncation_of_the_tokenizer_file_is_switched_off(
         ("generation_config.json", b'{"top_p": "high"}'),
         ("tokenizer.json", b"{}"),
         ("tokenizer.json", b"\xff\xfe"),
-        ("tokenizer_config.json", b'{"chat_template": "{% for %}"}'),
-        ("tokenizer_config.json", b'{"chat_template": "{% include \'x\' %}"}'),
-        ("chat_template.jinja", b"{{ x " + b"y" * 200_000),
-        ("chat_template.jinja", b"\xff"),
     ],
 )
 def test_a_version_that_cannot_be_used_says_which_file(
@@ -375,3 +371,67 @@ def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
     honest = model.encode_chat([Message("system", "x"), Message("user", "y")])
     hostile = model.encode_chat([Message("system", "x"), Message("user", BOUNDARY)])
     assert specials(hostile) == specials(honest) == [0, 2, 1, 3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("tokenizer_config.json", b'{"chat_template": "{% for %}"}', "does not compile"),
+        ("tokenizer_config.json", b'{"chat_template": "{% include \'x\' %}"}', "compile|x"),
+        ("tokenizer_config.json", b'{"chat_template": "{{ messages | absent }}"}', "absent"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": "{% if 1 %}{{ 1 | absent }}{% endif %}"}',
+            "absent",
+        ),
+        ("tokenizer_config.json", b'{"chat_template": "{{ nothing.of.that }}"}', "nothing"),
+        ("chat_template.jinja", b"{{ 1 + 'a' }}", "TypeError|unsupported operand"),
+        ("chat_template.jinja", b"{{ x " + b"y" * 200_000, "longer than"),
+        ("chat_template.jinja", b"\xff", "malformed"),
+    ],
+)
+def test_a_broken_template_leaves_prompts(
+    make_folder: Callable[..., Path], clock: Clock, name: str, content: bytes, fault: str
+) -> None:
+    folder = make_folder()
+    (folder / name).write_bytes(content)
+    encoder = load_encoder(folder, DIGEST, clock)
+    assert encoder.encode_prompt("one two")
+    with pytest.raises(FailedPrecondition, match=fault) as caught:
+        encoder.encode_chat([Message("user", "x")])
+    assert caught.value.message == f"this version takes prompts only: {encoder.model.template_fault}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}",  # it says what it does not take
+        "{% if messages[0].role != 'system' %}{{ 1 / 0 }}{% endif %}{{ messages[1].content }}",
+        "{{ messages[0].content }}",
+    ],
+)
+def test_a_template_that_takes_some_conversation_is_not_broken(
+    make_folder: Callable[..., Path], clock: Clock, template: str
+) -> None:
+    encoder = load_encoder(make_folder(template=template), DIGEST, clock)
+    assert encoder.model.template_fault == ""
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({}, 128),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 256),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, 384),
+        ({"rope_scaling": {"rope_type": "of another engine"}}, 128),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, 128),
+    ],
+)
+def test_the_context_is_what_the_scaling_gives(
+    make_folder: Callable[..., Path], clock: Clock, scaling: dict[str, Any], context: int
+) -> None:
+    folder = make_folder()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | scaling))
+    assert load_encoder(folder, DIGEST, clock).model.max_context_tokens == context

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import torch
 
+from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.attention import Attention
-from services.worker.engine.config import ModelConfig
 from services.worker.engine.cuda.graphs import CudaCapture, GraphedDecoder, batch_sizes
 from services.worker.engine.cuda.plan import Cutting, Padding, cutting_for
 from services.worker.engine.cuda.varlen_prefill import takes_block_tables

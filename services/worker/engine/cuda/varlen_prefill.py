@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from services.worker.engine.config import ModelConfig
+from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.cuda.plan import ALONE_ROWS
 from services.worker.engine.spans import Spans
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from services.worker.engine.config import FAMILIES, eos_ids, parse_config, read_json, vocab_size_of
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import FAMILIES, INERT_VALUES, parse_config
+from fairway.formats.rope_config import COMMON_KEYS, KEYS, context_of
+from services.worker.engine.config import eos_ids, read_json, vocab_size_of
 from services.worker.engine.loading import load
-from services.worker.engine.unsupported import BadEngineConfig, UnsupportedModel
+from services.worker.engine.rope import Rope
+from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig
 
 LLAMA: dict[str, Any] = {
@@ -74,6 +80,20 @@ def of(family: str, **changes: Any) -> dict[str, Any]:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "rope_theta"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 10**5000}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e308}}, "beta_fast"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings",
+        ),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4}}, "long_factor"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
@@ -96,7 +116,7 @@ def test_a_family_of_several_windows_is_refused_where_it_has_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
-        (of("LlamaForCausalLM", sliding_window=8), (None,) * 4),
+        (of("LlamaForCausalLM", sliding_window=None), (None,) * 4),
         (of("MistralForCausalLM"), (4096,) * 4),
         (of("MistralForCausalLM", sliding_window=None), (None,) * 4),
         (of("MistralForCausalLM", sliding_window=8), (8,) * 4),
@@ -148,14 +168,114 @@ def test_kv_heads_default_to_heads_where_the_family_says_so() -> None:
         parse_config(of("MistralForCausalLM", num_key_value_heads=...))
 
 
-def test_scaled_contexts_reach_as_far_as_they_say() -> None:
-    def reach(**rope: Any) -> int:
-        return parse_config(of("LlamaForCausalLM", rope_parameters=rope)).max_context
+SCALED: list[tuple[dict[str, Any], int]] = [
+    ({"rope_type": "default"}, 64),
+    ({"rope_type": "linear", "factor": 2.5}, 160),
+    ({"rope_type": "linear", "factor": 0.5}, 64),
+    ({"rope_type": "dynamic", "factor": 2.0}, 128),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}, 256),
+    ({"rope_type": "yarn", "factor": 4.0}, 256),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 32}, 64),
+    ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32}, 64),
+    (
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 32},
+        64,
+    ),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+]
 
-    assert reach(rope_type="default") == 64
-    assert reach(rope_type="dynamic", factor=2.0) == 128
-    assert reach(rope_type="yarn", factor=4.0, original_max_position_embeddings=32) == 128
-    assert reach(rope_type="yarn", factor=1.5, original_max_position_embeddings=32) == 64
+
+@pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("rope", "context"), SCALED)
+def test_scaled_contexts_reach_as_far_as_they_say(
+    rope: dict[str, Any], context: int, family: str, key: str, section: str
+) -> None:
+    rope = {key if name == "rope_type" else name: value for name, value in rope.items()}
+    fields = of(family, head_dim=8, **{section: rope})
+    assert parse_config(fields).max_context == context
+    assert context_of(fields) == context  # which the gateways go by
+
+
+def test_an_older_section_goes_before_a_newer_one() -> None:
+    fields = of(
+        "LlamaForCausalLM",
+        rope_scaling={"type": "linear", "factor": 2.0},
+        rope_parameters={"rope_type": "linear", "factor": 3.0},
+    )
+    assert context_of(fields) == parse_config(fields).max_context == 128
+
+
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        "",
+        "32",
+        "nan",
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        7,
+        4096,
+        2**80,
+        10**5000,
+        0.0,
+        1e-300,
+        0.5,
+        1.0,
+        1e308,
+    ),
+    *(float("nan"), float("inf"), [], [1], ["x"], {}, {"a": 1}, ...),
+)
+ROPE_FIELDS = sorted({name for names in KEYS.values() for name in names} | COMMON_KEYS)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_odd_config_is_a_shape_or_a_refusal_by_name(seed: int) -> None:
+    """Fields of each family take drawn values: a shape whose rotations are finite, or UnsupportedModel."""
+    rng = random.Random(seed)
+    names = sorted({*LLAMA, *INERT_VALUES, "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"})
+    names += ["attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers"]
+    names += ["layer_types", "partial_rotary_factor", "original_max_position_embeddings"]
+    served = refused = 0
+    for _ in range(400):
+        fields = of(rng.choice(sorted(FAMILIES)), head_dim=8)
+        for name in rng.sample(names, rng.choice((0, 1, 1, 2))):
+            fields[name] = rng.choice(VALUES)
+        kind = rng.choice(sorted(KEYS))
+        rope: dict[str, Any] = {
+            "rope_type": kind,
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+        rope = {name: value for name, value in rope.items() if name in KEYS[kind] | COMMON_KEYS}
+        for name in rng.sample(ROPE_FIELDS, rng.choice((0, 0, 1, 2))):
+            rope[name] = rng.choice(VALUES)
+        fields[rng.choice(("rope_scaling", "rope_parameters"))] = rope
+        fields = {name: value for name, value in fields.items() if value is not ...}
+        if ... in rope.values():
+            continue
+        try:
+            shape = parse_config(fields)
+        except UnsupportedModel as error:
+            refused += bool(error.field and str(error))
+            continue
+        served += 1
+        assert shape.max_context == context_of(fields)
+        table = Rope(shape.rope, max_model_len=4, dtype=torch.float32, device=torch.device("cpu"))
+        positions = torch.tensor([0, 1, min(shape.max_context, 4096) - 1])
+        for part in table.cos_sin(positions.clamp(max=3), torch.tensor([1, 2, 4])):
+            assert part.isfinite().all(), fields
+    assert served
+    assert refused
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", '"x"', "[" * 100_000])
@@ -240,6 +360,10 @@ def test_a_context_that_the_pool_cannot_hold_is_not_promised(tmp_path: Path) -> 
     assert (ready.max_model_len, ready.kv_blocks_total, ready.vocab_size) == (32, 8, 100)
     ready = load(engine_config(tmp_path, kv_blocks=100), lambda phase, ratio: None)[1]
     assert ready.max_model_len == 64
+    scaled = LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    (tmp_path / "config.json").write_text(json.dumps(scaled))
+    ready = load(engine_config(tmp_path, kv_blocks=100), lambda phase, ratio: None)[1]
+    assert ready.max_model_len == 256
 
 
 def test_a_null_model_without_any_file_loads(tmp_path: Path) -> None:

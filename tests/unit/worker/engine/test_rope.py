@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fairway.formats.rope_config import parse_rope
 from services.worker.engine.rope import Rope
-from services.worker.engine.rope_config import parse_rope
 from tests.support.engine_oracle import CONTEXT, ROPES, rope
 
 

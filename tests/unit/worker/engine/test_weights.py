@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.engine.config import parse_config
+from fairway.formats.decoder_config import parse_config
 from services.worker.engine.unsupported import BadCheckpoint
 from services.worker.engine.weights import INDEX, SINGLE, Checkpoint, expected_shapes
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from services.worker.engine.config import ModelConfig, parse_config
+from fairway.formats.decoder_config import ModelConfig, parse_config
 from services.worker.engine.cuda.varlen_prefill import plain, segments_of, takes_block_tables
 from services.worker.engine.spans import Spans
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from services.worker.engine.unsupported import UnsupportedModel, number, positive_int
+from fairway.formats.config_fields import MAX_SIZE, UnsupportedModel, number, positive_int
 
 DEFAULT_THETA: Final = 10000.0
 
@@ -55,14 +55,14 @@ class RopeConfig:
 
     @property
     def max_context(self) -> int:
-        """How far the scaling is meant to carry."""
-        match self.kind:
-            case "linear" | "dynamic":
-                return int(self.max_positions * self.factor)
-            case "yarn":
-                return int(self.original_positions * self.factor)
-            case _:
-                return self.max_positions
+        """How far the scaling is meant to carry, ``max_positions`` at least.
+
+        Llama 3's and LongRoPE's checkpoints name the scaled context as their ``max_positions``.
+        """
+        # Of linear and dynamic scaling, both are the same.
+        scaled = self.kind in ("linear", "dynamic", "yarn")
+        reached = int(self.original_positions * self.factor) if scaled else 0
+        return min(max(self.max_positions, reached), MAX_SIZE)
 
     @property
     def depends_on_length(self) -> bool:
@@ -71,27 +71,19 @@ class RopeConfig:
 
 
 def parse_rope(fields: Mapping[str, Any], *, head_dim: int, max_positions: int) -> RopeConfig:
-    """Return the rotary embedding. Raises UnsupportedModel for a kind or key that is not computed."""
+    """Return the rotary embedding. Raises UnsupportedModel for a kind, key or value that is not computed."""
     rope = _section(fields)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in KEYS:
-        raise UnsupportedModel("rope_type", kind)
+    kind = _kind(rope)
     for name in rope:
         if name not in COMMON_KEYS | KEYS[kind] and rope[name] is not None:
             raise UnsupportedModel(f"rope_parameters.{name}", rope[name])
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise UnsupportedModel("partial_rotary_factor", partial)
-    theta = number(rope, "rope_theta", default=_top_level_theta(fields), above=0.0)
-    if kind == "dynamic" and head_dim <= 2:  # its exponent divides by dim - 2
-        raise UnsupportedModel("head_dim", head_dim)
-    original = max_positions
-    if kind in ("llama3", "yarn", "longrope"):
-        original = _original_positions(fields, rope, max_positions)
-    plain = RopeConfig(kind, head_dim, theta, max_positions, original)
+    plain = _reach(fields, rope, kind, head_dim, max_positions)
     match kind:
-        case "linear" | "dynamic":
-            return replace(plain, factor=number(rope, "factor", above=0.0))
+        case "dynamic" if head_dim <= 2:  # its exponent divides by dim - 2
+            raise UnsupportedModel("head_dim", head_dim)
         case "llama3":
             return _llama3(rope, plain)
         case "yarn":
@@ -101,36 +93,72 @@ def parse_rope(fields: Mapping[str, Any], *, head_dim: int, max_positions: int) 
     return plain
 
 
+def context_of(fields: Mapping[str, Any]) -> int:
+    """Return the longest context of a config of any family: what its scaling gives, where that is known.
+
+    Raises UnsupportedModel without ``max_position_embeddings``.
+    """
+    positions = positive_int(fields, "max_position_embeddings")
+    try:
+        rope = _section(fields)
+        return _reach(fields, rope, _kind(rope), 0, positions).max_context
+    except UnsupportedModel:  # another engine's
+        return positions
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise UnsupportedModel("rope_type", kind)
+    return kind
+
+
+def _reach(
+    fields: Mapping[str, Any], rope: Mapping[str, Any], kind: str, head_dim: int, max_positions: int
+) -> RopeConfig:
+    """Return what decides how far the positions carry, and the base."""
+    theta = number(rope, "rope_theta", default=_top_level_theta(fields), above=0.0)
+    original, factor = max_positions, 1.0
+    if kind in ("llama3", "yarn", "longrope"):
+        original = _original_positions(fields, rope, max_positions)
+    if kind in ("linear", "dynamic", "llama3"):
+        factor = number(rope, "factor", above=0.0)
+    elif kind in ("yarn", "longrope"):
+        factor = number(rope, "factor", default=max_positions / original, above=0.0)
+    return RopeConfig(kind, head_dim, theta, max_positions, original, factor)
+
+
 def _llama3(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
     low = number(rope, "low_freq_factor", above=0.0)
     return replace(
         plain,
-        factor=number(rope, "factor", above=0.0),
         low_freq_factor=low,
         high_freq_factor=number(rope, "high_freq_factor", above=low),
     )
 
 
 def _yarn(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
-    truncate = rope.get("truncate")
+    truncate = rope.get("truncate", True)
     if truncate is not None and not isinstance(truncate, bool):
         raise UnsupportedModel("truncate", truncate)
+    if plain.theta == 1.0:  # all dimensions turn alike: there is no range to interpolate
+        raise UnsupportedModel("rope_theta", plain.theta)
     return replace(
         plain,
-        factor=number(rope, "factor", default=plain.max_positions / plain.original_positions, above=0.0),
         attention_factor=_optional(rope, "attention_factor"),
         beta_fast=_optional(rope, "beta_fast") or 32.0,
         beta_slow=_optional(rope, "beta_slow") or 1.0,
         mscale=_optional(rope, "mscale"),
         mscale_all_dim=_optional(rope, "mscale_all_dim"),
-        truncate=truncate is not False,
+        truncate=bool(truncate),  # null is false, as in transformers
     )
 
 
 def _longrope(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
+    if plain.original_positions == 1:  # its attention factor divides by the logarithm
+        raise UnsupportedModel("original_max_position_embeddings", 1)
     return replace(
         plain,
-        factor=number(rope, "factor", default=plain.max_positions / plain.original_positions, above=0.0),
         attention_factor=_optional(rope, "attention_factor"),
         short_factor=_factors(rope, "short_factor", plain.dim // 2),
         long_factor=_factors(rope, "long_factor", plain.dim // 2),

@@ -1,0 +1,54 @@
+"""A field of a model's ``config.json``: its value within bounds, or a refusal that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+MAX_SIZE: Final = 1 << 31  # no dimension of a model is above it; products of two stay exact
+MAX_NUMBER: Final = 1e18  # of a published model, no number comes near; products of two are finite
+MIN_NUMBER: Final = 1e-18  # likewise of numbers that have to be positive
+MAX_SHOWN: Final = 80
+
+
+class UnsupportedModel(Exception):
+    """The configuration asks for what the engine does not compute. ``reason`` is a stable word."""
+
+    reason = "unsupported_model"
+
+    def __init__(self, field: str, value: object) -> None:
+        super().__init__(f"{field}: {_shown(value)} is not supported")
+        self.field = field
+        self.value = value
+
+
+def _shown(value: object) -> str:
+    try:
+        return str(value)[:MAX_SHOWN]
+    except ValueError:  # an integer with thousands of digits
+        return f"a {type(value).__name__} of many digits"
+
+
+def positive_int(fields: Mapping[str, Any], name: str, *, most: int = MAX_SIZE) -> int:
+    """Return a required size. Raises UnsupportedModel when it is missing or no sensible size."""
+    value = fields.get(name)
+    if type(value) is not int or not 0 < value <= most:
+        raise UnsupportedModel(name, "missing" if value is None else value)
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, *, default: float | None = None, above: float) -> float:
+    """Return a finite number above a bound; absent or null means the default, if there is one."""
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    least = max(above, MIN_NUMBER)
+    # Compared as it is: an integer of many digits has no float.
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not least <= value <= MAX_NUMBER
+        or value <= above
+    ):
+        raise UnsupportedModel(name, "missing" if value is None else value)
+    return float(value)

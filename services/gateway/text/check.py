@@ -1,0 +1,58 @@
+"""A version's text files tried once, in a text process of their own, as a gateway will use them.
+
+The registry does it before a version exists, a worker before it is READY: what a gateway could not load is
+found there, with the same bounds by the same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from services.core.errors import InternalError
+from services.gateway.text.child import Cause, ProcessEnded, TextProcess
+from services.gateway.text.limits import TextLimits
+from services.gateway.text.messages import Load, Loaded, Refused, error_of
+from services.ports.clock import Clock
+from services.runtime.supervisor import Supervisor
+
+MAX_CHECKS: Final = 2
+
+
+class TextProcessCheck:
+    """Implements ``TextCheck``. Event loop only."""
+
+    def __init__(self, clock: Clock, supervisor: Supervisor, limits: TextLimits | None = None) -> None:
+        self._clock = clock
+        self._supervisor = supervisor
+        self._limits = limits if limits is not None else TextLimits()
+        self._running = asyncio.Semaphore(MAX_CHECKS)
+
+    async def fault(self, folder: Path, version_digest: str) -> str:
+        """See ``TextCheck``."""
+        limits = self._limits
+        order = Load(str(folder), version_digest, limits.load_cpu_s, limits.memory_bytes)
+        process = TextProcess(self._clock, nice=False)
+        async with self._running:
+            try:
+                await process.start()
+                self._supervisor.spawn(f"text check {process.pid}", self._reap(process))
+                async with asyncio.timeout(limits.wait_s(limits.load_cpu_s)):
+                    answer = await process.ask(order, patience_s=limits.wait_s(limits.load_cpu_s))
+            except ProcessEnded as ended:
+                raise limits.load_error(ended.cause, version_digest) from None
+            except TimeoutError:
+                raise limits.load_error(Cause.HUNG, version_digest) from None
+            finally:
+                process.kill(Cause.STOPPED)
+        match answer:
+            case Loaded(model=model):
+                return model.template_fault
+            case Refused():
+                raise error_of(answer)
+        raise InternalError("no answer to Load")
+
+    async def _reap(self, process: TextProcess) -> None:
+        """Own a started process until it is gone."""
+        await process.wait()

@@ -1,0 +1,52 @@
+"""Whether a version can be served, found before it exists: by its small files, tried as they will be used."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final
+
+from fairway.formats import drafts
+from fairway.formats.names import GATEWAY_FILES
+from fairway.formats.servable import INDEX, problem_of
+from services.adapters.threads import in_thread
+from services.core.errors import FailedPrecondition, InvalidInput
+from services.core.manifest import Manifest, ManifestFile
+from services.ports.blob_store import BlobStore
+from services.ports.text_check import TextCheck
+
+_READ: Final = frozenset((*GATEWAY_FILES, INDEX, f"{drafts.FOLDER}/config.json", f"{drafts.FOLDER}/{INDEX}"))
+_NEXT: Final = "publish it for another engine, or repair it"
+
+
+async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck) -> None:
+    """Return if the engine and the gateways can serve a verified version.
+
+    Raises InvalidInput that names what cannot be used, Unavailable where it could not be tried.
+    """
+    with tempfile.TemporaryDirectory(prefix="fw-text-") as name:
+        folder = Path(name)
+        for file in manifest.files:
+            if file.path in _READ:
+                await _copy(blobs, file, folder / file.path)
+        names = [file.path for file in manifest.files]
+        problem = await in_thread(problem_of, names, lambda path: (folder / path).read_bytes())
+        if not problem:
+            try:
+                problem = await texts.fault(folder, digest)
+            except FailedPrecondition as error:
+                problem = error.message
+    if problem:
+        raise InvalidInput(f"the version cannot be served here: {problem}; {_NEXT}", field="manifest.files")
+
+
+async def _copy(blobs: BlobStore, file: ManifestFile, path: Path) -> None:
+    """Write a file, of at most the 64 MiB that a text file may have."""
+    body = bytearray()
+    for chunk in file.chunks:
+        async with aclosing(blobs.get(chunk)) as pieces:
+            async for piece in pieces:
+                body += piece
+    path.parent.mkdir(exist_ok=True)
+    await in_thread(path.write_bytes, body)

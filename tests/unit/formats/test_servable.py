@@ -1,0 +1,55 @@
+"""What the engine cannot serve is found by a checkpoint's small files, and named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fairway.formats.servable import problem_of
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+INDEX = "model.safetensors.index.json"
+PLAIN: dict[str, Any] = {"config.json": CONFIG, "tokenizer.json": {}, "model.safetensors": 0}
+SHARDED: dict[str, Any] = {name: PLAIN[name] for name in ("config.json", "tokenizer.json")} | {
+    INDEX: {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}},
+    "a.safetensors": 0,
+    "b.safetensors": 0,
+}
+
+
+def found(files: dict[str, Any]) -> str:
+    held = {name: content for name, content in files.items() if content is not ...}
+    return problem_of(held, lambda name: json.dumps(held[name]).encode())
+
+
+def test_whole_checkpoints_and_null_models_are_served() -> None:
+    draft = {"draft/config.json": CONFIG, "draft/model.safetensors": 0}
+    assert [found(files) for files in (PLAIN, SHARDED, PLAIN | draft)] == ["", "", ""]
+    assert found({"config.json": {"vocab_size": 7}}) == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (PLAIN | {"config.json": CONFIG | {"architectures": ["MixtralForCausalLM"]}}, "MixtralForCausalLM"),
+        (PLAIN | {"config.json": CONFIG | {"num_local_experts": 8}}, "num_local_experts: 8"),
+        (PLAIN | {"tokenizer.json": ...}, "tokenizer.json is missing"),
+        (PLAIN | {"model.safetensors": ...}, "model.safetensors is missing"),
+        (SHARDED | {"b.safetensors": ...}, f"b.safetensors is missing: {INDEX}"),
+        (SHARDED | {"a.safetensors": ..., "b.safetensors": ...}, "a.safetensors and 1 more"),
+        (SHARDED | {INDEX: {"weight_map": {"a": 1}}}, "weight_map"),
+        (PLAIN | {"draft/config.json": CONFIG | {"hidden_act": "gelu"}}, "draft/config.json: hidden_act"),
+    ],
+)
+def test_what_is_not_served_is_named(files: dict[str, Any], words: str) -> None:
+    assert words in found(files)
