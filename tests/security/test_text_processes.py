@@ -198,19 +198,25 @@ async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) ->
     assert slowest_s < SLOWEST_S
 
 
+@pytest.mark.parametrize("template", ["{{ " + "(" * 60_000, *BOMBS.values()], ids=["depth", *BOMBS])
+async def test_a_template_that_no_message_survives_leaves_prompts(bench: Bench, template: str) -> None:
+    """Found when the version is loaded, within the limits of a process."""
+    model = await bench.version("hostile", template=template)
+    assert model.template_fault
+    with pytest.raises(FailedPrecondition, match="takes prompts only"):
+        await bench.tokeniser.chat(model, "acme", [Message("user", "x")])
+    assert await bench.tokeniser.prompt(model, "acme", "a b")
+
+
 @pytest.mark.parametrize(
-    ("limits", "template"),
-    [
-        (TextLimits(load_cpu_s=0.002), CHAT),
-        (TextLimits(memory_bytes=16 * 2**20), CHAT),
-        (QUICK, "{{ " + "(" * 60_000),
-    ],
-    ids=["time", "memory", "depth"],
+    "limits",
+    [TextLimits(load_cpu_s=0.002), TextLimits(memory_bytes=16 * 2**20)],
+    ids=["time", "memory"],
 )
 async def test_files_that_explode_while_they_are_loaded_are_refused(
-    tmp_path: Path, limits: TextLimits, template: str
+    tmp_path: Path, limits: TextLimits
 ) -> None:
-    folder = write_version(tmp_path / "x", template=template)
+    folder = write_version(tmp_path / "x", template=CHAT)
     async with opened(tmp_path, limits) as bench:
         with pytest.raises(FailedPrecondition):
             await bench.processes.load("sha256:x", lambda: nullcontext(folder))

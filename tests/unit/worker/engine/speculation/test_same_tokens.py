@@ -27,7 +27,7 @@ from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.proposer import Proposer
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.unsupported import BadEngineConfig, LoadError
+from services.worker.engine.unsupported import REFUSALS, BadEngineConfig
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Submit
 from services.worker.policy.speculation import SpeculationPolicy
@@ -199,7 +199,7 @@ def test_what_is_wrong_with_a_draft_is_said_of_the_draft(
 ) -> None:
     draft = Path(shutil.copytree(folder, tmp_path / "draft"))
     (draft / name).write_bytes(content)
-    with pytest.raises(LoadError, match=problem):
+    with pytest.raises(REFUSALS, match=problem):
         load_engine(folder, speculation="draft", draft_model_dir=str(draft))
 
 
