@@ -198,10 +198,8 @@ async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) ->
     assert slowest_s < SLOWEST_S
 
 
-@pytest.mark.parametrize("template", ["{{ " + "(" * 60_000, *BOMBS.values()], ids=["depth", *BOMBS])
-async def test_a_template_that_no_message_survives_leaves_prompts(bench: Bench, template: str) -> None:
-    """Found when the version is loaded, within the limits of a process."""
-    model = await bench.version("hostile", template=template)
+async def test_a_template_that_cannot_be_compiled_leaves_prompts(bench: Bench) -> None:
+    model = await bench.version("hostile", template="{{ " + "(" * 60_000)
     assert model.template_fault
     with pytest.raises(FailedPrecondition, match="takes prompts only"):
         await bench.tokeniser.chat(model, "acme", [Message("user", "x")])
