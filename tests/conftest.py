@@ -6,8 +6,10 @@ import contextlib
 import os
 import pwd
 import signal
+import socket
 import subprocess
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,7 +232,7 @@ def _container(image: str, port: int, command: list[str] | None) -> Iterator[str
 
 def _docker_has(image: str) -> bool:
     """Whether an engine answers and has or gets the image, in bounded time: most machines have no engine."""
-    if not os.environ.get("DOCKER_HOST") and not Path("/var/run/docker.sock").exists():
+    if not _docker_accepts():
         return False
     try:
         import docker
@@ -244,6 +246,23 @@ def _docker_has(image: str) -> bool:
             return True
     except Exception:  # no engine, no rights, no registry: the embedded server serves as well
         return False
+
+
+def _docker_accepts() -> bool:
+    """Whether a connection to the engine opens. The client library leaks its socket where none does.
+
+    A stopped engine leaves its socket's file, and a user outside its group may not connect.
+    """
+    host = urllib.parse.urlsplit(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
+    if host.scheme != "unix":
+        return True
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(host.path)
+        except OSError:
+            return False
+    return True
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
