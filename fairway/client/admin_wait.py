@@ -17,6 +17,7 @@ WAIT_S: Final = 600.0
 POLL_S: Final = 0.25
 _MAX_FAILED_ATTEMPTS: Final = 3
 _STATE: Final = "VERSION_STATE_"
+DOES_NOT_FIT: Final = "DOES_NOT_FIT"
 
 
 async def until_ready(
@@ -68,27 +69,43 @@ async def _until(
 
 
 def is_deployed(deployment: cp.Deployment) -> bool:
-    """As many replicas as wanted, all READY and all of the wanted version: those before it are gone."""
-    replicas = deployment.status.replicas
-    return len(replicas) == deployment.replicas and all(
-        replica.state == worker_pb2.VERSION_STATE_READY and _is_wanted(deployment, replica)
-        for replica in replicas
-    )
+    """As many replicas of the wanted version as wanted, all READY; those before it take nothing new then."""
+    wanted = [replica for replica in deployment.status.replicas if _is_wanted(deployment, replica)]
+    if len(wanted) != deployment.replicas or (not wanted and deployment.status.replicas):
+        return False
+    return all(replica.state == worker_pb2.VERSION_STATE_READY for replica in wanted)
 
 
 def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
-    """Return what a replica of the wanted version failed of, where another attempt is no reason to hope."""
+    """Return what a replica of the wanted version failed of, where another attempt is no reason to hope.
+
+    One without memory beside the version before gets it, if another worker serves meanwhile.
+    """
     for replica in deployment.status.replicas:
         is_tried_again = replica.HasField("retry_time") and replica.failed_attempts < _MAX_FAILED_ATTEMPTS
         is_failed = replica.state == worker_pb2.VERSION_STATE_FAILED
-        if is_failed and _is_wanted(deployment, replica) and not is_tried_again:
-            name = deployment.metadata.name
-            return WaitFailed(
-                f"{replica.worker_id} cannot serve {name}: {replica.message or 'no reason given'}",
-                reason=replica.reason or "MODEL_FAILED",
-                metadata={"deployment": name, "worker_id": replica.worker_id},
-            )
+        if not is_failed or is_tried_again or not _is_wanted(deployment, replica):
+            continue
+        if replica.reason == DOES_NOT_FIT and _has_turns(deployment, replica.worker_id):
+            continue
+        name, status = deployment.metadata.name, deployment.status
+        why = replica.message or "no reason given"
+        if replica.reason == DOES_NOT_FIT and status.message:
+            why = status.message
+        return WaitFailed(
+            f"{replica.worker_id} cannot serve {name}: {why}",
+            reason=replica.reason or "MODEL_FAILED",
+            metadata={"deployment": name, "worker_id": replica.worker_id},
+        )
     return None
+
+
+def _has_turns(deployment: cp.Deployment, worker_id: str) -> bool:
+    """Whether the version before can leave this worker while another one serves."""
+    replicas = deployment.status.replicas
+    return any(one.worker_id == worker_id and not _is_wanted(deployment, one) for one in replicas) and any(
+        one.worker_id != worker_id and one.state == worker_pb2.VERSION_STATE_READY for one in replicas
+    )
 
 
 def late_deployment(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:
@@ -130,7 +147,7 @@ def describe(deployment: cp.Deployment) -> str:
     """Return where a deployment stands, in words."""
     status = deployment.status
     parts = [
-        f"{replica.worker_id}: {state_word(replica.state) or 'assigned'}"
+        f"{replica.worker_id}{'' if _is_wanted(deployment, replica) else ' (before)'}: {state_word(replica.state) or 'assigned'}"
         + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
         + (f", {replica.message}" if replica.message else "")
         for replica in status.replicas

@@ -72,6 +72,8 @@ class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionS
     VERSION_STATE_RESTARTING: _VersionState.ValueType  # 5
     """The engine died and is being started again."""
     VERSION_STATE_FAILED: _VersionState.ValueType  # 6
+    VERSION_STATE_RETIRING: _VersionState.ValueType  # 7
+    """Its successor takes new requests. It takes what was accepted for it, and leaves once that has ended."""
 
 class VersionState(_VersionState, metaclass=_VersionStateEnumTypeWrapper): ...
 
@@ -83,6 +85,8 @@ VERSION_STATE_DRAINING: VersionState.ValueType  # 4
 VERSION_STATE_RESTARTING: VersionState.ValueType  # 5
 """The engine died and is being started again."""
 VERSION_STATE_FAILED: VersionState.ValueType  # 6
+VERSION_STATE_RETIRING: VersionState.ValueType  # 7
+"""Its successor takes new requests. It takes what was accepted for it, and leaves once that has ended."""
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
 
 @_typing.final

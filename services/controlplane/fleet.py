@@ -21,6 +21,7 @@ from services.core.records import (
     Deployment,
     LoadedVersion,
     Node,
+    VersionState,
     Worker,
     load,
 )
@@ -49,6 +50,10 @@ class Replica:
     worker_id: str
     assigned: AssignedVersion
     loaded: LoadedVersion | None
+
+    @property
+    def ready(self) -> bool:
+        return self.loaded is not None and self.loaded.state is VersionState.READY
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,7 @@ def _key(stored: Stored[ApiKey]) -> pb.Key:
 
 def _deployment(view: DeploymentView) -> pb.Deployment:
     status = pb.DeploymentStatus(
-        assigned_replicas=len(view.replicas),
+        assigned_replicas=len(view.replicas) - len(view.before),
         ready_replicas=view.ready,
         message=view.message,
         replicas=[

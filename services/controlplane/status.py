@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from services.controlplane.fleet import Fleet, Replica, Snapshot, readable, replicas_of
 from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.resources import Stored
+from services.core.errors import DoesNotFit
 from services.core.manifest import is_digest
 from services.core.records import (
     ASSIGNMENTS,
@@ -42,8 +43,14 @@ class DeploymentView:
 
     @property
     def ready(self) -> int:
-        states = (replica.loaded.state for replica in self.replicas if replica.loaded is not None)
-        return sum(state is VersionState.READY for state in states)
+        """Return how many replicas of its version serve; those that an update replaces do not count."""
+        return sum(replica.ready and replica not in self.before for replica in self.replicas)
+
+    @property
+    def before(self) -> tuple[Replica, ...]:
+        """Return the replicas that an update replaces."""
+        digest = self.stored.record.version_digest
+        return tuple(one for one in self.replicas if one.assigned.version_digest != digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,34 @@ def deployment_view(
         loaded = replica.loaded
         if loaded is not None and loaded.message and loaded.state in _EXPLAINED:
             parts.append(f"{replica.worker_id}: {loaded.message}")
+    parts += _update_parts(stored.record, replicas)
     message = "; ".join(parts)[:MAX_MESSAGE_CHARS]
     return DeploymentView(stored, replicas, message, _tag_digest(stored.record, snapshot))
+
+
+def _update_parts(deployment: Deployment, replicas: Sequence[Replica]) -> list[str]:
+    """Return what serves while an update goes on, and what an operator can do where it cannot go on."""
+    digest, name = deployment.version_digest, deployment.meta.name
+    serving = [one for one in replicas if one.assigned.version_digest != digest and one.ready]
+    if not serving:
+        return []
+    versions = ", ".join(sorted({one.assigned.version_digest[:19] for one in serving}))
+    parts = [f"{versions} serves on {len(serving)} workers until {digest[:19]} does"]
+    short = {
+        one.worker_id
+        for one in replicas
+        if one.assigned.version_digest == digest
+        and one.loaded is not None
+        and one.loaded.state is VersionState.FAILED
+        and one.loaded.reason == DoesNotFit.reason
+    }
+    if short and {one.worker_id for one in replicas if one.ready} <= short:
+        parts.append(
+            "no worker has memory for both and no other serves meanwhile, so nothing changes; to load it, "
+            f"with a time without answers: `fairway deployments update {name} --replicas 0`, then "
+            f"--replicas {deployment.replicas}"
+        )
+    return parts
 
 
 def unplaced_message(unplaced: Unplaced) -> str:

@@ -5,6 +5,7 @@ A reader takes ``mod_revision`` and ``create_revision`` from the store, so they 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeVar
@@ -72,6 +73,7 @@ class VersionState(StrEnum):
     FETCHING = "fetching"
     LOADING = "loading"
     READY = "ready"
+    RETIRING = "retiring"  # its successor takes what is new; it still takes what was accepted for it
     DRAINING = "draining"
     RESTARTING = "restarting"
     FAILED = "failed"
@@ -145,16 +147,33 @@ class Deployment:
     priority: Priority = Priority.STANDARD
     executor: str = "torch"
 
+    def serving_digest(self, ready: Mapping[str, int]) -> str:
+        """Return the version that takes new requests. ``ready``: its READY replicas by version digest.
+
+        During an update that is the version before, until as many replicas of the new one are READY.
+        Planner and gateways apply this rule to the same records, so that they agree without a message.
+        """
+        new = ready.get(self.version_digest, 0)
+        before = {digest: count for digest, count in ready.items() if digest != self.version_digest and count}
+        if not before or new >= min(max(1, self.replicas), max(before.values())):
+            return self.version_digest
+        return max(before, key=lambda digest: (before[digest], digest))
+
 
 @dataclass(frozen=True, slots=True)
 class AssignedVersion:
-    """``priority`` orders who has the worker's memory first."""
+    """What a worker is to run for a deployment.
+
+    ``priority`` orders who has the worker's memory first. ``retiring``: it takes only what was accepted for
+    it, and leaves once that has ended.
+    """
 
     deployment: str
     model: str
     version_digest: str
     executor: str = "torch"
     priority: Priority = Priority.STANDARD
+    retiring: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ mixes two versions. Tokenizer and template of a version are loaded once, on firs
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +46,8 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Route:
     """``model`` is the name that clients ask for; ``route_revision`` counts the deployment's changes.
+
+    ``version_digest`` is the deployment's, or the version before while that one still takes new requests.
 
     ``ready_replicas`` is 0 for a deployment of 0 replicas, whoever else runs its version. ``failure`` is set
     when every replica failed: why, in a stable word, and when the next attempt is made.
@@ -99,14 +101,14 @@ class ModelCatalog:
         # The index of a view is made once: views are immutable and change rarely.
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
+        self._by_deployment: dict[str, Counter[str]] = {}
 
     def resolve(self, model: str) -> Route:
         """Return the route of a model name. Raises ModelNotFound, the same for every name."""
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is None or not held.record.version_digest:
             raise model_not_found(model)
-        self._remember(held.record)
-        return self._route(held.record, held.mod_revision)
+        return self._served(held.record, held.mod_revision)
 
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
         """Return the route that a request was given before, whatever the name leads to now.
@@ -115,7 +117,7 @@ class ModelCatalog:
         """
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is not None and held.record.version_digest == pinned.version_digest:
-            self._remember(held.record)
+            self._remember(held.record.model, held.record.version_digest)
             return replace(self._route(held.record, held.mod_revision), route_revision=pinned.route_revision)
         on_workers = (version for worker in self._workers.view.values() for version in worker.record.versions)
         found = next(
@@ -134,7 +136,7 @@ class ModelCatalog:
                 version_digest=pinned.version_digest,
             )
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
-        self._remember(deployment)
+        self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
 
     def require_hope(self, route: Route) -> None:
@@ -165,14 +167,11 @@ class ModelCatalog:
     def routes(self) -> list[Route]:
         """Return every route, by name."""
         held = self._deployments.view
-        found = [
-            self._route(held[key].record, held[key].mod_revision)
+        return [
+            self._served(held[key].record, held[key].mod_revision)
             for key in sorted(held)
             if held[key].record.version_digest
         ]
-        for route in found:
-            self._remember(route.deployment)
-        return found
 
     def max_context_tokens(self, version_digest: str) -> int:
         """Return how many tokens prompt and output may have together; 0 while nobody knows.
@@ -207,12 +206,17 @@ class ModelCatalog:
                 self._loading.pop(version_digest, None)
 
     async def warm_forever(self) -> None:
-        """Load the text model of each deployment before its first request; a task of the process."""
+        """Load the text models of each deployment before its first request and before an update is over.
+
+        A task of the process.
+        """
         while True:
             for route in self.routes():
-                if route.version_digest not in self._loaded and len(self._loaded) < MAX_LOADED:
+                for digest in {route.version_digest, route.deployment.version_digest} - self._loaded.keys():
+                    if len(self._loaded) >= MAX_LOADED:
+                        break
                     try:
-                        await self.text_model(route.version_digest)
+                        await self.text_model(digest)
                     except FairwayError as error:
                         log.info("text_model.warm_failed", model=route.model, reason=error.reason)
             await self._clock.sleep(WARM_S)
@@ -245,12 +249,24 @@ class ModelCatalog:
             evicted, _ = self._loaded.popitem(last=False)
             self.texts.unload(evicted)
 
-    def _remember(self, deployment: Deployment) -> None:
+    def _remember(self, model: str, version_digest: str) -> None:
         """Keep which model a digest belongs to: a request outlives a change of its deployment."""
-        self._models[deployment.version_digest] = deployment.model
-        self._models.move_to_end(deployment.version_digest)
+        self._models[version_digest] = model
+        self._models.move_to_end(version_digest)
         while len(self._models) > MAX_REMEMBERED:
             self._models.popitem(last=False)
+
+    def _served(self, deployment: Deployment, mod_revision: int) -> Route:
+        """Return the route to the version that takes new requests."""
+        self._remember(deployment.model, deployment.version_digest)
+        self._refresh()
+        ready = self._by_deployment.get(deployment.meta.name)
+        digest = deployment.version_digest if ready is None else deployment.serving_digest(ready)
+        if digest == deployment.version_digest:
+            return self._route(deployment, mod_revision)
+        self._remember(self._ready(digest).model, digest)
+        before = replace(deployment, version_digest=digest)
+        return replace(self._route(before, mod_revision), deployment=deployment)
 
     def _route(self, deployment: Deployment, mod_revision: int) -> Route:
         known = self._ready(deployment.version_digest)
@@ -266,11 +282,14 @@ class ModelCatalog:
         )
 
     def _ready(self, version_digest: str) -> _Ready:
+        self._refresh()
+        return self._index.get(version_digest, _NOWHERE)
+
+    def _refresh(self) -> None:
         workers = self._workers.view
         if workers is not self._indexed:
-            self._index = _index(workers)
+            self._index, self._by_deployment = _index(workers)
             self._indexed = workers
-        return self._index.get(version_digest, _NOWHERE)
 
 
 _LEAVING: Final = (VersionState.DRAINING, VersionState.FAILED)
@@ -283,6 +302,7 @@ class _Ready:
     ``hopes``: workers on which it runs or may come to run; ``failed``: those on which it failed.
     """
 
+    model: str = ""
     replicas: int = 0
     max_model_len: int = 0
     hopes: int = 0
@@ -290,7 +310,7 @@ class _Ready:
     failure: Failure | None = None
 
     def joined(self, version: LoadedVersion) -> _Ready:
-        if version.state is VersionState.READY:
+        if version.state in (VersionState.READY, VersionState.RETIRING):
             longest = max(self.max_model_len, version.max_model_len)
             return replace(self, replicas=self.replicas + 1, max_model_len=longest, hopes=self.hopes + 1)
         if version.state is not VersionState.FAILED:
@@ -307,9 +327,16 @@ def _retry_of(failure: Failure | None) -> float:
 _NOWHERE: Final = _Ready()
 
 
-def _index(workers: Mapping[str, Versioned[Worker]]) -> dict[str, _Ready]:
+def _index(
+    workers: Mapping[str, Versioned[Worker]],
+) -> tuple[dict[str, _Ready], dict[str, Counter[str]]]:
+    """Return where each version runs, and the READY replicas of each deployment by version."""
     found: dict[str, _Ready] = {}
+    ready: dict[str, Counter[str]] = {}
     for held in workers.values():
         for version in held.record.versions if not held.record.draining else ():
-            found[version.version_digest] = found.get(version.version_digest, _NOWHERE).joined(version)
-    return found
+            digest = version.version_digest
+            found[digest] = found.get(digest, _Ready(version.model)).joined(version)
+            if version.state is VersionState.READY:
+                ready.setdefault(version.deployment, Counter())[digest] += 1
+    return found, ready

@@ -34,6 +34,7 @@ _STATES_OUT: Final = {
     VersionState.FETCHING: worker_pb2.VERSION_STATE_FETCHING,
     VersionState.LOADING: worker_pb2.VERSION_STATE_LOADING,
     VersionState.READY: worker_pb2.VERSION_STATE_READY,
+    VersionState.RETIRING: worker_pb2.VERSION_STATE_RETIRING,
     VersionState.DRAINING: worker_pb2.VERSION_STATE_DRAINING,
     VersionState.RESTARTING: worker_pb2.VERSION_STATE_RESTARTING,
     VersionState.FAILED: worker_pb2.VERSION_STATE_FAILED,

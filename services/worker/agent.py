@@ -38,11 +38,13 @@ from services.worker.engine_settings import EngineSettings
 from services.worker.host import SequenceHost
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import (
+    Action,
     Discard,
     Drain,
     Fetch,
     Load,
     Phase,
+    Retire,
     Slot,
     Undrain,
     plan,
@@ -52,7 +54,7 @@ from services.worker.policy.memory_shares import Share, kv_targets
 from services.worker.pool import PoolStats
 from services.worker.report import ReportIdentity, take_snapshot
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
-from services.worker.version_slot import ModelSource, SlotContext, VersionSlot
+from services.worker.version_slot import RESIZABLE, ModelSource, SlotContext, VersionSlot
 
 log = structlog.get_logger()
 
@@ -272,6 +274,7 @@ class WorkerAgent:
             self._clock.monotonic_s(),
             free_bytes=self._ledger.free_bytes,
             giving_back=any(slot.memory.gives_back for slot in self._slots.values()),
+            retire_s=self._context.settings.retire_s,
         )
         for action in actions:
             log.info("version.planned", action=type(action).__name__, digest=_digest(action))
@@ -281,6 +284,8 @@ class WorkerAgent:
                     slot.fetch()
                 case Load(digest):
                     self._slots[digest].load()
+                case Retire(digest):
+                    self._slots[digest].retire()
                 case Drain(digest):
                     self._slots[digest].drain()
                 case Undrain(digest):
@@ -418,8 +423,8 @@ def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) ->
     if slot.memory.granted is None and not (stays and observed.unbooked):
         return None
     rank = slot.version.priority.rank if wanted is None else wanted.priority.rank
-    return slot.memory.share(rank, movable=stays and slot.phase is Phase.READY)
+    return slot.memory.share(rank, movable=stays and slot.phase in RESIZABLE)
 
 
-def _digest(action: Fetch | Load | Drain | Undrain | Discard) -> str:
+def _digest(action: Action) -> str:
     return action.version.version_digest if isinstance(action, Fetch) else action.version_digest

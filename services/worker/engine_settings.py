@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from services.worker.drafts import Speculation, speculation_of
 from services.worker.engine_process import EngineTimeouts
 from services.worker.engine_protocol import EngineConfig
 
 Executor = Literal["torch", "null"]
+
+RETIRE_MARGIN_S: Final = 5.0  # gateways observe an update, and place what they accepted before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class EngineSettings:
     slow_reader_s: float = 30.0
     request_log_per_s: float = 200.0
     drain_s: float = 30.0
+    retire_s: float = 30.0 + RETIRE_MARGIN_S
     crash_backoff_first_s: float = 0.5
     crash_backoff_most_s: float = 30.0
     failed_backoff_first_s: float = 2.0

@@ -50,6 +50,8 @@ log = structlog.get_logger()
 CHECK_COUNTS_S: Final = 10.0  # an engine that starts so soon after its files were checked maps what was read
 CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes anew
 PROGRESS_STEP: Final = 0.05
+RESIZABLE: Final = (Phase.READY, Phase.RETIRING)
+_WITH_ENGINE: Final = (*RESIZABLE, Phase.DRAINING)
 
 
 class ModelSource(Protocol):
@@ -116,6 +118,7 @@ class VersionSlot:
         self._retry_at_s = 0.0
         self._retry_unix_s = 0.0
         self._drain_until_s = 0.0
+        self._idle_since_s = 0.0
         self._ready_s = 0.0
         self._phase_s = context.clock.monotonic_s()
         self._folder: Path | None = None
@@ -137,17 +140,20 @@ class VersionSlot:
     @property
     def silent_s(self) -> float:
         """Since the engine's step loop was last heard; 0 while there is none that should be."""
-        serves = self.phase in (Phase.READY, Phase.DRAINING)
-        return self._engine.silent_s if serves and self._engine is not None else 0.0
+        return self._engine.silent_s if self.phase in _WITH_ENGINE and self._engine is not None else 0.0
 
     def observed(self) -> Slot:
+        running = 0 if self.table is None else len(self.table)
+        if running:
+            self._idle_since_s = self._context.clock.monotonic_s()
         return Slot(
             version=self.version,
             phase=self.phase,
-            running=0 if self.table is None else len(self.table),
+            running=running,
             has_files=self._folder is not None,
             retry_at_s=self._retry_at_s,
             drain_until_s=self._drain_until_s,
+            idle_since_s=self._idle_since_s,
             granted_bytes=0 if (grant := self.memory.granted) is None else grant.bytes,
             unbooked=self.version.executor != "null" and grant is None,
             needed_bytes=self.memory.needed_bytes if self._reason == DoesNotFit.reason else 0,
@@ -178,7 +184,7 @@ class VersionSlot:
             working_bytes=0 if grant is None else grant.working_bytes,
             kv_bytes=0 if grant is None else grant.kv_bytes,
             needed_bytes=self.memory.needed_bytes,
-            spare_bytes=self.memory.spare_bytes if self.phase is Phase.READY else 0,
+            spare_bytes=self.memory.spare_bytes if self.phase in RESIZABLE else 0,
         )
 
     # --- actions --------------------------------------------------------------------------------
@@ -195,7 +201,7 @@ class VersionSlot:
     def share_memory(self, kv_bytes: int | None) -> None:
         """Move towards the KV that it is to have; None: it waits in vain, or nobody knows what it needs."""
         self._kv_target = kv_bytes
-        if self.phase is not Phase.READY or kv_bytes is None or self.table is None or self._engine is None:
+        if self.phase not in RESIZABLE or kv_bytes is None or self.table is None or self._engine is None:
             return
         blocks = self.memory.aim(kv_bytes)
         if blocks is None:
@@ -204,6 +210,10 @@ class VersionSlot:
             self.table.resize(blocks)  # nobody is admitted beyond it
         log.info("pool.resized", digest=self.digest, kv_blocks=blocks)
         self._engine.send(Resize(blocks))
+
+    def retire(self) -> None:
+        self._idle_since_s = self._context.clock.monotonic_s()
+        self._enter(Phase.RETIRING)
 
     def drain(self) -> None:
         self._drain_until_s = self._context.clock.monotonic_s() + self._context.settings.drain_s
@@ -463,7 +473,7 @@ class VersionSlot:
             self._time_phase(phase)
         self.phase = phase
         self.message = message
-        self.progress_ratio = 1.0 if phase in (Phase.READY, Phase.DRAINING) else 0.0
+        self.progress_ratio = 1.0 if phase in _WITH_ENGINE else 0.0
         self._context.woke()
 
     def _notice(self) -> str:
@@ -496,6 +506,8 @@ class VersionSlot:
                 return VersionState.RESTARTING if self.restarts else VersionState.LOADING
             case Phase.READY:
                 return VersionState.READY
+            case Phase.RETIRING:
+                return VersionState.RETIRING
             case Phase.DRAINING | Phase.STOPPING:
                 return VersionState.DRAINING
             case Phase.BROKEN if self._expects_memory:

@@ -20,7 +20,7 @@ from services.runtime.folders import compile_folder
 from services.runtime.health import Check
 from services.runtime.machine import default_engine_threads, device_type
 from services.worker.agent import WorkerAgent, WorkerIdentity
-from services.worker.engine_settings import EngineSettings
+from services.worker.engine_settings import RETIRE_MARGIN_S, EngineSettings
 from services.worker.fallback import FallbackAdmission, FallbackRules
 from services.worker.host import SequenceHost
 from services.worker.servicer import WorkerServicer
@@ -121,6 +121,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_proposals=settings.max_proposals,
         null_step_s=settings.null_step_s,
         request_log_per_s=settings.request_log_per_s,
+        # A request that was accepted for a version is placed within the queue's time, or ends.
+        retire_s=settings.queue_ttl_s + RETIRE_MARGIN_S,
     )
 
 

@@ -48,7 +48,7 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     ASSIGNMENTS: Assignment,
     LEADERS: Leader,
 }
-_CALM: Final = (VersionState.READY, VersionState.DRAINING)
+_CALM: Final = (VersionState.READY, VersionState.RETIRING, VersionState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,9 @@ def _version(worker_id: str, before: LoadedVersion | None, after: LoadedVersion)
     elif state in (VersionState.FETCHING, VersionState.LOADING) and old is not state:
         if not after.failed_attempts:
             yield Happening(kind, after.deployment, f"VERSION_{state.upper()}", where)
-    elif state is VersionState.DRAINING and old is VersionState.READY:
+    elif state is VersionState.RETIRING and old is VersionState.READY:
+        yield Happening(kind, after.deployment, "VERSION_RETIRING", where)
+    elif state is VersionState.DRAINING and old in (VersionState.READY, VersionState.RETIRING):
         yield Happening(kind, after.deployment, "VERSION_DRAINING", where)
 
 

@@ -26,6 +26,7 @@ class Phase(StrEnum):
     FETCHED = "fetched"
     LOADING = "loading"
     READY = "ready"
+    RETIRING = "retiring"
     DRAINING = "draining"
     BROKEN = "broken"
     STOPPING = "stopping"
@@ -35,6 +36,7 @@ class Phase(StrEnum):
 class Slot:
     """Observed: one version on this worker. ``drain_until_s`` counts while draining.
 
+    ``idle_since_s`` counts while retiring: when it last had a sequence.
     ``granted_bytes`` of device memory are its engine's; ``unbooked``: it needs a grant and has none.
     Of a BROKEN one: ``needed_bytes`` above 0 means that it waits for so much memory, ``final`` that no
     attempt would succeed, ``restarting`` that its engine had run.
@@ -46,6 +48,7 @@ class Slot:
     has_files: bool = False
     retry_at_s: float = 0.0
     drain_until_s: float = 0.0
+    idle_since_s: float = 0.0
     granted_bytes: int = 0
     unbooked: bool = False
     needed_bytes: int = 0
@@ -62,6 +65,13 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Load:
+    version_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Its successor takes new requests; it takes what gateways accepted for it before."""
+
     version_digest: str
 
 
@@ -86,16 +96,17 @@ class Discard:
     version_digest: str
 
 
-Action = Fetch | Load | Drain | Undrain | Discard
+Action = Fetch | Load | Retire | Drain | Undrain | Discard
 
 
 def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     """Return what is to run, by digest. One engine serves every deployment of a version.
 
     Of deployments that ask for different executors the first by name decides; the highest priority counts.
+    A version is retiring when it is in all of them.
     """
     versions: dict[str, AssignedVersion] = {}
-    for version in sorted(assigned, key=lambda each: each.deployment):
+    for version in sorted(assigned, key=lambda each: (each.retiring, each.deployment)):
         known = versions.setdefault(version.version_digest, version)
         if version.priority.rank > known.priority.rank:
             versions[version.version_digest] = replace(known, priority=version.priority)
@@ -109,9 +120,11 @@ def plan(
     *,
     free_bytes: int = 0,
     giving_back: bool = False,
+    retire_s: float = 0.0,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``observed`` towards ``desired``: what frees memory first.
 
+    What retires leaves once it has had no sequence for ``retire_s``: no gateway waits with a request for it.
     ``free_bytes`` of device memory are granted to nobody. Fetches are never held up, loads are by a version
     of a higher priority that waits for memory. While others are ``giving_back`` memory, who waits for it
     goes on waiting: it would get a part.
@@ -121,7 +134,9 @@ def plan(
     kept: list[tuple[int, Slot]] = []
     for slot in sorted(observed, key=lambda each: each.version.version_digest):
         version = desired.get(slot.version.version_digest)
-        if version is not None and version.executor == slot.version.executor:
+        if version is not None and version.retiring:
+            leaving += _retire(slot, now_s, retire_s)
+        elif version is not None and version.executor == slot.version.executor:
             kept.append((version.priority.rank, slot))
         else:
             leaving += _remove(slot, now_s)
@@ -131,7 +146,11 @@ def plan(
             continue
         coming += [] if action is None else [action]
     known = {slot.version.version_digest for slot in observed}
-    coming += [Fetch(desired[digest]) for digest in sorted(desired) if digest not in known]
+    coming += [
+        Fetch(version)
+        for digest, version in sorted(desired.items())
+        if digest not in known and not version.retiring
+    ]
     return (*leaving, *coming)
 
 
@@ -139,7 +158,7 @@ def _keep(slot: Slot, now_s: float, free_bytes: int) -> Action | None:
     match slot.phase:
         case Phase.FETCHED:
             return Load(slot.version.version_digest)
-        case Phase.DRAINING:
+        case Phase.RETIRING | Phase.DRAINING:
             return Undrain(slot.version.version_digest)
         case Phase.BROKEN if slot.final:
             return None
@@ -175,10 +194,25 @@ def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slo
     return False
 
 
+def _retire(slot: Slot, now_s: float, retire_s: float) -> list[Action]:
+    digest, is_over = slot.version.version_digest, now_s >= slot.idle_since_s + retire_s
+    match slot.phase:
+        case Phase.READY:
+            return [Retire(digest)]
+        case Phase.RETIRING:
+            return [Discard(digest)] if is_over and not slot.running else []
+        case Phase.BROKEN if slot.restarting and not is_over:  # what ran is placed here again
+            return [Load(digest)] if now_s >= slot.retry_at_s else []
+        case Phase.LOADING if slot.restarting:
+            return []
+        case _:
+            return _remove(slot, now_s)
+
+
 def _remove(slot: Slot, now_s: float) -> list[Action]:
     digest = slot.version.version_digest
     match slot.phase:
-        case Phase.READY:
+        case Phase.READY | Phase.RETIRING:
             return [Drain(digest)]
         case Phase.DRAINING:
             return [Discard(digest)] if slot.running == 0 or now_s >= slot.drain_until_s else []

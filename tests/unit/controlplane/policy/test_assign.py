@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.controlplane.policy.assign import (
-    MAX_VERSIONS_PER_WORKER,
     Action,
     DropAssignment,
     PutAssignment,
     Unplaced,
     plan,
-    rejection,
 )
+from services.controlplane.policy.host import MAX_VERSIONS_PER_WORKER, Host
 from services.core.records import (
     AssignedVersion,
     Assignment,
@@ -149,7 +148,7 @@ def test_of_two_replicas_that_move_the_live_one_serves_on() -> None:
     assert plan([deployment("d")], workers, [], held) == (DropAssignment("a-gone"),)
 
 
-def test_new_version_replaces_in_place() -> None:
+def test_a_new_version_takes_the_place_of_one_that_serves_nobody() -> None:
     held = [Assignment("w0", (version("d", "sha256:0"),))]
     actions = plan([deployment("d")], [worker("w0"), worker("w1")], [], held)
     assert actions == (PutAssignment(Assignment("w0", (version("d"),)), ("d: other version",)),)
@@ -255,7 +254,7 @@ def _check_additions(
     assert len(action.assignment.versions) <= max(MAX_VERSIONS_PER_WORKER, len(before))
     for name in {v.deployment for v in action.assignment.versions} - before:
         node = nodes.get(worker_id, Node(worker_id))
-        assert rejection(wanted[name], workers[worker_id], node, ()) == ""
+        assert Host(workers[worker_id], True, node, None, {}).rejection(wanted[name]) == ""
 
 
 def _check_rest(
@@ -275,8 +274,10 @@ def _check_rest(
         names = {version.deployment for version in held.versions}
         assert names <= served
         assert held.worker_id in live or names <= set(unplaced), "a dead worker is still assigned to"
-        assert max(Counter(v.deployment for v in held.versions).values(), default=1) == 1
-        assert all(v.version_digest == "sha256:1" for v in held.versions), "an old version is left"
+        new = [v for v in held.versions if v.version_digest == "sha256:1"]
+        assert max(Counter(v.deployment for v in new).values(), default=1) == 1
+        before = {v.deployment for v in held.versions} - {v.deployment for v in new}
+        assert before <= set(unplaced), "an old version is left"
     for one in deployments:
         where = [w for w in placed(assignments, one.meta.name) if w in live]
         missing = unplaced[one.meta.name].missing if one.meta.name in unplaced else 0

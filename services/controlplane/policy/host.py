@@ -1,0 +1,121 @@
+"""One worker while a plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.controlplane.policy.memory import MemoryView, needs_of
+from services.core.records import (
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    LoadedVersion,
+    Node,
+    VersionState,
+    Worker,
+)
+
+MAX_VERSIONS_PER_WORKER: Final = 16
+
+
+@dataclass(slots=True)
+class Host:
+    """A worker with what the plan gives it.
+
+    ``held``: by deployment, the version that it is to run. ``before``: by deployment, those that an update
+    replaces. One that is not ``live`` has an assignment and no lease. ``stored`` is its assignment as of
+    now, None without one.
+    """
+
+    worker: Worker
+    live: bool
+    node: Node
+    stored: tuple[AssignedVersion, ...] | None
+    needs: Mapping[str, int]
+    held: dict[str, AssignedVersion] = field(default_factory=dict)
+    before: dict[str, tuple[AssignedVersion, ...]] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def leaving(self) -> bool:
+        return not self.live or self.node.draining or self.worker.draining
+
+    @property
+    def assigned(self) -> tuple[AssignedVersion, ...]:
+        """Everything that the plan gives it, in the order in which it is stored."""
+        versions = (*self.held.values(), *(one for several in self.before.values() for one in several))
+        return tuple(sorted(versions, key=lambda one: (one.deployment, one.retiring, one.version_digest)))
+
+    @property
+    def memory(self) -> MemoryView:
+        return MemoryView(self.worker, self.assigned, self.needs)
+
+    def rejection(self, deployment: Deployment) -> str:
+        """Return why the worker may not get a replica of the deployment's version, empty when it may."""
+        if deployment.meta.name in self.held:
+            return "has_a_replica"
+        if self.node.draining or self.worker.draining:
+            return "draining"
+        if self.node.cordoned:
+            return "cordoned"
+        if not self.matches(deployment.node_selector):
+            return "lacks_a_label"
+        if len(self.assigned) >= MAX_VERSIONS_PER_WORKER:
+            return "full"
+        return ""
+
+    def matches(self, selector: Mapping[str, str]) -> bool:
+        return all(self.worker.labels.get(key) == value for key, value in selector.items())
+
+    def loaded(self, version: AssignedVersion) -> LoadedVersion | None:
+        for loaded in self.worker.versions:
+            if loaded.deployment == version.deployment and loaded.version_digest == version.version_digest:
+                return loaded
+        return None
+
+    def ready(self, version: AssignedVersion) -> bool:
+        loaded = self.loaded(version)
+        return loaded is not None and loaded.state is VersionState.READY
+
+    def remove(self, name: str, why: str) -> None:
+        del self.held[name]
+        self.reasons.append(f"{name}: {why}")
+
+    def remove_before(self, version: AssignedVersion, why: str) -> None:
+        name = version.deployment
+        rest = tuple(one for one in self.before[name] if one != version)
+        if rest:
+            self.before[name] = rest
+        else:
+            del self.before[name]
+        self.reasons.append(f"{name}: {why}")
+
+
+def hosts_of(
+    deployments: Sequence[Deployment],
+    workers: Sequence[Worker],
+    nodes: Sequence[Node],
+    assignments: Sequence[Assignment],
+) -> tuple[Host, ...]:
+    """Return every worker that lives or has an assignment, by id."""
+    digests = {deployment.meta.name: deployment.version_digest for deployment in deployments}
+    by_node = {node.worker_id: node for node in nodes}
+    by_worker = {assignment.worker_id: assignment for assignment in assignments}
+    needs = needs_of(workers)
+    live = {worker.worker_id: worker for worker in workers}
+    hosts: list[Host] = []
+    for worker_id in sorted({*live, *by_worker}):
+        worker = live.get(worker_id, Worker(worker_id, address=""))
+        assigned = by_worker.get(worker_id)
+        stored = None if assigned is None else assigned.versions
+        host = Host(worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs)
+        for version in stored or ():
+            name = version.deployment
+            if version.version_digest == digests.get(name, version.version_digest):
+                host.held[name] = version
+            else:
+                host.before[name] = (*host.before.get(name, ()), version)
+        hosts.append(host)
+    return tuple(hosts)

@@ -1,0 +1,122 @@
+"""How a deployment passes from one version to another without a time in which nothing serves it.
+
+The new version is loaded beside the one before. That one retires once the new one takes new requests
+(``Deployment.serving_digest``), and leaves its worker when everything that was accepted for it has ended.
+Where no worker has memory for both, the one before leaves one worker at a time, and only while another
+worker serves it. Where none does, it stays: an update never ends the only version that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.controlplane.policy.host import Host
+from services.controlplane.policy.memory import no_memory
+from services.core.records import AssignedVersion, Deployment, VersionState
+
+# A version that is loaded again soon has what was placed for it wait for that.
+_SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
+
+
+def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
+    """Retire or drop the versions before, where ``version`` replaces them already; else keep what serves.
+
+    One that serves nobody is replaced in its place.
+    """
+    name = deployment.meta.name
+    ready = ready_replicas(name, hosts)
+    new_serves = deployment.serving_digest(ready) == version.version_digest and bool(
+        ready.get(version.version_digest)
+    )
+    for host in hosts:
+        for old in host.before.get(name, ()):
+            loaded = host.loaded(old)
+            serves = loaded is not None and loaded.state in _SERVES
+            if not deployment.replicas:
+                host.remove_before(old, "surplus")
+            elif new_serves:
+                if host.live and loaded is not None and (serves or old.retiring):
+                    _retire(host, old, True)  # it leaves when it has ended
+                else:
+                    host.remove_before(old, "replaced")
+            elif serves:
+                _retire(host, old, False)
+            elif host.live:
+                host.remove_before(old, "other version")
+                if not old.retiring:
+                    host.held.setdefault(name, version)
+        if host.leaving and name in host.before and _served_elsewhere(name, host, hosts):
+            for old in host.before[name]:
+                host.remove_before(old, "moved")
+
+
+def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], missing: int) -> int:
+    """Take the version before off one worker that has no memory for both, if another serves meanwhile.
+
+    ``missing`` replicas have no worker. Returns how many have none then.
+    """
+    name = deployment.meta.name
+    if any(_is_coming(version, host) for host in hosts):
+        return missing
+    for host in sorted(hosts, key=lambda each: name not in each.held):
+        if not host.live or name not in host.before or not _is_short(deployment, version, host, missing):
+            continue
+        serves = any(host.ready(old) for old in host.before[name])
+        if serves and not _served_elsewhere(name, host, hosts):
+            continue
+        for old in host.before[name]:
+            host.remove_before(old, f"makes way for {version.version_digest[:19]}")
+        if name not in host.held:
+            host.held[name] = version
+            missing -= 1
+        return missing
+    return missing
+
+
+def ready_replicas(name: str, hosts: Sequence[Host]) -> dict[str, int]:
+    """Return how many replicas of a deployment are READY on workers that stay, by version digest."""
+    ready: dict[str, int] = {}
+    for host in hosts:
+        for loaded in host.worker.versions if host.live and not host.worker.draining else ():
+            if loaded.deployment == name and loaded.state is VersionState.READY:
+                ready[loaded.version_digest] = ready.get(loaded.version_digest, 0) + 1
+    return ready
+
+
+def _retire(host: Host, old: AssignedVersion, retiring: bool) -> None:
+    if old.retiring is retiring:
+        return
+    name = old.deployment
+    host.before[name] = tuple(
+        replace(one, retiring=retiring) if one == old else one for one in host.before[name]
+    )
+    host.reasons.append(f"{name}: {'replaced' if retiring else 'its successor serves no more'}")
+
+
+def _is_coming(version: AssignedVersion, host: Host) -> bool:
+    """Whether a worker has only the new version, and does not serve it yet."""
+    name = version.deployment
+    return not host.leaving and name in host.held and name not in host.before and not host.ready(version)
+
+
+def _is_short(deployment: Deployment, version: AssignedVersion, host: Host, missing: int) -> bool:
+    """Whether the worker lacks memory for the new version, and has it without the one before."""
+    name, digest = version.deployment, version.version_digest
+    if name in host.held:
+        short = host.memory.starved(digest)
+    else:
+        short = missing > 0 and digest in host.needs and not host.rejection(deployment)
+    if not short or host.leaving:
+        return False
+    held = [one for one in host.assigned if one.deployment != name] + [version]
+    alone = replace(host.memory, held=tuple(held))
+    beside = replace(host.memory, held=(*held, *host.before[name]))
+    return bool(no_memory(beside, version)) and not no_memory(alone, version)
+
+
+def _served_elsewhere(name: str, host: Host, hosts: Sequence[Host]) -> bool:
+    """Whether another worker that stays serves the deployment in a version that this one has of it."""
+    digests = {old.version_digest for old in host.before.get(name, ())}
+    others = ready_replicas(name, [one for one in hosts if one is not host and not one.node.draining])
+    return any(others.get(digest) for digest in digests)
