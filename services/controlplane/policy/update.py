@@ -20,22 +20,20 @@ _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
 
 def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
-    """Retire or drop the versions before, where ``version`` replaces them already; else keep what serves.
+    """Keep the version before that takes new requests, and retire or drop the others.
 
     One that serves nobody is replaced in its place.
     """
     name = deployment.meta.name
     ready = ready_replicas(name, hosts)
-    new_serves = deployment.serving_digest(ready) == version.version_digest and bool(
-        ready.get(version.version_digest)
-    )
+    serving = deployment.serving_digest(ready)
     for host in hosts:
         for old in host.before.get(name, ()):
             loaded = host.loaded(old)
             serves = loaded is not None and loaded.state in _SERVES
             if not deployment.replicas:
                 host.remove_before(old, "surplus")
-            elif new_serves:
+            elif serving != old.version_digest and ready.get(serving):
                 if host.live and loaded is not None and (serves or old.retiring):
                     _retire(host, old, True)  # it leaves when it has ended
                 else:

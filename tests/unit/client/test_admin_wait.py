@@ -15,10 +15,11 @@ from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
 T = TypeVar("T")
-READY, LOADING, FAILED = (
+READY, LOADING, FAILED, RETIRING = (
     worker_pb2.VERSION_STATE_READY,
     worker_pb2.VERSION_STATE_LOADING,
     worker_pb2.VERSION_STATE_FAILED,
+    worker_pb2.VERSION_STATE_RETIRING,
 )
 
 
@@ -56,11 +57,11 @@ async def test_deployment_is_ready_once_all_run_the_wanted_version() -> None:
         deployment(
             replica("a", READY), replica("b", LOADING, progress_ratio=0.5), replica("c", READY, "old")
         ),
-        deployment(replica("a", READY), replica("b", READY)),
+        deployment(replica("a", READY), replica("b", READY), replica("c", RETIRING, "old")),
     )
     found = await until_ready(read, lambda found: told.append(describe(found)), timeout_s=60)
-    assert {each.version_digest for each in found.status.replicas} == {"new"}
-    assert told[2] == "a: ready; b: loading 50 %; c: ready"
+    assert {each.version_digest for each in found.status.replicas} == {"new", "old"}
+    assert told[2] == "a: ready; b: loading 50 %; c (before): ready"
     assert (describe(deployment()), describe(deployment(message="m"))) == ("waiting for a worker", "m")
 
 
@@ -74,6 +75,17 @@ async def test_replica_that_fails_for_good_ends_the_wait() -> None:
     with pytest.raises(WaitFailed, match="9 GiB") as caught:
         await until_ready(answers(deployment(gone)), lambda _: None, timeout_s=60)
     assert caught.value.reason == "DOES_NOT_FIT"
+
+
+async def test_replica_that_gets_memory_once_the_version_before_leaves_is_waited_for() -> None:
+    short = replica("a", FAILED, message="it needs 9 GiB, 2 GiB are free", reason="DOES_NOT_FIT")
+    first = deployment(replica("a", READY, "old"), short, replica("b", READY, "old"))
+    await until_ready(
+        answers(first, deployment(replica("a", READY), replica("b", READY))), lambda _: None, timeout_s=60
+    )
+    alone = deployment(replica("a", READY, "old"), short, wanted=1, message="no worker has memory for both")
+    with pytest.raises(WaitFailed, match="memory for both"):
+        await until_ready(answers(alone), lambda _: None, timeout_s=60)
 
 
 async def test_replica_that_is_tried_again_is_waited_for_a_few_times() -> None:

@@ -109,6 +109,63 @@ def test_a_deployment_of_no_replicas_is_not_served_by_workers_of_another_one(fle
     fleet.catalog.require_hope(gone)  # what began on a version goes on while a worker has it
 
 
+NEW = "sha256:" + "cd" * 32
+
+
+def update(fleet: Any, *states: tuple[str, str, VersionState], replicas: int = 2) -> str:
+    """Return the version that takes requests while these (worker, digest, state) are on the workers."""
+    new = Deployment(Meta("chat-small"), "tiny", "v2", NEW, replicas)
+    fleet.deployments.put(DEPLOYMENTS + "chat-small", new, 43)
+    fleet.workers.records = {}
+    for worker_id in sorted({worker_id for worker_id, _, _ in states}):
+        versions = tuple(
+            LoadedVersion("chat-small", "tiny", digest, state)
+            for worker, digest, state in states
+            if worker == worker_id
+        )
+        fleet.workers.put(WORKERS + worker_id, Worker(worker_id, "w:1", versions=versions))
+    route = fleet.catalog.resolve("chat-small")
+    assert route.route_revision == 43
+    assert route.deployment.version_digest == NEW
+    digest = route.version_digest
+    assert isinstance(digest, str)
+    return digest
+
+
+def test_the_version_before_serves_until_as_many_of_the_new_one_do(fleet: Any) -> None:
+    ready, loading, retiring = VersionState.READY, VersionState.LOADING, VersionState.RETIRING
+    assert update(fleet, ("a", DIGEST, ready), ("b", DIGEST, ready), ("a", NEW, loading)) == DIGEST
+    assert update(fleet, ("a", DIGEST, ready), ("b", DIGEST, ready), ("a", NEW, ready)) == DIGEST
+    assert update(fleet, ("a", NEW, ready), ("b", DIGEST, ready)) == NEW
+    assert update(fleet, ("a", DIGEST, ready), ("b", DIGEST, ready), ("a", NEW, ready), replicas=1) == NEW
+    assert update(fleet, ("a", DIGEST, retiring), ("a", NEW, loading)) == NEW
+    assert update(fleet, ("a", NEW, VersionState.FAILED)) == NEW
+    assert update(fleet) == NEW
+
+
+def test_a_version_before_that_serves_is_a_route_with_hope(fleet: Any) -> None:
+    update(fleet, ("a", DIGEST, VersionState.READY), ("a", NEW, VersionState.FAILED))
+    route = fleet.catalog.resolve("chat-small")
+    assert (route.version_digest, route.ready_replicas) == (DIGEST, 1)
+    fleet.catalog.require_hope(route)
+
+
+def test_what_began_on_a_version_goes_on_while_it_retires(fleet: Any) -> None:
+    update(fleet, ("a", DIGEST, VersionState.RETIRING), ("b", NEW, VersionState.READY))
+    route = fleet.catalog.resolve_pinned("chat-small", PinnedVersion(DIGEST, 7))
+    assert (route.version_digest, route.ready_replicas) == (DIGEST, 1)
+
+
+async def test_both_versions_of_an_update_are_loaded_before_they_are_asked_for(fleet: Any) -> None:
+    update(fleet, ("a", DIGEST, VersionState.READY), ("a", NEW, VersionState.LOADING))
+    warming = asyncio.create_task(fleet.catalog.warm_forever())
+    async with asyncio.timeout(10):
+        while len(fleet.files.fetched) < 2:
+            await asyncio.sleep(0.01)
+    warming.cancel()
+    assert sorted(fleet.files.fetched) == [("tiny", DIGEST), ("tiny", NEW)]
+
+
 async def test_the_context_is_bounded_by_model_and_workers(fleet: Any) -> None:
     fleet.ready(max_model_len=100_000)
     fleet.catalog.resolve("chat-small")
@@ -167,6 +224,7 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
 async def test_loaded_models_and_remembered_versions_are_bounded(
     fleet: Any, make_folder: Callable[..., Path]
 ) -> None:
+    fleet.workers.records = {}  # else the version that is READY serves on
     for number in range(module.MAX_LOADED + 3):
         digest = f"sha256:{number:064x}"
         fleet.deployments.put(

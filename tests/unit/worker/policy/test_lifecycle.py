@@ -15,6 +15,7 @@ from services.worker.policy.lifecycle import (
     Fetch,
     Load,
     Phase,
+    Retire,
     Slot,
     Undrain,
     backoff_s,
@@ -31,6 +32,7 @@ versions = st.builds(
     version_digest=st.sampled_from(DIGESTS),
     executor=st.sampled_from(("torch", "null")),
     priority=st.sampled_from(list(Priority)),
+    retiring=st.booleans(),
 )
 assignments = st.lists(versions, max_size=4)
 slots = st.lists(
@@ -67,10 +69,13 @@ def apply(state: dict[str, Slot], action: Action, now_s: float) -> None:
             assert state[digest].phase in (Phase.FETCHED, Phase.BROKEN)
             state[digest] = replace(state[digest], phase=Phase.LOADING)
         case Drain(digest):
-            assert state[digest].phase is Phase.READY
+            assert state[digest].phase in (Phase.READY, Phase.RETIRING)
             state[digest] = replace(state[digest], phase=Phase.DRAINING, drain_until_s=now_s + 5)
+        case Retire(digest):
+            assert state[digest].phase is Phase.READY
+            state[digest] = replace(state[digest], phase=Phase.RETIRING, idle_since_s=now_s)
         case Undrain(digest):
-            assert state[digest].phase is Phase.DRAINING
+            assert state[digest].phase in (Phase.RETIRING, Phase.DRAINING)
             state[digest] = replace(state[digest], phase=Phase.READY)
         case Discard(digest):
             assert state[digest].phase is not Phase.STOPPING
@@ -80,6 +85,8 @@ def apply(state: dict[str, Slot], action: Action, now_s: float) -> None:
 def pass_time(state: dict[str, Slot]) -> None:
     for digest, slot in list(state.items()):
         match slot.phase:
+            case Phase.RETIRING if slot.running:
+                state[digest] = replace(slot, running=slot.running - 1)
             case Phase.FETCHING:
                 state[digest] = replace(slot, phase=Phase.FETCHED, has_files=True)
             case Phase.LOADING:
@@ -95,7 +102,7 @@ def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], o
     state = {slot.version.version_digest: slot for slot in observed}
     now_s = NOW_S
     for _ in range(16):
-        actions = plan(desired, list(state.values()), now_s, free_bytes=5)
+        actions = plan(desired, list(state.values()), now_s, free_bytes=5, retire_s=8.0)
         assert len(
             {
                 action.version.version_digest if isinstance(action, Fetch) else action.version_digest
@@ -107,7 +114,7 @@ def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], o
         pass_time(state)
         now_s += 4
     assert {digest: slot.version.executor for digest, slot in state.items()} == {
-        digest: version.executor for digest, version in desired.items()
+        digest: version.executor for digest, version in desired.items() if not version.retiring
     }
     assert all(slot.phase is Phase.READY for slot in state.values())
     assert plan(desired, list(state.values()), now_s) == ()
@@ -123,6 +130,32 @@ def test_running_sequences_are_not_cut_short(assigned: list[AssignedVersion], ob
             slot = phases[action.version_digest]
             assert slot.phase is not Phase.READY
             assert slot.phase is not Phase.DRAINING or slot.running == 0 or slot.drain_until_s <= NOW_S
+
+
+def test_what_retires_leaves_once_nothing_was_placed_for_a_while() -> None:
+    version = AssignedVersion("x", "m", "d1", retiring=True)
+    slot = Slot(version, Phase.READY, running=1, has_files=True)
+    assert plan({"d1": version}, [slot], NOW_S, retire_s=35.0) == (Retire("d1"),)
+    slot = replace(slot, phase=Phase.RETIRING, idle_since_s=NOW_S)
+    assert plan({"d1": version}, [slot], NOW_S + 3600, retire_s=35.0) == (), "a sequence runs"
+    slot = replace(slot, running=0)
+    assert plan({"d1": version}, [slot], NOW_S + 34.9, retire_s=35.0) == ()
+    assert plan({"d1": version}, [slot], NOW_S + 35.0, retire_s=35.0) == (Discard("d1"),)
+    assert plan({"d1": replace(version, retiring=False)}, [slot], NOW_S, retire_s=35.0) == (Undrain("d1"),)
+    assert plan({}, [slot], NOW_S, retire_s=35.0) == (Drain("d1"),), "its deployment was deleted"
+
+
+def test_an_engine_that_dies_while_it_retires_is_started_again_for_what_it_had() -> None:
+    version = AssignedVersion("x", "m", "d1", retiring=True)
+    slot = Slot(version, Phase.BROKEN, has_files=True, restarting=True, idle_since_s=NOW_S)
+    assert plan({"d1": version}, [slot], NOW_S + 1, retire_s=35.0) == (Load("d1"),)
+    assert plan({"d1": version}, [slot], NOW_S + 40, retire_s=35.0) == (Discard("d1"),)
+    assert plan({"d1": version}, [], NOW_S, retire_s=35.0) == (), "nothing loads it anew"
+
+
+def test_a_version_that_another_deployment_wants_does_not_retire() -> None:
+    both = wanted([AssignedVersion("a", "m", "d1", retiring=True), AssignedVersion("b", "m", "d1")])
+    assert not both["d1"].retiring
 
 
 def test_what_frees_memory_comes_first() -> None:
