@@ -18,6 +18,7 @@ POLL_S: Final = 0.25
 _MAX_FAILED_ATTEMPTS: Final = 3
 _STATE: Final = "VERSION_STATE_"
 DOES_NOT_FIT: Final = "DOES_NOT_FIT"
+SHORT_S: Final = 2.0
 
 
 async def until_ready(
@@ -30,7 +31,19 @@ async def until_ready(
 
     Raises WaitFailed as soon as a replica fails for good, with its reason, and DeadlineExceeded.
     """
-    return await _until(read, report, is_deployed, why_never_ready, late_deployment, timeout_s)
+    short_since_s: float | None = None
+
+    def why(found: cp.Deployment) -> WaitFailed | None:
+        """Memory that another version gives back is free a moment after its replica is off the list."""
+        nonlocal short_since_s
+        error = why_never_ready(found)
+        if error is None or error.reason != DOES_NOT_FIT:
+            short_since_s = None
+            return error
+        short_since_s = short_since_s or time.monotonic()
+        return error if time.monotonic() - short_since_s >= SHORT_S else None
+
+    return await _until(read, report, is_deployed, why, late_deployment, timeout_s)
 
 
 async def until_drained(
@@ -101,10 +114,12 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
 
 
 def _has_turns(deployment: cp.Deployment, worker_id: str) -> bool:
-    """Whether the version before can leave this worker while another one serves."""
+    """Whether workers without memory for both versions are updated one after the other, this one later."""
     replicas = deployment.status.replicas
-    return any(one.worker_id == worker_id and not _is_wanted(deployment, one) for one in replicas) and any(
-        one.worker_id != worker_id and one.state == worker_pb2.VERSION_STATE_READY for one in replicas
+    others = [one for one in replicas if one.worker_id != worker_id]
+    holds_before = any(one.worker_id == worker_id and not _is_wanted(deployment, one) for one in replicas)
+    return any(not _is_wanted(deployment, one) for one in others) or (
+        holds_before and any(one.state != worker_pb2.VERSION_STATE_FAILED for one in others)
     )
 
 
@@ -147,7 +162,8 @@ def describe(deployment: cp.Deployment) -> str:
     """Return where a deployment stands, in words."""
     status = deployment.status
     parts = [
-        f"{replica.worker_id}{'' if _is_wanted(deployment, replica) else ' (before)'}: {state_word(replica.state) or 'assigned'}"
+        f"{replica.worker_id}{'' if _is_wanted(deployment, replica) else ' (before)'}: "
+        + (state_word(replica.state) or "assigned")
         + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
         + (f", {replica.message}" if replica.message else "")
         for replica in status.replicas

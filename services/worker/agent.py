@@ -295,14 +295,18 @@ class WorkerAgent:
 
     def _share_memory(self, desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]) -> None:
         """Have every pool move towards its share of the device."""
-        shares = [
-            share
+        shares = {
+            digest: share
             for digest, slot in self._slots.items()
             if (share := _share(slot, desired.get(digest), observed[digest])) is not None
-        ]
-        targets = kv_targets(self._ledger.total_bytes, shares)
+        }
+        staying = {digest for digest, version in desired.items() if not version.retiring}
+        targets = kv_targets(self._ledger.total_bytes, list(shares.values()))
+        later = kv_targets(
+            self._ledger.total_bytes, [share for digest, share in shares.items() if digest in staying]
+        )
         for digest, slot in self._slots.items():
-            slot.share_memory(targets.get(digest))
+            slot.share_memory(targets.get(digest), comes=digest in later)
 
     async def _publish_forever(self) -> None:
         """Write the public record when it changed, and follow the registration's incarnation."""

@@ -113,6 +113,7 @@ class VersionSlot:
             wished_kv_bytes=context.settings.kv_memory_bytes,
         )
         self._kv_target: int | None = None  # bytes, as of the last division of the device's memory
+        self._memory_comes = False
         self._failures = 0
         self._too_large = ""  # why an engine that had loaded was stopped at once
         self._retry_at_s = 0.0
@@ -198,9 +199,13 @@ class VersionSlot:
         self._enter(Phase.LOADING, self.message if self.restarts else "")
         self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load(self._folder))
 
-    def share_memory(self, kv_bytes: int | None) -> None:
-        """Move towards the KV that it is to have; None: it waits in vain, or nobody knows what it needs."""
+    def share_memory(self, kv_bytes: int | None, *, comes: bool) -> None:
+        """Move towards the KV that it is to have; None: there is none for it, or nobody knows what it needs.
+
+        ``comes``: it has memory once those that leave have left.
+        """
         self._kv_target = kv_bytes
+        self._memory_comes = comes
         if self.phase not in RESIZABLE or kv_bytes is None or self.table is None or self._engine is None:
             return
         blocks = self.memory.aim(kv_bytes)
@@ -446,7 +451,7 @@ class VersionSlot:
     def _expects_memory(self) -> bool:
         """Whether others are about to give back what it waits for."""
         waits = self.phase is Phase.BROKEN and self._reason == DoesNotFit.reason
-        return waits and self._kv_target is not None
+        return waits and self._memory_comes
 
     def _break(self, reason: str, message: str, *, failed: bool) -> None:
         """Note what went wrong, and when it is tried again if time can heal it."""
