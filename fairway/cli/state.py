@@ -79,6 +79,16 @@ class StateDir:
         """Record of the supervisor and its children: ids and start times."""
         return self.root / "fleet.json"
 
+    @property
+    def options(self) -> Path:
+        """What the installation that runs was started with."""
+        return self.root / "options.json"
+
+    @property
+    def created(self) -> Path:
+        """Names of the deployments that bootstrap made: one that was deleted since is not made again."""
+        return self.root / "created.json"
+
     def data(self, name: str) -> Path:
         """Folder that the process ``name`` keeps its data in."""
         return self.root / "state" / name
@@ -107,7 +117,7 @@ class StateDir:
                 _make_private(folder)
                 if others_could_look:
                     _make_contents_private(folder)
-            for path in (self.ports, self.endpoints, self.lock, self.fleet):
+            for path in (self.ports, self.endpoints, self.lock, self.fleet, self.options, self.created):
                 if path.exists():
                     _make_private(path)
 

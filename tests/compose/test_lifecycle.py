@@ -15,15 +15,8 @@ WORKERS = ("worker-0", "worker-1", "worker-2", "worker-3")
 
 
 def replicas(fleet: Fleet, count: int) -> None:
-    """Run `setup` again with another number of replicas, and wait until it is content."""
-    fleet.run("run", "--rm", "-T", "-e", "COLUMNS=120", "setup", *_bootstrap(count))
-
-
-def _bootstrap(count: int) -> list[str]:
-    return [
-        "fairway", "bootstrap", "--registry=registry:9091", "--controlplane=controlplane:9090",
-        "--gateway=gateway:50051", "--http=http://gateway:8080", f"--replicas={count}",
-    ]  # fmt: skip
+    """Scale the bundled model, and wait until all replicas are READY."""
+    fleet.cli("deployments", "update", "fairway-tiny", "--replicas", str(count), "--wait")
 
 
 async def test_the_profile_scale_adds_gateways_and_workers(fleet: Fleet) -> None:

@@ -14,6 +14,7 @@ from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
     AlreadyRunning,
+    require_same,
     run_installation,
     running_endpoints,
     stop_installation,
@@ -34,6 +35,7 @@ _READER_S: Final = 0.25  # what a slow terminal may take to make room
 
 
 def up(
+    context: typer.Context,
     detach: Annotated[bool, typer.Option("--detach", help="Return once everything is READY.")] = False,
     http_port: PortOption = 0,
     grpc_port: PortOption = 0,
@@ -58,6 +60,9 @@ def up(
 ) -> None:
     """Start etcd, Redis, all roles and a model on this machine.
 
+    Where it runs already, the addresses are shown; with options that differ from its own, that fails. What
+    operators changed or deleted since the first start stays so.
+
     \b
     Examples:
       fairway up
@@ -79,12 +84,20 @@ def up(
         controlplanes=controlplanes,
         settings=tuple(_setting(text) for text in settings or ()),
     )
-    _up(options, state, detach=detach)
+    _up(options, _given(context), state, detach=detach)
 
 
-def _up(options: UpOptions, state: StateDir, *, detach: bool) -> None:
-    """Start it, or say that it runs."""
+def _given(context: typer.Context) -> set[str]:
+    """Return the names of the options that stand on the command line and make an installation what it is."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return given - {"detach", "state_dir"}
+
+
+def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
+    """Start it, or show that it runs."""
     if (running := running_endpoints(state)) is not None:
+        require_same(options, given, state)
         _show_running(running, state)
         return
     check(options)
@@ -99,6 +112,7 @@ def _up(options: UpOptions, state: StateDir, *, detach: bool) -> None:
             if fresh:
                 _show_ready(endpoints, state, detached=True)
             else:
+                require_same(options, given, state)
                 _show_running(endpoints, state)
         else:
             run_installation(options, progress, lambda endpoints: _on_ready(endpoints, state, progress))
@@ -106,6 +120,7 @@ def _up(options: UpOptions, state: StateDir, *, detach: bool) -> None:
         if exc.endpoints is None:
             raise
         progress.close()
+        require_same(options, given, state)
         _show_running(exc.endpoints, state)
     finally:
         progress.close()

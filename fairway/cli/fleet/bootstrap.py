@@ -1,4 +1,8 @@
-"""From serving roles to a model that answers: publish, tenant, key, deployment, READY."""
+"""From serving roles to a model that answers: publish, tenant, key, deployment, READY.
+
+Bootstrap creates what is not there. What is there stays as operators made it, and a deployment that they
+deleted stays deleted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.publishing import VERB, publish_folder
 from fairway.cli.fleet.remote import FleetAddresses
-from fairway.cli.state import StateDir, read_secret, write_private
+from fairway.cli.state import StateDir, read_json, read_secret, write_json, write_private
 from fairway.cli.waiting import until_deployed
 from fairway.client import (
     AdminClient,
@@ -24,9 +28,9 @@ from fairway.client import (
     NotFound,
     Unauthenticated,
 )
-from fairway.client.admin_wait import describe
+from fairway.client.admin_wait import describe, late_deployment, why_never_ready
 from fairway.client.publish import PublishProgress
-from fairway.v1 import common_pb2
+from fairway.v1 import common_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 
 TENANT: Final = "default"
@@ -40,7 +44,7 @@ _STALE_KEY_S: Final = 3.0  # a gateway has heard of a key long before
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Brings an installation's resources to what ``options`` ask for; every step may be repeated."""
+    """Creates what ``options`` ask for where it is not there; every step may be repeated."""
 
     options: UpOptions
     state: StateDir
@@ -56,13 +60,10 @@ class Bootstrap:
         )
         async with client as admin:
             await self._until_admin_is_known(admin)
-            digest = await self._publish(admin) if self.options.deploy else ""
             await self._ensure_tenant(admin)
             api_key = await self._ensure_key(admin)
-            if digest:
-                await self._ensure_deployment(admin, digest)
-                await self._until_deployed(admin)
-            return await self._until_served(api_key, admin)
+            serves = self.options.deploy and await self._ensure_served(admin)
+            return await self._until_listed(api_key, admin, serves=serves)
 
     async def _until_admin_is_known(self, admin: AdminClient) -> None:
         """Return once control plane and registry accept the admin key: they hear of it from the store."""
@@ -85,10 +86,24 @@ class Bootstrap:
             detail = f"{VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
             self.progress.event("model", "starting", detail)
 
-        published = await publish_folder(admin, folder, name, TAG, report=report)
+        tag = "" if await self._is_published(admin, TAG) else TAG  # a tag that is there stays where it is
+        published = await publish_folder(admin, folder, name, tag, report=report)
         digest = published.digest
         self.progress.event("model", "ready", f"{name} is {digest[:19]}…")
         return digest
+
+    async def _is_published(self, admin: AdminClient, version: str = "") -> bool:
+        """Whether the model has the version, or any."""
+        name = self.options.model_name
+        try:
+            if not version:
+                return bool(await admin.models.versions(name, limit=1))
+            await admin.models.get(name, version)
+        except NotFound:
+            return False
+        except FairwayError as exc:
+            raise admin_error(exc, what=f"cannot look up the model {name}") from exc
+        return True
 
     async def _ensure_tenant(self, admin: AdminClient) -> None:
         tenant = cp.Tenant(
@@ -117,25 +132,99 @@ class Bootstrap:
         return await self._new_key(admin, replace=known)
 
     async def _new_key(self, admin: AdminClient, *, replace: bool) -> str:
+        """Return a new secret; what an operator set of the key stays."""
         if replace:
-            await checked(admin.keys.delete(KEY_NAME), what=f"cannot replace the key {KEY_NAME}")
-        key = cp.Key(metadata=cp.Metadata(name=KEY_NAME), role=cp.KEY_ROLE_TENANT, tenant=TENANT)
-        created = await checked(admin.keys.create(key), what=f"cannot create the key {KEY_NAME}")
+            secret = (await checked(admin.keys.rotate(KEY_NAME), what=f"cannot rotate {KEY_NAME}")).secret
+        else:
+            key = cp.Key(metadata=cp.Metadata(name=KEY_NAME), role=cp.KEY_ROLE_TENANT, tenant=TENANT)
+            created = await checked(admin.keys.create(key), what=f"cannot create the key {KEY_NAME}")
+            secret = created.secret
         with self.state.writing():
-            write_private(self.state.secret("api_key"), created.secret + "\n")
-        return created.secret
+            write_private(self.state.secret("api_key"), secret + "\n")
+        return secret
 
-    async def _ensure_deployment(self, admin: AdminClient, digest: str) -> None:
+    async def _ensure_served(self, admin: AdminClient) -> bool:
+        """Return whether the deployment is to serve: it is there, or was made, and has replicas."""
         name = self.options.model_name
-        wanted = cp.Deployment(
-            metadata=cp.Metadata(name=name), model=name, version=digest, replicas=self.options.replicas
-        )
+        found = await self._deployment(admin)
+        if found is None and self._was_created(name) and await self._is_published(admin):
+            self.progress.event(
+                "model",
+                "ready",
+                f"{name} stays undeployed, as it was deleted; `fairway deployments create {name} --model "
+                f"{name} --version {TAG}` deploys it",
+            )
+            return False
+        digest = await self._publish(admin)
+        if found is None:
+            wanted = cp.Deployment(
+                metadata=cp.Metadata(name=name), model=name, version=digest, replicas=self.options.replicas
+            )
+            try:
+                await admin.deployments.create(wanted)
+            except FairwayError as exc:
+                if not _is_there(exc):
+                    raise admin_error(exc, what=f"cannot create the deployment {name}") from exc
+        self._note_created(name)
+        if found is None:
+            await self._until_deployed(admin)
+            return True
+        self._report_kept(found, digest)
+        if found.replicas:
+            await self._until_any_ready(admin)
+        return bool(found.replicas)
+
+    async def _deployment(self, admin: AdminClient) -> cp.Deployment | None:
+        name = self.options.model_name
         try:
-            await admin.deployments.create(wanted)
+            return await admin.deployments.get(name)
+        except NotFound:
+            return None
         except FairwayError as exc:
-            if not _is_there(exc):
-                raise admin_error(exc, what=f"cannot create the deployment {name}") from exc
-            await checked(admin.deployments.update(wanted), what=f"cannot update the deployment {name}")
+            raise admin_error(exc, what=f"cannot look up the deployment {name}") from exc
+
+    def _was_created(self, name: str) -> bool:
+        return name in (read_json(self.state.created) or {}).get("deployments", [])
+
+    def _note_created(self, name: str) -> None:
+        if self._was_created(name):
+            return
+        before = (read_json(self.state.created) or {}).get("deployments", [])
+        with self.state.writing():
+            write_json(self.state.created, {"deployments": [*before, name]})
+
+    def _report_kept(self, found: cp.Deployment, digest: str) -> None:
+        """Report how the deployment that is there differs from what was asked for."""
+        asked, is_other = self.options.replicas, found.version_digest != digest
+        if not is_other and found.replicas == asked:
+            return
+        name = found.metadata.name
+        change = (f" --version {digest}" if is_other else "") + (
+            f" --replicas {asked}" if found.replicas != asked else ""
+        )
+        self.progress.event(
+            "deployment",
+            "ready",
+            f"{name} stays as it is: {found.replicas} replicas of {found.version_digest[:19]}…; "
+            f"`fairway deployments update {name}{change}` changes it",
+        )
+
+    async def _until_any_ready(self, admin: AdminClient) -> None:
+        """Return once a replica serves: how many there are is not for bootstrap to say."""
+        name, deadline_s = self.options.model_name, time.monotonic() + self.options.ready_s
+        while True:
+            found = await checked(admin.deployments.get(name), what=f"cannot look up the deployment {name}")
+            self.progress.event("replicas", "starting", describe(found))
+            serving = sum(one.state == worker_pb2.VERSION_STATE_READY for one in found.status.replicas)
+            if serving:
+                self.progress.event("replicas", "ready", f"{serving} of {found.replicas} READY")
+                return
+            error: FairwayError | None = why_never_ready(found)
+            if error is None and time.monotonic() > deadline_s:
+                error = late_deployment(found, self.options.ready_s)
+            if error is not None:
+                raise self._not_ready(admin_error(error, what=f"{name} does not serve")) from error
+            await asyncio.sleep(_POLL_S)
 
     async def _until_deployed(self, admin: AdminClient) -> None:
         name = self.options.model_name
@@ -147,18 +236,27 @@ class Bootstrap:
         try:
             deployed = await until_deployed(admin, name, report, timeout_s=self.options.ready_s)
         except CliError as exc:
-            step = f"see the logs of the workers under {self.state.logs}; another model with --model-dir"
-            raise CliError(exc.reason, exc.message, next_step=step, exit_code=exc.exit_code) from exc
+            raise self._not_ready(exc) from exc
         ready, elapsed = deployed.status.ready_replicas, time.monotonic() - began
         self.progress.event("replicas", "ready", f"{ready} READY after {elapsed:.1f} s")
 
-    async def _until_served(self, api_key: str, admin: AdminClient) -> str:
-        """Return the key that every gateway accepts: a stale one, left by lost state, is replaced once."""
-        reason = await self._served("gateway", api_key, patience_s=_STALE_KEY_S)
+    def _not_ready(self, error: CliError) -> CliError:
+        step = f"see the logs of the workers under {self.state.logs}; another model with --model-dir"
+        return CliError(error.reason, error.message, next_step=step, exit_code=error.exit_code)
+
+    async def _until_listed(self, api_key: str, admin: AdminClient, *, serves: bool) -> str:
+        """Return the key that every gateway accepts: a stale one, left by lost state, is replaced once.
+
+        ``serves``: they list the model as served, too, unless an operator keeps the key from it.
+        """
+        name = self.options.model_name
+        reason = await self._served("gateway", api_key, "", patience_s=_STALE_KEY_S)
         if isinstance(reason, Unauthenticated):
             api_key = await self._new_key(admin, replace=True)
+        key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
+        wanted = name if serves and (not key.models or name in key.models) else ""
         for gateway in self.addresses.gateway_names:
-            reason = await self._served(gateway, api_key, patience_s=_SETTLE_S)
+            reason = await self._served(gateway, api_key, wanted, patience_s=_SETTLE_S)
             if isinstance(reason, FairwayError):
                 raise admin_error(reason, what=f"{gateway} does not serve yet") from reason
             if reason is not None:
@@ -169,21 +267,22 @@ class Bootstrap:
                 )
         return api_key
 
-    async def _served(self, gateway: str, api_key: str, *, patience_s: float) -> str | FairwayError | None:
-        """Return None once the gateway lists the model as ready for this key, else what it last said."""
+    async def _served(
+        self, gateway: str, api_key: str, wanted: str, *, patience_s: float
+    ) -> str | FairwayError | None:
+        """Return None once the gateway takes the key and lists the model as ready, else its last answer."""
         options = ClientOptions(timeout_s=CALL_TIMEOUT_S, wait_for_ready=False)
         address = self.addresses.grpc_of(gateway)
         async with Client(address, api_key=api_key, options=options) as client:
-            return await self._listed(client, patience_s=patience_s)
+            return await self._listed(client, wanted, patience_s=patience_s)
 
-    async def _listed(self, client: Client, *, patience_s: float) -> str | FairwayError | None:
+    async def _listed(self, client: Client, wanted: str, *, patience_s: float) -> str | FairwayError | None:
         deadline = time.monotonic() + patience_s
-        wanted = self.options.model_name if self.options.deploy else None
         last: str | FairwayError = "never asked"
         while time.monotonic() < deadline:
             try:
                 ready = {model.name: model.ready_replicas for model in await client.list_models()}
-                if wanted is None or ready.get(wanted, 0) >= 1:
+                if not wanted or ready.get(wanted, 0) >= 1:
                     return None
                 last = f"it lists {ready}"
             except FairwayError as exc:

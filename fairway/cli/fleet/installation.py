@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
@@ -18,9 +20,12 @@ from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.record import FleetRecord, lock_installation, sweep, wait_for_end
 from fairway.cli.fleet.roles import PREFERRED_PORTS, Addresses, port_names, role_specs, store_specs
 from fairway.cli.fleet.supervisor import ProcessSupervisor
-from fairway.cli.state import PRIVATE_UMASK, StateDir, ensure_secrets, read_secret
+from fairway.cli.state import PRIVATE_UMASK, StateDir, ensure_secrets, read_secret, write_private
 
 OnReady = Callable[[Endpoints], None]
+
+
+_FIELDS: Final = {"no_model": "deploy"}  # options whose name on the command line is another
 
 
 class AlreadyRunning(CliError):
@@ -69,8 +74,19 @@ def run_installation(
             state.endpoints.unlink(missing_ok=True)
             ensure_secrets(state)
             save_ports(state.ports, ports)
+            write_private(state.options, options.to_json() + "\n")
         supervisor = ProcessSupervisor(progress, state.fleet, own_log=own_log)
         asyncio.run(_run(options, state, Addresses.wanted(options, ports), supervisor, progress, on_ready))
+
+
+def _flag(name: str) -> str:
+    return "--set" if name == "settings" else "--" + name.replace("_", "-")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(f"{role}:{variable}={text}" for role, variable, text in value) or "not given"
+    return str(value) if value != "" else "not given"
 
 
 def running_endpoints(state: StateDir) -> Endpoints | None:
@@ -79,6 +95,37 @@ def running_endpoints(state: StateDir) -> Endpoints | None:
     if record is None or record.phase != "ready" or not record.supervisor.alive:
         return None
     return Endpoints.load(state.endpoints)
+
+
+def require_same(asked: UpOptions, given: Collection[str], state: StateDir) -> None:
+    """Return if the installation that runs was started with what was ``given`` on the command line.
+
+    Raises CliError, which names what differs.
+    """
+    try:
+        running = UpOptions.from_json(state.options.read_text())
+    except (OSError, ValueError, TypeError, KeyError):
+        return  # another version started it
+    ports = load_ports(state.ports)
+    running = replace(
+        running,
+        http_port=ports.get("gateway_http", 0) if asked.http_port else 0,
+        grpc_port=ports.get("gateway_grpc", 0) if asked.grpc_port else 0,
+    )
+    differing = [
+        f"{_flag(name)} is {_shown(getattr(running, field))}, not {_shown(getattr(asked, field))}"
+        for name in sorted(given)
+        if (field := _FIELDS.get(name, name)) and getattr(asked, field, None) != getattr(running, field, None)
+    ]
+    if not differing:
+        return
+    raise CliError(
+        "RUNS_OTHERWISE",
+        f"Fairway runs in {state.root} with other options: {'; '.join(differing)}",
+        next_step="`fairway down`, then the same command; replicas and model of what is deployed change with "
+        "`fairway deployments update`",
+        exit_code=ExitCode.REFUSED,
+    )
 
 
 async def _run(

@@ -19,6 +19,7 @@ import fairway
 from fairway.cli.endpoints import Endpoints
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
 from fairway.cli.state import StateDir
+from fairway.v1 import controlplane_pb2
 
 STANDIN = Path(__file__).parent / "standin" / "__main__.py"
 PACKAGE = Path(fairway.__file__).parent
@@ -142,6 +143,57 @@ def test_model_is_published_deployed_and_named(installation: Installation) -> No
     assert f"curl -sN {endpoints.http}/v1/completions" in done.stdout
     assert '"model": "my-model"' in done.stdout
     assert f"base_url='{endpoints.http}/v1', api_key='{endpoints.api_key}'" in done.stdout
+
+
+def test_what_operators_changed_or_deleted_stays_so(installation: Installation) -> None:
+    start = ("up", "--detach", "--model-dir", str(installation.model))
+    store = installation.state.root / "state" / "store"
+    assert installation.run(*start).returncode == 0
+    installation.run("down")
+    deployed = store / "deployment-my-model"
+    changed = controlplane_pb2.Deployment.FromString(deployed.read_bytes())
+    changed.replicas, changed.version_digest = 3, "sha256:" + "1" * 64
+    deployed.write_bytes(changed.SerializeToString())
+    (store / "tag-latest").write_text("moved")
+
+    done = installation.run(*start)
+    assert done.returncode == 0, done.stderr
+    assert "my-model stays as it is: 3 replicas of sha256:111111111111" in done.stderr
+    assert f"fairway deployments update my-model --version sha256:{'0' * 64} --replicas 1" in done.stderr
+    assert controlplane_pb2.Deployment.FromString(deployed.read_bytes()) == changed
+    assert (store / "tag-latest").read_text() == "moved"
+    installation.run("down")
+
+    deployed.unlink()
+    done = installation.run(*start)
+    assert done.returncode == 0, done.stderr
+    assert "my-model stays undeployed" in done.stderr
+    assert not deployed.exists()
+    installation.run("down")
+
+    installation.state.created.unlink()  # as where no start has made it yet
+    assert installation.run(*start).returncode == 0
+    assert deployed.exists()
+
+
+def test_other_options_than_those_that_run_are_refused(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model", "--workers", "2").returncode == 0
+    record = installation.record()
+    assert installation.run("up").returncode == 0
+    assert installation.run("up", "--no-model", "--workers", "2", "--detach").returncode == 0
+    port = installation.endpoints().http.rpartition(":")[2]
+    assert installation.run("up", "--http-port", port).returncode == 0
+    again = installation.run("up", "--workers", "3", "--http-port", "1", "--set", "worker:FAIRWAY_DRAIN_S=5")
+    assert again.returncode == 4
+    for part in (
+        "RUNS_OTHERWISE",
+        "--workers is 2, not 3",
+        f"--http-port is {port}, not 1",
+        "--set is not given, not worker:FAIRWAY_DRAIN_S=5",
+        "fairway down",
+    ):
+        assert part in again.stderr.replace("\n", " "), again.stderr
+    assert installation.record() == record
 
 
 def test_replica_that_fails_ends_the_start_with_its_reason(installation: Installation) -> None:

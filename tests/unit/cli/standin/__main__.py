@@ -63,10 +63,11 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         (STORE / f"key-{request.key.metadata.name}").write_text(secret)
         return controlplane_pb2.CreateKeyResponse(key=request.key, secret=secret)
 
-    async def DeleteKey(self, request: Any, context: Any) -> Any:
+    async def RotateKey(self, request: Any, context: Any) -> Any:
         await self._admin(context)
-        (STORE / f"key-{request.name}").unlink()
-        return controlplane_pb2.DeleteKeyResponse()
+        secret = f"fw_{request.name}_{os.urandom(32).hex()}"
+        (STORE / f"key-{request.name}").write_text(secret)
+        return controlplane_pb2.RotateKeyResponse(secret=secret)
 
     async def CreateDeployment(self, request: Any, context: Any) -> Any:
         path = STORE / f"deployment-{request.deployment.metadata.name}"
@@ -75,14 +76,11 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         path.write_bytes(request.deployment.SerializeToString())
         return controlplane_pb2.CreateDeploymentResponse(deployment=request.deployment)
 
-    async def UpdateDeployment(self, request: Any, context: Any) -> Any:
-        path = STORE / f"deployment-{request.deployment.metadata.name}"
-        path.write_bytes(request.deployment.SerializeToString())
-        return controlplane_pb2.UpdateDeploymentResponse(deployment=request.deployment)
-
     async def GetDeployment(self, request: Any, context: Any) -> Any:
-        stored = (STORE / f"deployment-{request.name}").read_bytes()
-        deployment = controlplane_pb2.Deployment.FromString(stored)
+        path = STORE / f"deployment-{request.name}"
+        if not path.exists():
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such deployment")
+        deployment = controlplane_pb2.Deployment.FromString(path.read_bytes())
         state = worker_pb2.VersionState.Value(os.environ.get("STANDIN_REPLICA", "VERSION_STATE_READY"))
         deployment.status.replicas.add(worker_id="worker-0", state=state, message="as told")
         deployment.status.ready_replicas = int(state == worker_pb2.VERSION_STATE_READY)
@@ -97,6 +95,14 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
     async def ListRegisteredModels(self, request: Any, context: Any) -> Any:
         return registry_pb2.ListRegisteredModelsResponse()
 
+    async def GetVersion(self, request: Any, context: Any) -> Any:
+        if not (STORE / f"tag-{request.version}").exists():
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such tag")
+        return registry_pb2.GetVersionResponse()
+
+    async def ListVersions(self, request: Any, context: Any) -> Any:
+        return registry_pb2.ListVersionsResponse(versions=[registry_pb2.Version()])
+
     async def FindMissingChunks(self, request: Any, context: Any) -> Any:
         return registry_pb2.FindMissingChunksResponse(digests=request.digests)
 
@@ -109,6 +115,7 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.CreateVersionResponse(version=version, created=True)
 
     async def SetTag(self, request: Any, context: Any) -> Any:
+        (STORE / f"tag-{request.tag}").write_text(request.digest)
         return registry_pb2.SetTagResponse()
 
 
