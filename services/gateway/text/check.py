@@ -36,8 +36,9 @@ class TextProcessCheck:
         process = TextProcess(self._clock, nice=False)
         async with self._running:
             try:
-                await process.start()
+                process.start()
                 self._supervisor.spawn(f"text check {process.pid}", self._reap(process))
+                await process.connect()
                 async with asyncio.timeout(limits.wait_s(limits.load_cpu_s)):
                     answer = await process.ask(order, patience_s=limits.wait_s(limits.load_cpu_s))
             except ProcessEnded as ended:

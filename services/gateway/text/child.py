@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from enum import StrEnum
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
@@ -59,6 +59,7 @@ class TextProcess(asyncio.Protocol):
         self.idle_since_s = 0.0
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None  # until ``connect``
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._answer: asyncio.Future[Answer] | None = None
@@ -73,9 +74,10 @@ class TextProcess(asyncio.Protocol):
     def idle(self) -> bool:
         return self.ready and self._answer is None and self._cause is None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start the process; the event loop is blocked for about half a millisecond. Raises Unavailable.
 
+        From here on one task awaits ``wait``, which ends and reaps the process.
         ``Popen`` uses vfork; see ``worker/engine_process.py`` for why nothing else and no thread may do it.
         """
         command = [sys.executable, *TEXT_MODULE, *(("--nice",) if self.nice else ())]
@@ -83,7 +85,7 @@ class TextProcess(asyncio.Protocol):
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    self._process = subprocess.Popen(  # noqa: ASYNC220  (blocks for half a millisecond)
+                    self._process = subprocess.Popen(
                         [*command, "--fd", str(theirs.fileno())],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
@@ -95,10 +97,35 @@ class TextProcess(asyncio.Protocol):
                 except BaseException:
                     ours.close()
                     raise
-            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         except OSError as exc:
-            self.discard()
-            raise Unavailable("no process can be started to read texts", retry_after_s=1.0) from exc
+            raise _not_started() from exc
+        self._socket = ours
+
+    async def connect(self) -> None:
+        """Open the transport to the started process. Raises Unavailable, or ProcessEnded.
+
+        The loop completes the connection even when this is cancelled. uvloop closes the descriptor of a
+        connection that is cancelled but not its socket object, which later closes the same number again:
+        by then it may be the descriptor of something else.
+        """
+        ours, self._socket = self._socket, None
+        assert ours is not None, "the text process is not started, or connected"
+        opening = asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        connecting = asyncio.ensure_future(opening)
+        connecting.add_done_callback(self._connected)
+        try:
+            await asyncio.shield(connecting)
+        except OSError as exc:
+            raise _not_started() from exc
+        if self._cause is not None:
+            raise ProcessEnded(self._cause)
+
+    def _connected(self, connecting: asyncio.Future[tuple[asyncio.Transport, TextProcess]]) -> None:
+        if connecting.cancelled() or connecting.exception() is not None:
+            return
+        self._transport = connecting.result()[0]
+        if self._cause is not None:  # the process was ended meanwhile
+            self._transport.abort()
 
     def ask(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
         """Send an order and return its answer to come, or ProcessEnded; ``overdue`` after ``patience_s``."""
@@ -135,12 +162,15 @@ class TextProcess(asyncio.Protocol):
     def discard(self) -> None:
         """End and reap the process now, whoever waits for what: no zombie is left. Idempotent.
 
-        Blocks while a process that did not end yet gives its memory back.
+        Blocks while a process that did not end yet gives its memory back: only a process that shuts down does
+        this to one. Elsewhere it is killed, and ``wait`` returns when it ended.
         """
         self.kill(Cause.STOPPED)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=1.0)
+        if self._socket is not None:
+            self._socket.close()
         if self._transport is not None:
             self._transport.abort()
         answer, self._answer = self._answer, None
@@ -148,10 +178,6 @@ class TextProcess(asyncio.Protocol):
             answer.set_exception(ProcessEnded(self._cause or Cause.STOPPED))
 
     # --- asyncio.Protocol -----------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's does not derive from asyncio.Transport.
-        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         received = self._received
@@ -167,7 +193,7 @@ class TextProcess(asyncio.Protocol):
 
     def _answered(self, data: bytearray) -> None:
         answer, self._answer = self._answer, None
-        if answer is None:
+        if answer is None or answer.done():  # cancelled: nobody waits for it
             return
         self.idle_since_s = self._clock.monotonic_s()
         try:
@@ -175,6 +201,10 @@ class TextProcess(asyncio.Protocol):
         except msgspec.DecodeError:
             self._answer = answer
             self.kill(Cause.CRASHED)
+
+
+def _not_started() -> Unavailable:
+    return Unavailable("no process can be started to read texts", retry_after_s=1.0)
 
 
 _CAUSES: Final = {

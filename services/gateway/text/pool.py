@@ -354,20 +354,29 @@ class TextProcesses:
         cpu_s = self._limits.load_cpu_s
         try:
             async with version.folder() as folder:
-                await process.start()
-                self._supervisor.spawn(f"text process {process.pid}", self._reap(version, process))
+                process.start()
+                self._own(version, process)
+                await process.connect()
                 order = Load(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
                 answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
         except ProcessEnded as ended:
             raise self._limits.load_error(ended.cause, version.digest) from None
-        except BaseException:  # cancelled, or without its files: nobody else may own the process yet
-            process.discard()
+        except BaseException:  # cancelled, or without its files
+            process.kill(Cause.STOPPED)
             raise
         if not isinstance(answer, Loaded):
             process.kill(Cause.STOPPED)
             raise error_of(answer) if isinstance(answer, Refused) else InternalError("no answer to Load")
         process.ready = True
         return answer.model
+
+    def _own(self, version: _Version, process: TextProcess) -> None:
+        """Have a started process reaped when it ends. Raises RuntimeError when this process shuts down."""
+        try:
+            self._supervisor.spawn(f"text process {process.pid}", self._reap(version, process))
+        except RuntimeError:
+            process.discard()
+            raise
 
     async def _reap(self, version: _Version, process: TextProcess) -> None:
         """Own a started process until it is gone."""
