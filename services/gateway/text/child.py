@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +28,7 @@ from services.gateway.text.messages import (
 from services.ports.clock import Clock
 from services.runtime.child_end import wait_end
 from services.runtime.child_process import bare_environment
+from services.runtime.supervisor import Supervisor
 
 TEXT_MODULE: Final = ("-m", "services.gateway.text.process")
 
@@ -201,6 +203,19 @@ class TextProcess(asyncio.Protocol):
         except msgspec.DecodeError:
             self._answer = answer
             self.kill(Cause.CRASHED)
+
+
+def own(supervisor: Supervisor, name: str, process: TextProcess, reaping: Coroutine[Any, Any, None]) -> None:
+    """Have ``reaping``, which awaits ``wait``, end with the started process, at the latest at shutdown.
+
+    Raises RuntimeError, and the process is gone, when this process shuts down already.
+    """
+    try:
+        task = supervisor.spawn(f"{name} {process.pid}", reaping)
+    except RuntimeError:
+        process.discard()
+        raise
+    task.add_done_callback(lambda _: process.discard())  # also when it is cancelled before it runs
 
 
 def _not_started() -> Unavailable:

@@ -28,7 +28,7 @@ from services.core.errors import (
 from services.core.shares import share_of
 from services.gateway.policy.strikes import Strikes
 from services.gateway.policy.turns import Turns
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess
+from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
 from services.gateway.text.limits import TextLimits
 from services.gateway.text.messages import (
     Answer,
@@ -355,7 +355,7 @@ class TextProcesses:
         try:
             async with version.folder() as folder:
                 process.start()
-                self._own(version, process)
+                own(self._supervisor, "text process", process, self._reap(version, process))
                 await process.connect()
                 order = Load(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
                 answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
@@ -369,14 +369,6 @@ class TextProcesses:
             raise error_of(answer) if isinstance(answer, Refused) else InternalError("no answer to Load")
         process.ready = True
         return answer.model
-
-    def _own(self, version: _Version, process: TextProcess) -> None:
-        """Have a started process reaped when it ends. Raises RuntimeError when this process shuts down."""
-        try:
-            self._supervisor.spawn(f"text process {process.pid}", self._reap(version, process))
-        except RuntimeError:
-            process.discard()
-            raise
 
     async def _reap(self, version: _Version, process: TextProcess) -> None:
         """Own a started process until it is gone."""

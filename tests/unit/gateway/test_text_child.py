@@ -98,5 +98,25 @@ def test_a_load_that_is_cancelled_waits_for_no_process(new_loop: NewLoop, turns:
         runner.run(run())
 
 
+@LOOPS
+@pytest.mark.parametrize("turns", range(8))
+def test_a_shutdown_leaves_no_process(new_loop: NewLoop, turns: int, tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def folder() -> AsyncIterator[Path]:
+        yield tmp_path
+
+    async def run() -> None:
+        supervisor = Supervisor(SystemClock())
+        processes = TextProcesses(SystemClock(), supervisor, Metrics())
+        supervisor.spawn("load", processes.load("sha256:" + "0" * 64, folder))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await supervisor.close()
+        assert psutil.Process().children() == []
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
+
+
 def descriptors() -> int:
     return int(psutil.Process().num_fds())
