@@ -112,20 +112,16 @@ class TextProcess(asyncio.Protocol):
         """
         ours, self._socket = self._socket, None
         assert ours is not None, "the text process is not started, or connected"
-        opening = asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
-        connecting = asyncio.ensure_future(opening)
-        connecting.add_done_callback(self._connected)
         try:
-            await asyncio.shield(connecting)
+            await asyncio.shield(self._open(ours))
         except OSError as exc:
             raise _not_started() from exc
         if self._cause is not None:
             raise ProcessEnded(self._cause)
 
-    def _connected(self, connecting: asyncio.Future[tuple[asyncio.Transport, TextProcess]]) -> None:
-        if connecting.cancelled() or connecting.exception() is not None:
-            return
-        self._transport = connecting.result()[0]
+    async def _open(self, ours: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
         if self._cause is not None:  # the process was ended meanwhile
             self._transport.abort()
 
