@@ -106,24 +106,18 @@ class TextProcess(asyncio.Protocol):
     async def connect(self) -> None:
         """Open the transport to the started process. Raises Unavailable, or ProcessEnded.
 
-        The loop completes the connection even when this is cancelled. uvloop closes the descriptor of a
-        connection that is cancelled but not its socket object, which later closes the same number again:
-        by then it may be the descriptor of something else.
+        Cancelled, the loop closes the socket; before that ``discard`` does.
         """
         ours, self._socket = self._socket, None
         assert ours is not None, "the text process is not started, or connected"
         try:
-            await asyncio.shield(self._open(ours))
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
         except OSError as exc:
             raise _not_started() from exc
-        if self._cause is not None:
-            raise ProcessEnded(self._cause)
-
-    async def _open(self, ours: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
         if self._cause is not None:  # the process was ended meanwhile
             self._transport.abort()
+            raise ProcessEnded(self._cause)
 
     def ask(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
         """Send an order and return its answer to come, or ProcessEnded; ``overdue`` after ``patience_s``."""
