@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 
@@ -26,6 +27,8 @@ PATIENCE_S: Final = 60.0
 _DELAY_FIRST_S: Final = 0.2
 _DELAY_MOST_S: Final = 5.0
 _RETRIED: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Of a call that the server ended: what a write of it raises. Its status says why it ended.
+_WRITE_FAILED: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
 Metadata = Sequence[tuple[str, str]]
 T = TypeVar("T")
@@ -83,8 +86,7 @@ class Transfer:
                 self._heard_s = time.monotonic()
                 return answer
             except grpc.aio.AioRpcError as exc:
-                # A server that ends the call while this side writes may leave only grpc's own error here.
-                is_unheard = exc.code() is grpc.StatusCode.INTERNAL and exc.details() == STATUS_LOST
+                is_unheard = _is_status_lost(exc)
                 told = told if is_unheard else exc
                 is_over = time.monotonic() - self._heard_s > self._patience_s
                 if is_over or not (is_unheard or exc.code() in _RETRIED):
@@ -104,21 +106,22 @@ class Transfer:
                 return
             is_again = True
             counted = 0
-
-            async def messages() -> AsyncIterator[pb.UploadChunkRequest]:
-                nonlocal counted
-                yield pb.UploadChunkRequest(header=pb.ChunkHeader(digest=digest, size_bytes=len(data)))
-                for start in range(0, len(data), MESSAGE_BYTES):
-                    part = data[start : start + MESSAGE_BYTES]
-                    yield pb.UploadChunkRequest(data=part)
-                    counted += len(part)
-                    self._sent(len(part))
-
+            call = self._stub.UploadChunk(metadata=self._metadata, timeout=UPLOAD_TIMEOUT_S)
+            status = _Status(call)
             try:
-                await _uncancelled(
-                    self._stub.UploadChunk(messages(), metadata=self._metadata, timeout=UPLOAD_TIMEOUT_S)
-                )
+                with suppress(*_WRITE_FAILED):
+                    await call.write(
+                        pb.UploadChunkRequest(header=pb.ChunkHeader(digest=digest, size_bytes=len(data)))
+                    )
+                    for start in range(0, len(data), MESSAGE_BYTES):
+                        part = data[start : start + MESSAGE_BYTES]
+                        await call.write(pb.UploadChunkRequest(data=part))
+                        counted += len(part)
+                        self._sent(len(part))
+                    await call.done_writing()
+                await status.succeeded()
             except BaseException:
+                call.cancel()
                 self._sent(-counted)
                 raise
             self._sent(len(data) - counted)  # another publisher was faster: nobody reads the rest
@@ -132,16 +135,45 @@ class Transfer:
         return answer.digests
 
 
-async def _uncancelled(call: Awaitable[T]) -> T:
-    """Return its answer. A write that fails cancels a call of grpc.aio, which nobody here asked for.
+class _Status:
+    """The status with which the server ended a call.
 
-    A task group takes a cancelled task for one that ended well, so the status that was lost is raised then.
+    A write that fails after that status arrived makes grpc.aio replace it by an internal error of its own.
     """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._received: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        """Keep the status now: a task that asks for it later may find the other one."""
+        code, details = _result(call.code()), _result(call.details())
+        initial, trailing = _result(call.initial_metadata()), _result(call.trailing_metadata())
+        self._received = grpc.aio.AioRpcError(code, initial, trailing, details)
+
+    async def succeeded(self) -> None:
+        """Return when the call ended well. Raises the error of the server's status."""
+        try:
+            await self._call
+        except grpc.aio.AioRpcError as error:
+            received = self._received if _is_status_lost(error) else error
+            if received is None or _is_status_lost(received):
+                raise
+            if received.code() is not grpc.StatusCode.OK:
+                raise received from None
+
+
+def _is_status_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Whether this is the error that grpc.aio puts in place of a status when a write fails."""
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == STATUS_LOST
+
+
+def _result(of: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that has nothing to wait for."""
     try:
-        return await call
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        metadata = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, STATUS_LOST) from None
+        of.send(None)
+    except StopIteration as ended:
+        return cast("T", ended.value)
+    of.close()
+    raise RuntimeError("the call has no status yet")

@@ -123,11 +123,8 @@ class FallbackLimiter:
         while True:
             await self._waiting.wait()
             await self._clock.sleep(_SETTLE_RETRY_S)
-            try:
-                async with self._settling:
-                    await self._settle_kept()
-            except StoreUnavailable as error:
-                self._tell("settle", error)
+            async with self._settling:
+                await self._settle_kept()
 
     async def concurrency(self, tenant_id: str) -> int:
         local = await self._local.concurrency(tenant_id)
@@ -154,19 +151,32 @@ class FallbackLimiter:
         return await self._primary.admit(tenant_id, request_id, limits)
 
     async def _settle_kept(self) -> None:
-        """Return once all that waited is settled, oldest first. Raises StoreUnavailable."""
+        """Return once what waited was tried. What failed waits on behind the rest, and holds none of it back.
+
+        Where nothing of a batch could be settled, the store is taken to be away and the rest is not tried.
+        """
         settled = 0
+        waiting = list(self._unsettled.items())
         try:
-            while batch := list(self._unsettled.items())[:_SETTLE_BATCH]:
+            for start in range(0, len(waiting), _SETTLE_BATCH):
+                batch = waiting[start : start + _SETTLE_BATCH]
                 tries = [self._primary.settle(*kept, spooled=True) for kept in batch]
                 outcomes = await asyncio.gather(*tries, return_exceptions=True)
+                failed: list[StoreUnavailable] = []
                 for (reservation, _), outcome in zip(batch, outcomes, strict=True):
-                    if outcome is None:
-                        self._unsettled.pop(reservation, None)
+                    if isinstance(outcome, StoreUnavailable):
+                        self._unsettled.move_to_end(reservation)
+                        failed.append(outcome)
+                    elif outcome is None:
+                        del self._unsettled[reservation]
                         settled += 1
                 for outcome in outcomes:
-                    if outcome is not None:
+                    if outcome is not None and not isinstance(outcome, StoreUnavailable):
                         raise outcome
+                if failed:
+                    self._tell("settle", failed[0])
+                if len(failed) == len(batch):
+                    return
         finally:
             if not self._unsettled:
                 self._waiting.clear()

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, MutableMapping
 from typing import Any, Final, Literal
 
@@ -15,6 +16,9 @@ from structlog.tracebacks import ExceptionDictTransformer
 
 from fairway.log_stream import LogStream, lost_notice
 
+# What a library logs is often caused by a caller, as by one that disconnects while it is answered.
+LIBRARY_LINES_PER_S: Final = 5.0
+_LIBRARY_TEXT: Final = 2000  # characters of one message
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -47,6 +51,31 @@ class LineBudget:
             return False
         self._left -= 1.0
         return True
+
+
+class LibraryLines(logging.Handler):
+    """Writes what the standard library's loggers receive as our log events, within a budget of lines."""
+
+    def __init__(self, lines: LineBudget) -> None:
+        super().__init__()
+        self._lines = lines
+        self._log = structlog.get_logger()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._lines.take():
+            return
+        lost, self._lines.suppressed = self._lines.suppressed, 0
+        try:
+            self._log.log(
+                logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
+                "library.logged",
+                logger=record.name,
+                message=record.getMessage()[:_LIBRARY_TEXT],
+                **({"exc_info": record.exc_info} if record.exc_info else {}),
+                **({"suppressed_lines": lost} if lost else {}),
+            )
+        except Exception:
+            self.handleError(record)
 
 
 def _named(role: str) -> structlog.typing.Processor:
@@ -100,4 +129,5 @@ def configure(level: str = "info", output: Literal["json", "console"] = "json", 
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(name)s %(message)s")
+    libraries = LibraryLines(LineBudget(time.monotonic, LIBRARY_LINES_PER_S))
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[libraries])

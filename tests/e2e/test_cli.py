@@ -30,6 +30,14 @@ def cli(stack: Stack) -> CommandLine:
 
 
 @pytest.fixture
+def other(cli: CommandLine, stack: Stack) -> Iterator[str]:
+    """The name of a second deployment, which runs nowhere."""
+    cli("deployments", "create", "other", "--model", stack.model, "--replicas", "0")
+    yield "other"
+    cli("deployments", "delete", "other")
+
+
+@pytest.fixture
 def tenant(cli: CommandLine) -> Iterator[str]:
     """A tenant of the test's own, gone afterwards with its keys."""
     cli("tenants", "create", "acme", "--requests-per-minute", "600", "--label", "tier=gold")
@@ -182,11 +190,14 @@ def test_tenant_is_changed_field_by_field(cli: CommandLine, tenant: str) -> None
     assert cli("tenants", "enable", tenant, "-o", "yaml").yaml["disabled"] is False
 
 
-def test_key_lives_from_creation_to_revocation(cli: CommandLine, tenant: str, stack: Stack) -> None:
-    scoped = ("--tenant", tenant, "--model", stack.model, "--expires", "90d")
+def test_key_lives_from_creation_to_revocation(
+    cli: CommandLine, other: str, tenant: str, stack: Stack
+) -> None:
+    scoped = ("--tenant", tenant, "--model", other, "--expires", "90d")
     first = cli("keys", "create", "ci", *scoped).out.strip()
     assert first.startswith("fw_ci_")
-    complete = ("complete", "x = ", "--max-tokens", "2")
+    complete = ("complete", "x = ", "--model", stack.model, "--max-tokens", "2")
+    eventually(lambda: _refused_for_its_model(cli, *complete, "--api-key", first))
     cli("keys", "update", "ci", "--model", stack.model, "--no-expiry")
     eventually(lambda: cli(*complete, "--api-key", first))
     shown = cli("keys", "show", "ci", "-o", "json").json
@@ -197,6 +208,10 @@ def test_key_lives_from_creation_to_revocation(cli: CommandLine, tenant: str, st
     cli(*complete, "--api-key", first)
     assert cli("keys", "revoke", "ci").out == "ci\n"
     eventually(lambda: cli(*complete, "--api-key", first, code=5))
+
+
+def _refused_for_its_model(cli: CommandLine, *complete: str) -> None:
+    assert "MODEL_NOT_FOUND" in cli(*complete, code=4).err
 
 
 def eventually(holds: Any) -> None:

@@ -89,7 +89,7 @@ async def test_a_method_name_that_is_no_text_ends_its_call_only(server: RpcProce
     async with attacked(server, connections=1) as (attacker,):
         await attacker.send(call(1, path) + message(1, b""), calls(CHECK, 1, first=3))
     for line in server.log.read_text().splitlines():
-        assert line.startswith(("{", "grpc._cython"))  # grpc's own line of a call whose client has gone
+        assert line.startswith("{")
 
 
 @pytest.mark.parametrize("path", [WATCH, REFLECTION])
@@ -179,7 +179,7 @@ async def test_a_message_that_claims_to_be_compressed_is_refused(server: RpcProc
         head = call(1, COMPLETE, *metadata)
         await attacker.send(head, message(1, b"\x1f\x8b" + b"\0" * 100, compressed=1))
     for line in server.log.read_text().splitlines():
-        assert line.startswith(("{", "grpc._cython"))  # grpc's own line of a call whose client has gone
+        assert line.startswith("{")
 
 
 async def test_idle_connections_of_one_source_and_of_many(server: RpcProcess) -> None:

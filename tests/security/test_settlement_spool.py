@@ -11,13 +11,14 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 import redis.asyncio
+from redis.asyncio import Redis
 
 from fairway.cli.embedded import free_port
 from services.adapters.fallback_limiter import FallbackLimiter
 from services.adapters.memory_limiter import MemoryLimiter
 from services.adapters.redis_limiter import RedisLimiter
 from services.adapters.settlement_spool import SettlementSpool
-from services.core.errors import FailedPrecondition, StoreUnavailable, Unavailable
+from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
 from services.core.generation import Usage
 from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import Limits
@@ -136,6 +137,33 @@ async def test_confirmed_settlements_are_forgotten(own_redis: Any, gateway: Gate
     await gateway.limiter.settle(await gateway.limiter.admit("t", "last", NONE), Usage(1, 1))
     async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
         assert await client.zcard("fw:{t}:settled") == 1
+
+
+async def test_settlements_that_fail_for_ever_hold_no_other_back(own_redis: Any, gateway: Gateway) -> None:
+    """More of them than are sent at once, of a tenant whose keys in the store are damaged."""
+    own_redis.kill()
+    limiter = gateway.limiter
+    for number in range(300):
+        await limiter.settle(await limiter.admit("damaged", f"r{number}", NONE), Usage(1, 1))
+    for number in range(3):
+        await limiter.settle(await limiter.admit("t", f"r{number}", NONE), Usage(1, 1))
+    await asyncio.to_thread(own_redis.start)
+    await gateway.reached()
+    async with Redis(port=own_redis.port) as store:
+        await store.set("fw:{damaged}:slots", "no set")
+    held = await limiter.admit("u", "r", Limits(max_concurrency=1))
+    for _ in range(3):
+        await limiter.renew([])
+        with pytest.raises(ConcurrencyExceeded):
+            await limiter.admit("u", "another", Limits(max_concurrency=1))
+    await limiter.settle(held, Usage(1, 1))
+    assert limiter.unsettled == 300
+    assert (await gateway.shared.usage("t")).output_tokens == 3
+    async with Redis(port=own_redis.port) as store:
+        await store.delete("fw:{damaged}:slots")
+    await limiter.renew([])
+    assert limiter.unsettled == 0
+    assert (await gateway.shared.usage("damaged")).output_tokens == 300
 
 
 async def test_a_full_spool_refuses_new_work_until_it_drains(own_redis: Any, tmp_path: Path) -> None:

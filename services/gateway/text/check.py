@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from services.core.errors import InternalError
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess
+from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
 from services.gateway.text.limits import TextLimits
 from services.gateway.text.messages import Load, Loaded, Refused, error_of
 from services.ports.clock import Clock
@@ -36,8 +36,9 @@ class TextProcessCheck:
         process = TextProcess(self._clock, nice=False)
         async with self._running:
             try:
-                await process.start()
-                self._supervisor.spawn(f"text check {process.pid}", self._reap(process))
+                process.start()
+                own(self._supervisor, "text check", process, self._reap(process))
+                await process.connect()
                 async with asyncio.timeout(limits.wait_s(limits.load_cpu_s)):
                     answer = await process.ask(order, patience_s=limits.wait_s(limits.load_cpu_s))
             except ProcessEnded as ended:

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from enum import StrEnum
-from typing import Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +28,7 @@ from services.gateway.text.messages import (
 from services.ports.clock import Clock
 from services.runtime.child_end import wait_end
 from services.runtime.child_process import bare_environment
+from services.runtime.supervisor import Supervisor
 
 TEXT_MODULE: Final = ("-m", "services.gateway.text.process")
 
@@ -59,6 +61,7 @@ class TextProcess(asyncio.Protocol):
         self.idle_since_s = 0.0
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None  # until ``connect``
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._answer: asyncio.Future[Answer] | None = None
@@ -73,9 +76,10 @@ class TextProcess(asyncio.Protocol):
     def idle(self) -> bool:
         return self.ready and self._answer is None and self._cause is None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start the process; the event loop is blocked for about half a millisecond. Raises Unavailable.
 
+        From here on one task awaits ``wait``, which ends and reaps the process.
         ``Popen`` uses vfork; see ``worker/engine_process.py`` for why nothing else and no thread may do it.
         """
         command = [sys.executable, *TEXT_MODULE, *(("--nice",) if self.nice else ())]
@@ -83,7 +87,7 @@ class TextProcess(asyncio.Protocol):
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    self._process = subprocess.Popen(  # noqa: ASYNC220  (blocks for half a millisecond)
+                    self._process = subprocess.Popen(
                         [*command, "--fd", str(theirs.fileno())],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
@@ -95,10 +99,25 @@ class TextProcess(asyncio.Protocol):
                 except BaseException:
                     ours.close()
                     raise
-            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         except OSError as exc:
-            self.discard()
-            raise Unavailable("no process can be started to read texts", retry_after_s=1.0) from exc
+            raise _not_started() from exc
+        self._socket = ours
+
+    async def connect(self) -> None:
+        """Open the transport to the started process. Raises Unavailable, or ProcessEnded.
+
+        Cancelled, the loop closes the socket; before that ``discard`` does.
+        """
+        ours, self._socket = self._socket, None
+        assert ours is not None, "the text process is not started, or connected"
+        try:
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
+        except OSError as exc:
+            raise _not_started() from exc
+        if self._cause is not None:  # the process was ended meanwhile
+            self._transport.abort()
+            raise ProcessEnded(self._cause)
 
     def ask(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
         """Send an order and return its answer to come, or ProcessEnded; ``overdue`` after ``patience_s``."""
@@ -135,12 +154,15 @@ class TextProcess(asyncio.Protocol):
     def discard(self) -> None:
         """End and reap the process now, whoever waits for what: no zombie is left. Idempotent.
 
-        Blocks while a process that did not end yet gives its memory back.
+        Blocks while a process that did not end yet gives its memory back: only a process that shuts down does
+        this to one. Elsewhere it is killed, and ``wait`` returns when it ended.
         """
         self.kill(Cause.STOPPED)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=1.0)
+        if self._socket is not None:
+            self._socket.close()
         if self._transport is not None:
             self._transport.abort()
         answer, self._answer = self._answer, None
@@ -148,10 +170,6 @@ class TextProcess(asyncio.Protocol):
             answer.set_exception(ProcessEnded(self._cause or Cause.STOPPED))
 
     # --- asyncio.Protocol -----------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's does not derive from asyncio.Transport.
-        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         received = self._received
@@ -167,7 +185,7 @@ class TextProcess(asyncio.Protocol):
 
     def _answered(self, data: bytearray) -> None:
         answer, self._answer = self._answer, None
-        if answer is None:
+        if answer is None or answer.done():  # cancelled: nobody waits for it
             return
         self.idle_since_s = self._clock.monotonic_s()
         try:
@@ -175,6 +193,23 @@ class TextProcess(asyncio.Protocol):
         except msgspec.DecodeError:
             self._answer = answer
             self.kill(Cause.CRASHED)
+
+
+def own(supervisor: Supervisor, name: str, process: TextProcess, reaping: Coroutine[Any, Any, None]) -> None:
+    """Have ``reaping``, which awaits ``wait``, end with the started process, at the latest at shutdown.
+
+    Raises RuntimeError, and the process is gone, when this process shuts down already.
+    """
+    try:
+        task = supervisor.spawn(f"{name} {process.pid}", reaping)
+    except RuntimeError:
+        process.discard()
+        raise
+    task.add_done_callback(lambda _: process.discard())  # also when it is cancelled before it runs
+
+
+def _not_started() -> Unavailable:
+    return Unavailable("no process can be started to read texts", retry_after_s=1.0)
 
 
 _CAUSES: Final = {

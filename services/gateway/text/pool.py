@@ -28,7 +28,7 @@ from services.core.errors import (
 from services.core.shares import share_of
 from services.gateway.policy.strikes import Strikes
 from services.gateway.policy.turns import Turns
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess
+from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
 from services.gateway.text.limits import TextLimits
 from services.gateway.text.messages import (
     Answer,
@@ -354,14 +354,15 @@ class TextProcesses:
         cpu_s = self._limits.load_cpu_s
         try:
             async with version.folder() as folder:
-                await process.start()
-                self._supervisor.spawn(f"text process {process.pid}", self._reap(version, process))
+                process.start()
+                own(self._supervisor, "text process", process, self._reap(version, process))
+                await process.connect()
                 order = Load(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
                 answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
         except ProcessEnded as ended:
             raise self._limits.load_error(ended.cause, version.digest) from None
-        except BaseException:  # cancelled, or without its files: nobody else may own the process yet
-            process.discard()
+        except BaseException:  # cancelled, or without its files
+            process.kill(Cause.STOPPED)
             raise
         if not isinstance(answer, Loaded):
             process.kill(Cause.STOPPED)

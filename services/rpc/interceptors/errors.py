@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 import structlog
+from grpc._cython import cygrpc
 
 from services.core.errors import FairwayError, InternalError, Unimplemented
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
@@ -27,6 +28,15 @@ class ErrorStatus(AroundInterceptor):
 
     async def around(self, method: str, call: Call, context: Context) -> Any:
         try:
+            return await self._answered(method, call, context)
+        except cygrpc.ExecuteBatchError:
+            # The caller has gone, and grpc has not cancelled this task yet: it would log the error.
+            if self._lines is None or self._lines.take():
+                log.info("rpc.undelivered", method=method)
+            raise asyncio.CancelledError from None
+
+    async def _answered(self, method: str, call: Call, context: Context) -> Any:
+        try:
             return await call()
         except FairwayError as error:
             if isinstance(error, InternalError) and "incident" not in error.metadata:
@@ -34,7 +44,7 @@ class ErrorStatus(AroundInterceptor):
             if self._lines is None or self._lines.take():
                 log.info("rpc.rejected", method=method, reason=error.reason)
             await context.abort_with_status(to_grpc_status(error))
-        except (grpc.aio.AbortError, grpc.aio.UsageError, *_NOT_OURS):
+        except (grpc.aio.AbortError, grpc.aio.UsageError, cygrpc.ExecuteBatchError, *_NOT_OURS):
             raise
         except NotImplementedError:  # a method that the generated base class answers
             await context.abort_with_status(to_grpc_status(Unimplemented(f"{method} is not implemented")))

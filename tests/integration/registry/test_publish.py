@@ -84,7 +84,7 @@ async def test_publish_gives_up_with_the_registrys_error_and_goes_on_later(
     registry: Registry, folder: Path
 ) -> None:
     registry.servicer.falters = 10**6
-    with pytest.raises(grpc.aio.AioRpcError, match=r"a moment|error from Core"):
+    with pytest.raises(grpc.aio.AioRpcError, match="a moment"):
         await publish(registry.channel, folder, "tiny", metadata=ADMIN, patience_s=0.5)
     assert await registry.service.list_models() == ((), "")
     registry.servicer.falters = 0

@@ -223,6 +223,31 @@ async def _flood(
     return await together(one(address, source) for address in addresses for source in SOURCES[4:6])
 
 
+# Headers are bytes: ``frames`` encodes a path as latin-1, so these are no UTF-8.
+_NO_NAMES: Final = ("/\xff\xfe/x", "/fairway.v1.InferenceService/\xc3\x28", "\x80")
+
+
+async def _no_names(name: str, address: str) -> str:
+    async with Http2.connected(address, SOURCES[3]) as connection, asyncio.timeout(20):
+        for number in range(60):
+            await connection.open(_NO_NAMES[number % len(_NO_NAMES)], end=True)
+        await connection.answers(60, 10.0)
+        return f"{name}: {len(connection.answered)} of 60 answered"
+
+
+async def no_names(target: Target) -> Found:
+    """Each role takes calls afterwards: a name that ended its loop of calls would leave them unanswered."""
+    found = await together(_no_names(*each) for each in target.roles.items())
+    for name, address in target.roles.items():
+        async with grpc.aio.insecure_channel(address) as channel:
+            check: Any = channel.unary_unary(CHECK)
+            try:
+                await check(b"", timeout=10)
+            except grpc.aio.AioRpcError as error:
+                found.wrong.append(f"{name} answers no probe: {error.code().name}")
+    return found
+
+
 async def malformed(target: Target) -> Found:
     logs = {gateway.name: target.state / "logs" / f"{gateway.name}.log" for gateway in target.gateways}
     before = {name: path.stat().st_size for name, path in logs.items()}
@@ -302,6 +327,9 @@ STRANGERS: Final = (
         "empty-submessages", "16 MiB of empty submessages to each role", "nothing is decoded", submessages
     ),
     Attack("gzip-submessages", "the same in 16 kB, six at once", "nothing is inflated", submessages_gzip),
+    Attack(
+        "method-names", "60 calls to each role, of names that are no UTF-8", "each role takes calls", no_names
+    ),
     Attack("malformed-messages", "1,000 a second", "a status of its own, no traceback logged", malformed),
     Attack(
         "idle-connections", "10,300 on each port of a gateway", "new users are served", idle_gateway, 90, 2

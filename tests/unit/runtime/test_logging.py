@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import time
+from logging import WARNING, LogRecord
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from fairway.log_stream import LogStream, hold_standard_descriptors
 from services.runtime import logging
@@ -142,6 +144,41 @@ sys.exit(stream.lost)
         done = subprocess.run([sys.executable, "-c", program], stderr=full, stdout=full, check=False)
     lines_at_least = 4
     assert done.returncode >= lines_at_least
+
+
+def test_what_libraries_log_is_bounded_and_in_our_form() -> None:
+    program = """
+import logging, sys
+from services.runtime import logging as ours
+ours.configure("info", "json", role="gateway")
+library = logging.getLogger("grpc._cython.cygrpc")
+for number in range(1000):
+    try:
+        raise ConnectionError("two\\nlines")
+    except ConnectionError:
+        library.exception("call %d:\\nfailed", number)
+library.info("left out")
+"""
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert 1 <= len(lines) <= 3 * logging.LIBRARY_LINES_PER_S
+    assert {(line["event"], line["level"], line["role"]) for line in lines} == {
+        ("library.logged", "error", "gateway")
+    }
+    assert (lines[0]["logger"], lines[0]["message"]) == ("grpc._cython.cygrpc", "call 0:\nfailed")
+    assert lines[0]["exception"][0]["exc_value"] == "two\nlines"
+
+
+def test_lines_of_libraries_that_were_left_out_are_counted() -> None:
+    now_s = 0.0
+    handler = logging.LibraryLines(logging.LineBudget(lambda: now_s, 1.0))
+    record = LogRecord("library", WARNING, "", 0, "refused", (), None)
+    with capture_logs() as lines:
+        for _ in range(4):
+            handler.handle(record)
+        now_s = 2.0
+        handler.handle(record)
+    assert [line.get("suppressed_lines") for line in lines] == [None, 3]
 
 
 def test_the_notice_is_a_log_line_like_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
