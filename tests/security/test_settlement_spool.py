@@ -139,7 +139,10 @@ async def test_confirmed_settlements_are_forgotten(own_redis: Any, gateway: Gate
         assert await client.zcard("fw:{t}:settled") == 1
 
 
-async def test_settlements_that_fail_for_ever_hold_no_other_back(own_redis: Any, gateway: Gateway) -> None:
+@pytest.mark.parametrize("key", ["slots", "usage"])
+async def test_settlements_that_fail_for_ever_hold_no_other_back(
+    own_redis: Any, gateway: Gateway, key: str
+) -> None:
     """More of them than are sent at once, of a tenant whose keys in the store are damaged."""
     own_redis.kill()
     limiter = gateway.limiter
@@ -150,7 +153,7 @@ async def test_settlements_that_fail_for_ever_hold_no_other_back(own_redis: Any,
     await asyncio.to_thread(own_redis.start)
     await gateway.reached()
     async with Redis(port=own_redis.port) as store:
-        await store.set("fw:{damaged}:slots", "no set")
+        await store.set(f"fw:{{damaged}}:{key}", "of another type")
     held = await limiter.admit("u", "r", Limits(max_concurrency=1))
     for _ in range(3):
         await limiter.renew([])
@@ -160,7 +163,7 @@ async def test_settlements_that_fail_for_ever_hold_no_other_back(own_redis: Any,
     assert limiter.unsettled == 300
     assert (await gateway.shared.usage("t")).output_tokens == 3
     async with Redis(port=own_redis.port) as store:
-        await store.delete("fw:{damaged}:slots")
+        await store.delete(f"fw:{{damaged}}:{key}")
     await limiter.renew([])
     assert limiter.unsettled == 0
     assert (await gateway.shared.usage("damaged")).output_tokens == 300

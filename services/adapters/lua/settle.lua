@@ -16,13 +16,17 @@ redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', string.format('%d', now))
 for i = 8, #ARGV do
   redis.call('ZADD', KEYS[2], 'XX', string.format('%d', now + confirmed_us), ARGV[i])
 end
-local first = redis.call('ZADD', KEYS[2], 'NX', string.format('%d', now + keep_us), ARGV[1]) == 1
-redis.call('PEXPIRE', KEYS[2], math.ceil(keep_us / 1000) + 1000)
+local first = not redis.call('ZSCORE', KEYS[2], ARGV[1])
+local counted = 1
 
 if KEYS[4] and redis.call('EXISTS', KEYS[4]) == 1 and is_of(KEYS[4], ARGV[1]) then
   count_record(KEYS[4], ARGV[1], KEYS[3], now, keep_days, totals)
-  return 1
+elseif first then
+  count_usage(KEYS[3], now, keep_days, {}, totals)
+else
+  counted = 0
 end
-if not first then return 0 end
-count_usage(KEYS[3], now, keep_days, {}, totals)
-return 1
+-- Remembered once it counted: a command that fails on a damaged key ends the script here.
+redis.call('ZADD', KEYS[2], 'NX', string.format('%d', now + keep_us), ARGV[1])
+redis.call('PEXPIRE', KEYS[2], math.ceil(keep_us / 1000) + 1000)
+return counted
