@@ -227,6 +227,12 @@ class Fleet:
         """The worker has a sequence that decodes."""
         return any(int(version.get("running", 0)) for version in self.holds(worker).get("versions", []))
 
+    def busy(self) -> str:
+        """Return the name of a worker that has a sequence which decodes; waits for one."""
+        workers = ("worker-0", "worker-1")
+        wait("a worker has a stream", lambda: any(self.runs(each) for each in workers))
+        return next((each for each in workers if self.runs(each)), workers[0])
+
     def redis(self, *words: str) -> str:
         return self.execute(
             "redis", "redis-cli", "--no-auth-warning", "-a", self.secret("redis_password"), *words

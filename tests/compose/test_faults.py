@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 
 import pytest
 
@@ -36,26 +37,42 @@ def assert_all_went_on(outcomes: list[Outcome], undisturbed: list[list[int]]) ->
     assert parted == []
 
 
-async def test_a_killed_worker_takes_no_stream_along(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    outcomes = await streams(fleet, lambda: fleet.do("kill", "worker-0"), followed=True)
+async def disturbed(
+    fleet: Fleet, undisturbed: list[list[int]], fault: Callable[[str], object], mend: Callable[[str], object]
+) -> None:
+    """A fault of a worker that has streams takes none of them along; ``mend`` ends it whatever happened."""
+    hit: list[str] = []
+
+    def disturb() -> None:
+        hit.append(fleet.busy())
+        fault(hit[0])
+
+    try:
+        outcomes = await streams(fleet, disturb, followed=True)
+    finally:
+        for worker in hit:
+            mend(worker)
     assert_all_went_on(outcomes, undisturbed)
-    fleet.do("start", "worker-0")
     back_to_rest(fleet)
+
+
+async def test_a_killed_worker_takes_no_stream_along(fleet: Fleet, undisturbed: list[list[int]]) -> None:
+    await disturbed(
+        fleet, undisturbed, lambda worker: fleet.do("kill", worker), lambda worker: fleet.do("start", worker)
+    )
 
 
 async def test_a_worker_that_crashes_is_started_again(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    outcomes = await streams(fleet, lambda: fleet.crash("worker-1"), followed=True)
-    assert_all_went_on(outcomes, undisturbed)
-    back_to_rest(fleet)
+    await disturbed(fleet, undisturbed, fleet.crash, lambda worker: None)
 
 
 async def test_a_paused_worker_takes_no_stream_along(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    try:
-        outcomes = await streams(fleet, lambda: fleet.do("pause", "worker-0"), followed=True)
-    finally:
-        fleet.do("unpause", "worker-0")
-    assert_all_went_on(outcomes, undisturbed)
-    back_to_rest(fleet)
+    await disturbed(
+        fleet,
+        undisturbed,
+        lambda worker: fleet.do("pause", worker),
+        lambda worker: fleet.do("unpause", worker),
+    )
 
 
 @pytest.mark.parametrize("networks", [WHOLE_WORKER, ("fleet",)], ids=["all", "fleet"])
