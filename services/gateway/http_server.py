@@ -74,6 +74,9 @@ class _Protocol(HttpToolsProtocol):
         self._stop_timer()
         self._table.remove(self.transport)
         super().connection_lost(exc)
+        # Both refer to this protocol: without them a closed connection is gone without the cycle collector.
+        self.cycle = self.scope = cast(Any, None)
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
