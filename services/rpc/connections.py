@@ -27,7 +27,7 @@ log = structlog.get_logger()
 MAX_CONNECTIONS: Final = 8192  # of a port; the process may have descriptors for less
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
-_NEW_FACTOR: Final = 2  # with those that came since the last look, this times as many
+MAX_WITH_NEW: Final = 2 * MAX_STRANGERS  # with those that were not there at the last look
 MAX_IDLE_OF_CALLER: Final = 256  # that carry no call of it; more count as strangers
 KNOWN_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2
@@ -121,13 +121,8 @@ class Connections:
         seen_s, self._since_s = self._since_s, {}
         for peer in found:
             self._since_s[peer] = seen_s.get(peer, now_s)
-        # One that was not there at the last look may be about to identify itself.
         strangers = {peer: since_s for peer, since_s in self._since_s.items() if peer not in known}
-        settled = {peer: since_s for peer, since_s in strangers.items() if since_s < now_s}
-        surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS)
-        left = {peer: since_s for peer, since_s in strangers.items() if peer not in surplus}
-        surplus |= surplus_of(left, of_source=_NEW_FACTOR * MAX_OF_SOURCE, in_all=_NEW_FACTOR * MAX_STRANGERS)
-        surplus -= condemned
+        surplus = surplus_of_strangers(strangers, now_s) - condemned
         staying = {peer: self._since_s[peer] for peer in found.keys() - surplus - condemned}
         over = above_share(staying, self._running.keys(), self._share)
         self._calm = _FEW if surplus or condemned else len(descriptors) - len(self._seen & known) + _FEW // 2
@@ -144,6 +139,18 @@ class Connections:
                 share=len(over),
                 left=len(found) - len(ended),
             )
+
+
+def surplus_of_strangers(since_s: Mapping[str, float], now_s: float) -> set[str]:
+    """Return what to end of the connections that carry nothing of a known caller.
+
+    One that was not there before ``now_s`` may be about to identify itself, and stays unless very many are new:
+    the memory that they take together hardly shrinks again.
+    """
+    settled = {peer: first_s for peer, first_s in since_s.items() if first_s < now_s}
+    surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS)
+    left = {peer: first_s for peer, first_s in since_s.items() if peer not in surplus}
+    return surplus | surplus_of(left, of_source=MAX_WITH_NEW, in_all=MAX_WITH_NEW)
 
 
 def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> set[str]:

@@ -18,14 +18,14 @@ SLACK_BYTES: Final = 16 * 1024**2  # growth that is not worth a look
 _FIRST_PAUSE_S: Final = 15.0
 _LAST_PAUSE_S: Final = 60.0
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
-_MAPPED_BYTES: Final = 128 * 1024
+_MAPPED_BYTES: Final = 64 * 1024
 _STATM: Final = Path("/proc/self/statm")
 
 
 def map_large_blocks() -> None:
-    """From now on blocks of 128 KiB or more are mapped each by itself, and go back when they are freed.
+    """From now on blocks of 64 KiB or more are mapped each by itself, and go back when they are freed.
 
-    Else glibc raises that size with each such block that is freed, up to 32 MiB: the buffers of large heads and
+    Else glibc begins at 128 KiB and raises that with each such block that is freed, up to 32 MiB: the buffers of large heads and
     messages then lie on heaps between small blocks that stay, and keep the heaps from shrinking.
     """
     library = ctypes.CDLL(None)

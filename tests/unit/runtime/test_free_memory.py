@@ -46,3 +46,31 @@ def test_memory_of_a_burst_is_returned(mode: str, returned: str) -> None:
         env={"PYTHONMALLOC": "malloc", "PATH": "/usr/bin:/bin"},
     )
     assert done.stdout.split() == ["True", returned], done.stdout
+
+
+LARGE = """
+import sys
+from services.runtime import free_memory
+
+if sys.argv[1] == "mapped":
+    free_memory.map_large_blocks()
+bytes(8_000_000)  # glibc keeps blocks of up to this size on its heap from when such a one was freed
+base, large, kept = free_memory.resident_bytes(), [], []
+for _ in range(300):
+    large.append(b"x" * 500_000)
+    kept.append(bytes(1000))  # keeps the heap from shrinking
+grown = free_memory.resident_bytes() - base
+del large
+left = free_memory.resident_bytes() - base
+print(grown > 140_000_000, left < grown // 3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc keeps freed memory, and Linux shows it")
+@pytest.mark.parametrize(("mode", "returned"), [("mapped", "True"), ("heap", "False")])
+def test_large_blocks_go_back_when_they_are_freed(mode: str, returned: str) -> None:
+    """``heap`` shows that the test can fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, mode], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["True", returned], done.stdout
