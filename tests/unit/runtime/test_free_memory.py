@@ -8,11 +8,12 @@ import sys
 import pytest
 
 PROGRAM = """
-import asyncio, ctypes, sys
+import asyncio, ctypes, gc, sys
 from services.runtime import free_memory
 from services.runtime.clock import SystemClock
 
-free_memory._FIRST_PAUSE_S = 0.1
+free_memory._PAUSE_S = 0.1
+gc.disable()
 
 async def main(trims):
     base = free_memory.resident_bytes()
@@ -21,6 +22,7 @@ async def main(trims):
     pieces = [bytes(1000) for _ in range(200_000)]
     kept = pieces[::500]  # one in 500 keeps the heap from shrinking by itself
     grown = free_memory.resident_bytes() - base
+    pieces.append(pieces)  # only the collector frees them
     del pieces
     for _ in range(100):
         await asyncio.sleep(0.05)
