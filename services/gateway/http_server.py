@@ -34,8 +34,8 @@ MAX_CONNECTIONS: Final = 4096
 MAX_SOURCE_SHARE: Final = 0.5
 MAX_PIPELINED: Final = 32
 BACKLOG: Final = 1024
-# Connections on which no request showed a credential; half of them of one source. As many as wait to be accepted
-# never push out one another before any of them was read.
+# Connections on which no request showed a credential, half of them of one source: as many as wait to be
+# accepted at once, which do not push out one another before they are read.
 MAX_STRANGERS: Final = 2 * BACKLOG
 # One read of the event loop, and what the protocol keeps before it pauses reading.
 _IN_FLIGHT_BYTES: Final = 512 * 1024

@@ -15,9 +15,9 @@ BEGUN_PER_TURN: Final = 16
 class Turns:
     """An ASGI application of which at most 16 requests begin in one turn of the loop.
 
-    Thousands of requests that are readable at once would else begin in one turn, for a second or more, in which
-    no stream goes on. Those that wait begin in rounds of one of each source, so that a source with few requests
-    does not wait for one with many. As many wait as the connections carry.
+    Thousands of requests that are readable at once would else begin in one turn, for a second or more, in
+    which no stream goes on. Those that wait begin in rounds of one of each source, so that a source with few
+    requests does not wait for one with many. As many wait as the connections carry.
     """
 
     def __init__(self, app: Any) -> None:

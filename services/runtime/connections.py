@@ -66,8 +66,8 @@ class _Pool:
 class ConnectionTable:
     """Decides which connections stay open. Methods take a connection's transport.
 
-    At most ``max_connections`` are open, at most ``max_per_source`` of one source. Of those that never showed a
-    credential at most ``max_strangers`` are open, all by default; of one source its share of them.
+    At most ``max_connections`` are open, at most ``max_per_source`` of one source. Of those that never showed
+    a credential at most ``max_strangers`` are open, all by default; of one source its share of them.
     """
 
     def __init__(

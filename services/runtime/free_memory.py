@@ -26,8 +26,8 @@ _STATM: Final = Path("/proc/self/statm")
 def map_large_blocks() -> None:
     """From now on blocks of 64 KiB or more are mapped each by itself, and go back when they are freed.
 
-    Else glibc begins at 128 KiB and raises that with each such block that is freed, up to 32 MiB: the buffers of large heads and
-    messages then lie on heaps between small blocks that stay, and keep the heaps from shrinking.
+    Else glibc begins at 128 KiB and raises that with each such block that is freed, up to 32 MiB: the buffers
+    of large heads and messages then lie on heaps between small blocks that stay, and go back with these only.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # glibc has it; others do without
@@ -37,9 +37,9 @@ def map_large_blocks() -> None:
 async def return_free_memory(clock: Clock) -> None:
     """Return what is free to the system while the process is larger than it began. Runs until cancelled.
 
-    Garbage in cycles is freed before: calls that grpc has ended keep their connections' buffers so, and by itself
-    the collector runs too rarely to find them. It holds up the loop for a tenth of a second where much is in use,
-    so that a process that stays large does this ever more rarely.
+    Garbage in cycles is freed before: calls that grpc has ended keep their connections' buffers so, and by
+    itself the collector runs too rarely to find them. It holds up the loop for a tenth of a second where much
+    is in use, so that a process that stays large does this ever more rarely.
     Ends at once where the C library or the system has no way to do that.
     """
     library = ctypes.CDLL(None)
