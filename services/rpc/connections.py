@@ -149,7 +149,7 @@ def surplus_of_strangers(since_s: Mapping[str, float], now_s: float) -> set[str]
     """Return what to end of the connections that carry nothing of a known caller.
 
     One that was not there before ``now_s`` may be about to identify itself, and stays unless very many are
-    new: what grpc keeps of the most that were open at once is never freed.
+    new: of the memory that they take together only a part ever goes back.
     """
     settled = {peer: first_s for peer, first_s in since_s.items() if first_s < now_s}
     surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS)
