@@ -16,6 +16,7 @@ from services.app.process import run
 from services.core.errors import FairwayError
 from services.runtime import config, logging
 from services.runtime.descriptors import raise_descriptor_limit
+from services.runtime.free_memory import map_large_blocks
 
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3
@@ -33,6 +34,7 @@ def main() -> None:
         sys.exit(f"usage: python -m services {{{'|'.join(ROLES)}}}")
     role = sys.argv[1]
     raise_descriptor_limit()
+    map_large_blocks()
     os.umask(PRIVATE_UMASK)
     try:
         settings = config.load()

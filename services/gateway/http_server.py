@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.core.errors import FailedPrecondition
+from services.gateway.http_turns import Turns
 from services.runtime.connections import ConnectionTable
 
 MAX_HEAD_BYTES: Final = 32 * 1024
@@ -33,6 +34,9 @@ MAX_CONNECTIONS: Final = 4096
 MAX_SOURCE_SHARE: Final = 0.5
 MAX_PIPELINED: Final = 32
 BACKLOG: Final = 1024
+# Connections on which no request showed a credential, half of them of one source: as many as wait to be
+# accepted at once, which do not push out one another before they are read.
+MAX_STRANGERS: Final = 2 * BACKLOG
 # One read of the event loop, and what the protocol keeps before it pauses reading.
 _IN_FLIGHT_BYTES: Final = 512 * 1024
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -74,6 +78,9 @@ class _Protocol(HttpToolsProtocol):
         self._stop_timer()
         self._table.remove(self.transport)
         super().connection_lost(exc)
+        # Both refer to this protocol: without them a closed connection is gone without the cycle collector.
+        self.cycle = self.scope = cast(Any, None)
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -222,12 +229,16 @@ class HttpServer:
         """``port`` 0 takes a free one; ``port`` is that one, once started."""
         self.host = host
         self.port = port
-        self.table = ConnectionTable(max_connections, max(1, int(max_connections * MAX_SOURCE_SHARE)))
+        self.table = ConnectionTable(
+            max_connections,
+            max(1, int(max_connections * MAX_SOURCE_SHARE)),
+            max_strangers=min(MAX_STRANGERS, max_connections),
+        )
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                Turns(app),
                 http=self._door,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",

@@ -27,9 +27,11 @@ log = structlog.get_logger()
 MAX_CONNECTIONS: Final = 8192  # of a port; the process may have descriptors for less
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
+MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # with those that were not there at the last look
 MAX_IDLE_OF_CALLER: Final = 256  # that carry no call of it; more count as strangers
 KNOWN_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2
+_FLOODED_PERIOD_S: Final = 0.05  # while strangers open more than they may keep
 _PAUSE_S: Final = 0.02
 _FEW: Final = 64
 _DESCRIPTORS: Final = "/dev/fd"
@@ -66,6 +68,7 @@ class Connections:
         self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
         self._calm = _FEW
+        self._period_s = PERIOD_S
 
     def begin(self, peer: str) -> None:
         """A known caller's RPC runs on this connection until ``end``."""
@@ -90,7 +93,7 @@ class Connections:
         while True:
             await clock.sleep(_PAUSE_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PERIOD_S):
+                async with asyncio.timeout(self._period_s):
                     await self._wanted.wait()
             self._wanted.clear()
             if not port():
@@ -105,6 +108,7 @@ class Connections:
         now_s = _now_s()
         for peer in [peer for peer, idle in self._idle.items() if idle.since_s <= now_s - KNOWN_FOR_S]:
             del self._idle[peer]
+        self._period_s = PERIOD_S
         descriptors = await asyncio.to_thread(os.listdir, _DESCRIPTORS)
         # Those that the last look did not see may have ended by now: they vouch for no descriptor.
         others = len(descriptors) - len(self._seen & (self._running.keys() | self._idle.keys()))
@@ -120,14 +124,12 @@ class Connections:
         seen_s, self._since_s = self._since_s, {}
         for peer in found:
             self._since_s[peer] = seen_s.get(peer, now_s)
-        # One that was not there at the last look may be about to identify itself.
-        settled = {
-            peer: since_s for peer, since_s in self._since_s.items() if since_s < now_s and peer not in known
-        }
-        surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS) - condemned
+        strangers = {peer: since_s for peer, since_s in self._since_s.items() if peer not in known}
+        surplus = surplus_of_strangers(strangers, now_s) - condemned
         staying = {peer: self._since_s[peer] for peer in found.keys() - surplus - condemned}
         over = above_share(staying, self._running.keys(), self._share)
         self._calm = _FEW if surplus or condemned else len(descriptors) - len(self._seen & known) + _FEW // 2
+        self._period_s = _FLOODED_PERIOD_S if surplus else PERIOD_S
         ended = surplus | condemned | over
         if ended:
             await asyncio.to_thread(shut, {peer: found[peer] for peer in ended})
@@ -141,6 +143,18 @@ class Connections:
                 share=len(over),
                 left=len(found) - len(ended),
             )
+
+
+def surplus_of_strangers(since_s: Mapping[str, float], now_s: float) -> set[str]:
+    """Return what to end of the connections that carry nothing of a known caller.
+
+    One that was not there before ``now_s`` may be about to identify itself, and stays unless very many are
+    new: of the memory that they take together only a part ever goes back.
+    """
+    settled = {peer: first_s for peer, first_s in since_s.items() if first_s < now_s}
+    surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS)
+    left = {peer: first_s for peer, first_s in since_s.items() if peer not in surplus}
+    return surplus | surplus_of(left, of_source=MAX_WITH_NEW, in_all=MAX_WITH_NEW)
 
 
 def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> set[str]:
@@ -220,12 +234,14 @@ def shut(peers: Mapping[str, int]) -> None:
 def _peer_at(descriptor: int, port: int) -> str:
     """Return the peer of the connection that a descriptor is, or "" when it is none of this port."""
     try:
-        borrowed = socket.socket(fileno=descriptor)
+        # With a family and a kind given, the system is not asked for them: most of the time that this takes.
+        borrowed = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
     except OSError:
         return ""
     try:
-        if borrowed.family not in (socket.AF_INET, socket.AF_INET6) or borrowed.getsockname()[1] != port:
-            return ""
+        address = borrowed.getsockname()
+        if not isinstance(address, tuple) or not isinstance(address[0], str) or address[1] != port:
+            return ""  # other kinds of sockets have a text or numbers for a name
         return _name(borrowed.getpeername())
     except OSError:  # it listens, or has just ended
         return ""

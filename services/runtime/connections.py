@@ -14,6 +14,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.core.shares import share_of
+
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 _SITE_BITS: Final = 64  # an IPv6 site has that many bits of address to itself
 
@@ -64,14 +66,19 @@ class _Pool:
 class ConnectionTable:
     """Decides which connections stay open. Methods take a connection's transport.
 
-    At most ``max_connections`` are open, at most ``max_per_source`` of one source.
+    At most ``max_connections`` are open, at most ``max_per_source`` of one source. Of those that never showed
+    a credential at most ``max_strangers`` are open, all by default; of one source its share of them.
     """
 
-    def __init__(self, max_connections: int, max_per_source: int) -> None:
+    def __init__(
+        self, max_connections: int, max_per_source: int, *, max_strangers: int | None = None
+    ) -> None:
         self.refused = 0  # new connections that were cut: all others were busy
         self.displaced = 0  # idle connections that were cut for a new one
         self._max_connections = max_connections
         self._max_per_source = max_per_source
+        self._max_strangers = max_connections if max_strangers is None else max_strangers
+        self._max_strangers_per_source = share_of(self._max_strangers)
         self._all = _Pool()
         self._sources: dict[str, _Pool] = {}
         self._source_of: dict[Transport, str] = {}
@@ -83,9 +90,11 @@ class ConnectionTable:
         """Return whether a new connection may stay. One that may not has been cut."""
         source = source_of(transport.get_extra_info("peername"))
         pool = self._sources.get(source)
-        if pool is not None and pool.open >= self._max_per_source:
+        if pool is not None and (
+            pool.open >= self._max_per_source or len(pool.unknown) >= self._max_strangers_per_source
+        ):
             full = pool
-        elif self._all.open >= self._max_connections:
+        elif self._all.open >= self._max_connections or len(self._all.unknown) >= self._max_strangers:
             full = self._all
         else:
             full = None

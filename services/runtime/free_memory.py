@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 from pathlib import Path
 from typing import Final
@@ -15,30 +16,52 @@ from typing import Final
 from services.ports.clock import Clock
 
 SLACK_BYTES: Final = 16 * 1024**2  # growth that is not worth a look
-_FIRST_PAUSE_S: Final = 15.0
-_LAST_PAUSE_S: Final = 60.0
+_PAUSE_S: Final = 15.0
+_MOST_LOOKS: Final = 64
+_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+_MAPPED_BYTES: Final = 64 * 1024
 _STATM: Final = Path("/proc/self/statm")
+
+
+def map_large_blocks() -> None:
+    """From now on blocks of 64 KiB or more are mapped each by itself, and go back when they are freed.
+
+    Else glibc begins at 128 KiB and raises that with each such block that is freed, up to 32 MiB: the buffers
+    of large heads and messages then lie on heaps between small blocks that stay, and go back with these only.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # glibc has it; others do without
+        library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 async def return_free_memory(clock: Clock) -> None:
     """Return what is free to the system while the process is larger than it began. Runs until cancelled.
 
+    Garbage in cycles is freed before: calls that grpc has ended keep their connections' buffers so, and by
+    itself the collector runs too rarely to find them. It holds up the loop for a tenth of a second where much
+    is in use, so that a process that stays large does this ever more rarely.
     Ends at once where the C library or the system has no way to do that.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim") or not _STATM.exists():
         return
-    base_bytes, pause_s = resident_bytes(), _FIRST_PAUSE_S
+    base_bytes = left_bytes = resident_bytes()
+    looks, due_after = 0, 1
     while True:
-        await clock.sleep(pause_s)
+        await clock.sleep(_PAUSE_S)
         before_bytes = resident_bytes()
         base_bytes = min(base_bytes, before_bytes)
         if before_bytes - base_bytes < SLACK_BYTES:
             continue
+        looks += 1
+        if looks < due_after and before_bytes - left_bytes < SLACK_BYTES // 4:
+            continue
+        gc.collect()
         # It takes some milliseconds, in which other threads run.
         await asyncio.to_thread(library.malloc_trim, 0)
-        returned = before_bytes - resident_bytes() > SLACK_BYTES // 4
-        pause_s = _FIRST_PAUSE_S if returned else min(2 * pause_s, _LAST_PAUSE_S)
+        left_bytes = resident_bytes()
+        is_worth_it = before_bytes - left_bytes > SLACK_BYTES // 4
+        looks, due_after = 0, 1 if is_worth_it else min(2 * due_after, _MOST_LOOKS)
 
 
 def resident_bytes() -> int:

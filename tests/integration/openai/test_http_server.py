@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -57,6 +59,37 @@ async def test_connections_are_bounded() -> None:
             await face.ask("GET", "/healthz")
         for _, writer in held:
             writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /heal",
+        b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: ",
+    ],
+)
+async def test_a_closed_connection_is_gone_without_the_cycle_collector(face: Face, sent: bytes) -> None:
+    """It runs rarely: the garbage of thousands of connections would stay."""
+    gc.disable()
+    try:
+        for _ in range(8):
+            _, writer = await face.connect()
+            writer.write(sent)
+        async with asyncio.timeout(5):
+            while face.server.connections < 8:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # for the answers
+            opened = [weakref.ref(each) for each in face.server._server.server_state.connections]
+            assert len(opened) == 8
+            await face.hang_up()
+            while face.server.connections:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+        assert [each() for each in opened] == [None] * 8
+    finally:
+        gc.enable()
 
 
 async def test_a_taken_port_is_named() -> None:

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rpc.connections import Idle, above_share, connected, crowd_of, shut, source_of, surplus_of
+from services.rpc.connections import (
+    MAX_OF_SOURCE,
+    MAX_STRANGERS,
+    MAX_WITH_NEW,
+    Idle,
+    above_share,
+    connected,
+    crowd_of,
+    shut,
+    source_of,
+    surplus_of,
+    surplus_of_strangers,
+)
 
 names = st.builds("ipv4:10.0.0.{}:{}".format, st.integers(0, 6), st.integers(1, 40))
 peers = st.dictionaries(names, st.floats(0, 100), max_size=80)
@@ -38,6 +50,27 @@ def test_below_the_bounds_nothing_is_surplus(since_s: dict[str, float]) -> None:
 def test_a_source_with_few_keeps_them_when_another_has_many() -> None:
     since_s = {f"ipv4:10.0.0.1:{port}": 50.0 for port in range(100)} | {"ipv4:10.0.0.2:1": 0.0}
     assert "ipv4:10.0.0.2:1" not in surplus_of(since_s, of_source=60, in_all=20)
+
+
+def _strangers(of_source: int, since_s: float) -> dict[str, float]:
+    return {
+        f"ipv4:10.0.{since_s:g}.{source}:{port}": since_s for source in range(16) for port in range(of_source)
+    }
+
+
+def test_new_connections_stay_until_the_next_look() -> None:
+    new = {f"ipv4:10.0.1.1:{port}": 1.0 for port in range(MAX_WITH_NEW)}
+    assert surplus_of_strangers(new, 1.0) == set()
+    assert len(surplus_of_strangers(new, 1.2)) == MAX_WITH_NEW - MAX_OF_SOURCE
+
+
+def test_new_connections_are_bounded_however_many_come_between_two_looks() -> None:
+    found = _strangers(100, 0.0) | _strangers(600, 1.0) | {"ipv4:10.0.9.9:1": 1.0}
+    surplus = surplus_of_strangers(found, 1.0)
+    assert len(found) - len(surplus) == pytest.approx(MAX_WITH_NEW, abs=32)
+    assert "ipv4:10.0.9.9:1" not in surplus
+    settled = sum(first_s < 1.0 for peer, first_s in found.items() if peer not in surplus)
+    assert settled <= MAX_STRANGERS
 
 
 def test_a_caller_keeps_the_connections_that_it_used_last() -> None:
