@@ -291,6 +291,45 @@ async def test_a_version_that_is_wanted_again_goes_on(start_worker: Starter) -> 
     assert worker.engine_pid == pid
 
 
+async def test_a_version_that_retires_takes_what_was_accepted_for_it_until_nothing_comes(
+    start_worker: Starter,
+) -> None:
+    worker = await start_worker(replace(SLOW, drain_s=0.1, retire_s=1.0))
+    pid = worker.engine_pid
+    sink, late = Sink(), Sink()
+    worker.client.start(worker.spec(max_tokens=100), sink)
+    await eventually(lambda: sink.ids)
+    await worker.assign(replace(worker.version, retiring=True))
+    await eventually(lambda: worker.state() is VersionState.RETIRING)
+    worker.client.start(worker.spec(max_tokens=150), late)
+    for each in (sink, late):
+        assert (await each.wait()).finished.reason is FinishReason.LENGTH
+    assert worker.state() is VersionState.RETIRING
+    await eventually(lambda: worker.agent.status().versions == ())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert worker.files.pins == 0
+
+
+async def test_a_version_that_retires_and_is_wanted_again_keeps_its_engine(start_worker: Starter) -> None:
+    worker = await start_worker(replace(SLOW, retire_s=60.0))
+    pid = worker.engine_pid
+    await worker.assign(replace(worker.version, retiring=True))
+    await eventually(lambda: worker.state() is VersionState.RETIRING)
+    await worker.assign(worker.version)
+    await worker.ready()
+    assert worker.engine_pid == pid
+
+
+async def test_a_version_whose_logits_were_not_finite_says_so_while_it_is_ready(
+    start_worker: Starter,
+) -> None:
+    worker = await start_worker(SLOW)
+    assert worker.agent.status().versions[0].record.message == ""
+    worker.table.gave_not_finite = True
+    assert "without finite logits" in worker.agent.status().versions[0].record.message
+
+
 async def test_the_record_in_the_store_follows_the_states(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     async with asyncio.timeout(5):
