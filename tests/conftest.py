@@ -25,14 +25,16 @@ from tests.support.object_store import ObjectStore
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
+# `fairway up` gives them ports: two that start at the same moment would pick the same preferred ones.
 INSTALLATIONS = (
-    "tests/e2e/",
     "tests/unit/cli/test_up.py",
     "tests/integration/client/test_gateways.py",
     "tests/security/test_store_identity.py",
     "tests/security/test_log_disk.py",
     "tests/security/test_local_stores.py",
 )
+# Those that share an installation, whose ports are its own.
+SHARED_INSTALLATION = "tests/e2e/"
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
@@ -266,13 +268,12 @@ def _docker_accepts() -> bool:
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps a file together in a run of several processes, and all that start whole installations.
-
-    These share one, and two that start at the same moment would pick the same preferred ports.
-    """
+    """Keeps a file together in a run of several processes, and all that start whole installations."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file.startswith(SHARED_INSTALLATION):
+            return SHARED_INSTALLATION
         return "installations" if file.startswith(INSTALLATIONS) else file
 
 

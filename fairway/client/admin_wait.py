@@ -103,8 +103,8 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
             continue
         name, status = deployment.metadata.name, deployment.status
         why = replica.message or "no reason given"
-        if replica.reason == DOES_NOT_FIT and status.message:
-            why = status.message
+        if not all(_is_wanted(deployment, one) for one in status.replicas):
+            why = status.message or why  # what an update waits for
         return WaitFailed(
             f"{replica.worker_id} cannot serve {name}: {why}",
             reason=replica.reason or "MODEL_FAILED",

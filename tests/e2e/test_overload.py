@@ -18,6 +18,7 @@ from typing import Any, Final
 import grpc
 import pytest
 
+from fairway.cli.embedded import free_port
 from fairway.cli.fleet.options import bundled_checkpoint
 from fairway.client import AdminClient, Client, Options, Priority
 from fairway.v1 import common_pb2, inference_pb2_grpc
@@ -168,7 +169,8 @@ class Plant:
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     state = tmp_path_factory.mktemp("overload") / "state"
-    fairway("up", "--detach", "--no-model", "--state-dir", str(state), settings=SETTINGS)
+    ports = (f"--http-port={free_port()}", f"--grpc-port={free_port()}")
+    fairway("up", "--detach", "--no-model", *ports, "--state-dir", str(state), settings=SETTINGS)
     try:
         cli = CommandLine(state)
         cli("models", "publish", str(bundled_checkpoint()), "--name", MODEL, "--tag", "latest")

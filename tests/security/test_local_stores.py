@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ from fairway.cli.state import StateDir
 from services.adapters.etcd_store import EtcdStore
 from services.ports.store import Put
 from services.runtime.clock import SystemClock
+from tests.conftest import STARTS
 from tests.support.stack import Stack
 
 KEY = "/fairway/v1/events/of-the-version-before"
@@ -80,33 +81,58 @@ def leave_an_older_installation(state: StateDir) -> None:
         folder.mkdir(parents=True)
     state.log("gateway").write_text("a line\n")
     (state.data("registry") / "blob").write_text("a blob")
-    ports = {name: embedded.free_port() for name in ("etcd_client", "etcd_peer", "redis")}
+    peer = embedded.free_port()
+
+    def etcd(port: int) -> list[str]:
+        return embedded.etcd_command(
+            state.data("etcd"), *(f"http://127.0.0.1:{each}" for each in (port, peer))
+        )
+
+    with server(etcd, embedded.wait_etcd) as etcd_port:
+        asyncio.run(put(f"127.0.0.1:{etcd_port}"))
+    with (
+        server(
+            lambda port: embedded.redis_command(state.data("redis"), port), embedded.wait_redis
+        ) as redis_port,
+        redis.Redis(port=redis_port) as client,
+    ):
+        client.set("kept", "yes")
+    ports = {"etcd_client": etcd_port, "etcd_peer": peer, "redis": redis_port}
     state.ports.write_text(json.dumps(ports))
-    etcd, peer = (f"http://127.0.0.1:{ports[name]}" for name in ("etcd_client", "etcd_peer"))
-    with server(embedded.etcd_command(state.data("etcd"), etcd, peer)):
-        embedded.wait_etcd(ports["etcd_client"])
-        asyncio.run(put(f"127.0.0.1:{ports['etcd_client']}"))
-    with server(embedded.redis_command(state.data("redis"), ports["redis"])):
-        embedded.wait_redis(ports["redis"])
-        with redis.Redis(port=ports["redis"]) as client:
-            client.set("kept", "yes")
     for path in (state.root, *state.root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 @contextlib.contextmanager
-def server(command: list[str]) -> Iterator[None]:
+def server(command: Callable[[int], list[str]], wait: Callable[..., None]) -> Iterator[int]:
+    """Yield the port on which it serves: one that was free may be taken by the time that it binds it."""
+    process, port = start(command, wait)
+    try:
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+def start(
+    command: Callable[[int], list[str]], wait: Callable[..., None], *, tries: int = STARTS
+) -> tuple[subprocess.Popen[bytes], int]:
+    port = embedded.free_port()
     process = subprocess.Popen(
-        command,
+        command(port),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         preexec_fn=embedded.die_with_parent,
     )
     try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
+        wait(port, process=process)
+    except embedded.ServerFailed:
+        process.kill()
         process.wait(timeout=30)
+        if tries == 1:
+            raise
+        return start(command, wait, tries=tries - 1)
+    return process, port
 
 
 async def put(address: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import psutil
 
+from fairway.cli import embedded
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -69,7 +70,8 @@ class Stack:
     ) -> Iterator[Stack]:
         """Bring it up, with FAIRWAY_ variables for all roles; check on the way out that nothing is left.
 
-        ``options`` are more of those of ``fairway up``.
+        ``options`` are more of those of ``fairway up``. The ports are not those that it prefers: another
+        installation may start at the same time.
         """
         fairway(
             "up",
@@ -82,6 +84,10 @@ class Stack:
             str(replicas),
             "--gateways",
             str(gateways),
+            "--http-port",
+            str(embedded.free_port()),
+            "--grpc-port",
+            str(embedded.free_port()),
             *options,
             settings=settings,
         )
