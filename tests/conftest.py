@@ -267,6 +267,12 @@ def _docker_accepts() -> bool:
     return True
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole installations come first: a run of several processes ends when the longest group does."""
+    items.sort(key=lambda item: not item.nodeid.startswith((SHARED_INSTALLATION, *INSTALLATIONS)))
+
+
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """Keeps a file together in a run of several processes, and all that start whole installations."""
 
@@ -278,4 +284,5 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    config.option.loadscopereorder = False  # else the groups with the most tests come first
     return ByFile(config, log)

@@ -157,7 +157,7 @@ class World:
         await self.store.commit([Delete(WORKERS + worker_id)])
 
     async def report(self) -> None:
-        """Every worker says that it has what is assigned to it."""
+        """Every worker says that it has what is assigned to it; what retires has left."""
         for worker_id in sorted(self.workers):
             held, assigned = (
                 await self.store.get(WORKERS + worker_id),
@@ -168,6 +168,7 @@ class World:
             versions = tuple(
                 LoadedVersion(v.deployment, v.model, v.version_digest, VersionState.READY)
                 for v in load(assigned.value, Assignment).versions
+                if not v.retiring
             )
             worker = load(held.value, Worker)
             if worker.versions != versions:

@@ -128,8 +128,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_resize_ends(self) -> None:
-        """One holder of a closed block gives way at each step."""
-        if hasattr(self, "rig") and len(self.rig.sizes) < self.asks:
+        """One holder of a closed block yields at each step; a process settles after each command, too."""
+        if not hasattr(self, "rig"):
+            return
+        self.rig.settle()
+        if len(self.rig.sizes) < self.asks:
             assert self.rig.engine.has_work
             assert self.steps <= self.sequences
 
