@@ -11,13 +11,23 @@ from simulator.engine.cost_model import cost_model
 from tests.support.stack import Stack, fairway
 
 
+def calibrated(stack: Stack, measured: Path, *, tries: int = 3) -> str:
+    """Return what the command says. Beside other tests a measurement may contradict itself: it says so then."""
+    try:
+        return fairway(
+            "calibrate", "--short", "--worker", "worker-0", "--name", "measured",
+            "--output", str(measured), "--state-dir", str(stack.state),
+        ).stdout  # fmt: skip
+    except AssertionError as error:
+        if "error CALIBRATION:" not in str(error) or tries == 1:
+            raise
+        return calibrated(stack, measured, tries=tries - 1)
+
+
 def test_a_live_worker_is_measured_and_simulated(stack: Stack, tmp_path: Path) -> None:
     """Two workers share the requests, and one of them is measured."""
     measured, out = tmp_path / "measured.json", tmp_path / "out"
-    said = fairway(
-        "calibrate", "--short", "--worker", "worker-0", "--name", "measured",
-        "--output", str(measured), "--state-dir", str(stack.state),
-    ).stdout  # fmt: skip
+    said = calibrated(stack, measured)
     assert len(re.findall(r"^\d+ requests, \d+ at once", said, re.MULTILINE)) == len(SHORT_PLAN)
     assert re.search(r"measured, from \d measurements", said)
     model = cost_model(str(measured))
