@@ -12,7 +12,7 @@ from tests.support.stack import Stack, fairway
 
 
 def calibrated(stack: Stack, measured: Path, *, tries: int = 3) -> str:
-    """Return what the command says. Beside other tests a measurement may contradict itself: it says so then."""
+    """Return the output. A measurement beside other tests may contradict itself, and then it fails."""
     try:
         return fairway(
             "calibrate", "--short", "--worker", "worker-0", "--name", "measured",
