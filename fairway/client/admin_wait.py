@@ -116,11 +116,14 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
 def _has_turns(deployment: cp.Deployment, worker_id: str) -> bool:
     """Whether workers without memory for both versions are updated one after the other, this one later."""
     replicas = deployment.status.replicas
-    others = [one for one in replicas if one.worker_id != worker_id]
-    holds_before = any(one.worker_id == worker_id and not _is_wanted(deployment, one) for one in replicas)
-    return any(not _is_wanted(deployment, one) for one in others) or (
-        holds_before and any(one.state != worker_pb2.VERSION_STATE_FAILED for one in others)
+    before = {one.worker_id for one in replicas if not _is_wanted(deployment, one)}
+    loads = any(
+        one.worker_id != worker_id
+        and _is_wanted(deployment, one)
+        and one.state != worker_pb2.VERSION_STATE_FAILED
+        for one in replicas
     )
+    return len(before) > 1 or (bool(before) and loads)
 
 
 def late_deployment(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:

@@ -97,12 +97,12 @@ def deployment_view(
         loaded = replica.loaded
         if loaded is not None and loaded.message and loaded.state in _EXPLAINED:
             parts.append(f"{replica.worker_id}: {loaded.message}")
-    parts += _update_parts(stored.record, replicas)
+    parts += _update_parts(stored.record, replicas, is_unplaced=name in unplaced)
     message = "; ".join(parts)[:MAX_MESSAGE_CHARS]
     return DeploymentView(stored, replicas, message, _tag_digest(stored.record, snapshot))
 
 
-def _update_parts(deployment: Deployment, replicas: Sequence[Replica]) -> list[str]:
+def _update_parts(deployment: Deployment, replicas: Sequence[Replica], *, is_unplaced: bool) -> list[str]:
     """Return what serves while an update goes on, and what an operator can do where it cannot go on."""
     digest, name = deployment.version_digest, deployment.meta.name
     serving = [one for one in replicas if one.assigned.version_digest != digest and one.ready]
@@ -118,7 +118,9 @@ def _update_parts(deployment: Deployment, replicas: Sequence[Replica]) -> list[s
         and one.loaded.state is VersionState.FAILED
         and one.loaded.reason == DoesNotFit.reason
     }
-    if short and {one.worker_id for one in replicas if one.ready} <= short:
+    new = [one for one in replicas if one.assigned.version_digest == digest]
+    is_stuck = len(serving) == 1 and len(short) == len(new)  # nobody else serves, and nobody loads
+    if is_stuck and (short or is_unplaced):
         parts.append(
             "no worker has memory for both and no other serves meanwhile, so nothing changes; to load it, "
             f"with a time without answers: `fairway deployments update {name} --replicas 0`, then "

@@ -147,14 +147,19 @@ class Deployment:
     priority: Priority = Priority.STANDARD
     executor: str = "torch"
 
-    def serving_digest(self, ready: Mapping[str, int]) -> str:
-        """Return the version that takes new requests. ``ready``: its READY replicas by version digest.
+    def serving_digest(self, ready: Mapping[str, int], restarting: Mapping[str, int]) -> str:
+        """Return the version that takes new requests, by its READY and RESTARTING replicas of each version.
 
-        During an update that is the version before, until as many replicas of the new one are READY.
+        During an update that is the version before, until as many replicas of the new one are READY; an
+        engine of the one before that is started again is back before long.
         Planner and gateways apply this rule to the same records, so that they agree without a message.
         """
         new = ready.get(self.version_digest, 0)
-        before = {digest: count for digest, count in ready.items() if digest != self.version_digest and count}
+        before = {
+            digest: count
+            for digest in (ready.keys() | restarting.keys()) - {self.version_digest}
+            if (count := ready.get(digest, 0) + restarting.get(digest, 0))
+        }
         if not before or new >= min(max(1, self.replicas), max(before.values())):
             return self.version_digest
         return max(before, key=lambda digest: (before[digest], digest))
@@ -164,8 +169,8 @@ class Deployment:
 class AssignedVersion:
     """What a worker is to run for a deployment.
 
-    ``priority`` orders who has the worker's memory first. ``retiring``: it takes only what was accepted for
-    it, and leaves once that has ended.
+    ``priority`` orders who has the worker's memory first. ``served``: an update replaces it, and it served
+    when that began. ``retiring``: it takes only what was accepted for it, and leaves once that has ended.
     """
 
     deployment: str
@@ -173,6 +178,7 @@ class AssignedVersion:
     version_digest: str
     executor: str = "torch"
     priority: Priority = Priority.STANDARD
+    served: bool = False
     retiring: bool = False
 
 

@@ -101,7 +101,8 @@ class ModelCatalog:
         # The index of a view is made once: views are immutable and change rarely.
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
-        self._by_deployment: dict[str, Counter[str]] = {}
+        self._ready_of: dict[str, Counter[str]] = {}
+        self._restarting_of: dict[str, Counter[str]] = {}
 
     def resolve(self, model: str) -> Route:
         """Return the route of a model name. Raises ModelNotFound, the same for every name."""
@@ -260,8 +261,10 @@ class ModelCatalog:
         """Return the route to the version that takes new requests."""
         self._remember(deployment.model, deployment.version_digest)
         self._refresh()
-        ready = self._by_deployment.get(deployment.meta.name)
-        digest = deployment.version_digest if ready is None else deployment.serving_digest(ready)
+        name = deployment.meta.name
+        digest = deployment.serving_digest(
+            self._ready_of.get(name, _NO_REPLICAS), self._restarting_of.get(name, _NO_REPLICAS)
+        )
         if digest == deployment.version_digest:
             return self._route(deployment, mod_revision)
         self._remember(self._ready(digest).model, digest)
@@ -288,7 +291,9 @@ class ModelCatalog:
     def _refresh(self) -> None:
         workers = self._workers.view
         if workers is not self._indexed:
-            self._index, self._by_deployment = _index(workers)
+            self._index = _index(workers)
+            self._ready_of = _replicas(workers, VersionState.READY)
+            self._restarting_of = _replicas(workers, VersionState.RESTARTING)
             self._indexed = workers
 
 
@@ -325,18 +330,23 @@ def _retry_of(failure: Failure | None) -> float:
 
 
 _NOWHERE: Final = _Ready()
+_NO_REPLICAS: Final[Mapping[str, int]] = {}
 
 
-def _index(
-    workers: Mapping[str, Versioned[Worker]],
-) -> tuple[dict[str, _Ready], dict[str, Counter[str]]]:
-    """Return where each version runs, and the READY replicas of each deployment by version."""
+def _index(workers: Mapping[str, Versioned[Worker]]) -> dict[str, _Ready]:
     found: dict[str, _Ready] = {}
-    ready: dict[str, Counter[str]] = {}
     for held in workers.values():
         for version in held.record.versions if not held.record.draining else ():
             digest = version.version_digest
             found[digest] = found.get(digest, _Ready(version.model)).joined(version)
-            if version.state is VersionState.READY:
-                ready.setdefault(version.deployment, Counter())[digest] += 1
-    return found, ready
+    return found
+
+
+def _replicas(workers: Mapping[str, Versioned[Worker]], state: VersionState) -> dict[str, Counter[str]]:
+    """Return the replicas in a state, by deployment and version."""
+    found: dict[str, Counter[str]] = {}
+    for held in workers.values():
+        for version in held.record.versions if not held.record.draining else ():
+            if version.state is state:
+                found.setdefault(version.deployment, Counter())[version.version_digest] += 1
+    return found

@@ -40,8 +40,10 @@ from services.core.manifest import (
 )
 from services.core.paging import page_of
 from services.core.records import (
+    ASSIGNMENTS,
     DEPLOYMENTS,
     MODELS,
+    Assignment,
     Deployment,
     Tag,
     VersionRecord,
@@ -281,6 +283,14 @@ class RegistryService:
                 raise FailedPrecondition(
                     f"the deployment {name} runs {digest}: update or delete it first", deployment=name
                 )
+
+        for entry in (await self._store.list(ASSIGNMENTS)).entries:
+            for assigned in load(entry.value, Assignment).versions:
+                if (assigned.model, assigned.version_digest) == (model, digest):
+                    name = assigned.deployment
+                    raise FailedPrecondition(
+                        f"{digest} serves the deployment {name} until its update is over", deployment=name
+                    )
 
     async def _keep_manifest(self, digest: str, body: bytes) -> None:
         """The manifest is stored and whole."""

@@ -28,7 +28,11 @@ CLIENTS: Final = 8
 DRILL_S: Final = 60.0
 CALM_S: Final = 15.0
 SMALL_MEMORY_BYTES: Final = 72 * 1024**2  # the bundled model and 24 MiB of KV fit once
-SETTINGS: Final = {"FAIRWAY_ENGINE_THREADS": "1", "FAIRWAY_KV_MEMORY_BYTES": str(24 * 1024**2)}
+SETTINGS: Final = {
+    "FAIRWAY_ENGINE_THREADS": "1",
+    "FAIRWAY_KV_MEMORY_BYTES": str(24 * 1024**2),
+    "FAIRWAY_QUEUE_TTL_S": "5",  # so that a version that retires leaves within the drill
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,12 @@ async def update_under_load(stack: Stack, drill: Drill, traffic: Traffic) -> dic
 
 
 async def timed_update(admin: AdminClient, name: str, version: str) -> tuple[float, float]:
+    """Return when the update began, and when the version before had left."""
     began_s = time.monotonic()
-    await move_to(admin, name, version)
+    updated = await move_to(admin, name, version)
+    while any(one.version_digest != updated.version_digest for one in updated.status.replicas):
+        await asyncio.sleep(0.25)
+        updated = await admin.deployments.get(name)
     return began_s, time.monotonic()
 
 

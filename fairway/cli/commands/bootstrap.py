@@ -37,8 +37,8 @@ def bootstrap(
 ) -> None:
     """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
 
-    For a fleet that was started by other means. Every step may be repeated; the deployment gets the version
-    and the replicas that are asked for.
+    For a fleet that was started by other means. Every step may be repeated: what is there stays as it is, and
+    a deployment that was deleted stays deleted.
 
     \b
     Examples:

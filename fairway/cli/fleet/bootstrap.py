@@ -170,9 +170,7 @@ class Bootstrap:
             await self._until_deployed(admin)
             return True
         self._report_kept(found, digest)
-        if found.replicas:
-            await self._until_any_ready(admin)
-        return bool(found.replicas)
+        return bool(found.replicas) and await self._until_any_ready(admin)
 
     async def _deployment(self, admin: AdminClient) -> cp.Deployment | None:
         name = self.options.model_name
@@ -209,8 +207,11 @@ class Bootstrap:
             f"`fairway deployments update {name}{change}` changes it",
         )
 
-    async def _until_any_ready(self, admin: AdminClient) -> None:
-        """Return once a replica serves: how many there are is not for bootstrap to say."""
+    async def _until_any_ready(self, admin: AdminClient) -> bool:
+        """Return whether a replica serves, once one does or it is clear that none will.
+
+        How many there are to be, and of what, is for operators to say. They need the fleet for that.
+        """
         name, deadline_s = self.options.model_name, time.monotonic() + self.options.ready_s
         while True:
             found = await checked(admin.deployments.get(name), what=f"cannot look up the deployment {name}")
@@ -218,12 +219,14 @@ class Bootstrap:
             serving = sum(one.state == worker_pb2.VERSION_STATE_READY for one in found.status.replicas)
             if serving:
                 self.progress.event("replicas", "ready", f"{serving} of {found.replicas} READY")
-                return
+                return True
             error: FairwayError | None = why_never_ready(found)
             if error is None and time.monotonic() > deadline_s:
                 error = late_deployment(found, self.options.ready_s)
             if error is not None:
-                raise self._not_ready(admin_error(error, what=f"{name} does not serve")) from error
+                step = f"`fairway deployments update {name}` changes it"
+                self.progress.event("replicas", "failed", f"{name} does not serve: {error.message}; {step}")
+                return False
             await asyncio.sleep(_POLL_S)
 
     async def _until_deployed(self, admin: AdminClient) -> None:
@@ -252,6 +255,9 @@ class Bootstrap:
         name = self.options.model_name
         reason = await self._served("gateway", api_key, "", patience_s=_STALE_KEY_S)
         if isinstance(reason, Unauthenticated):
+            if why := await self._why_closed(admin):
+                self.progress.event("key", "failed", f"the key {KEY_NAME} opens no gateway: {why}")
+                return api_key
             api_key = await self._new_key(admin, replace=True)
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
         wanted = name if serves and (not key.models or name in key.models) else ""
@@ -266,6 +272,16 @@ class Bootstrap:
                     next_step=f"see {self.state.log(gateway)}",
                 )
         return api_key
+
+    async def _why_closed(self, admin: AdminClient) -> str:
+        """Return why operators keep the key from every gateway; empty where they do not."""
+        key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
+        if key.HasField("expire_time") and key.expire_time.ToSeconds() <= time.time():
+            return f"it has expired; `fairway keys revoke {KEY_NAME}` has the next start make another"
+        tenant = await checked(admin.tenants.get(TENANT), what=f"cannot look up the tenant {TENANT}")
+        if tenant.disabled:
+            return f"the tenant {TENANT} is disabled; `fairway tenants enable {TENANT}` opens them again"
+        return ""
 
     async def _served(
         self, gateway: str, api_key: str, wanted: str, *, patience_s: float

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
@@ -23,9 +22,6 @@ from fairway.cli.fleet.supervisor import ProcessSupervisor
 from fairway.cli.state import PRIVATE_UMASK, StateDir, ensure_secrets, read_secret, write_private
 
 OnReady = Callable[[Endpoints], None]
-
-
-_FIELDS: Final = {"no_model": "deploy"}  # options whose name on the command line is another
 
 
 class AlreadyRunning(CliError):
@@ -83,9 +79,11 @@ def _flag(name: str) -> str:
     return "--set" if name == "settings" else "--" + name.replace("_", "-")
 
 
-def _shown(value: object) -> str:
+def _shown(name: str, options: UpOptions) -> str:
+    """Return the value that the option of this name has."""
+    value = not options.deploy if name == "no_model" else getattr(options, name)
     if isinstance(value, tuple):
-        return " ".join(f"{role}:{variable}={text}" for role, variable, text in value) or "not given"
+        value = " ".join(f"{role}:{variable}={text}" for role, variable, text in value)
     return str(value) if value != "" else "not given"
 
 
@@ -113,9 +111,9 @@ def require_same(asked: UpOptions, given: Collection[str], state: StateDir) -> N
         grpc_port=ports.get("gateway_grpc", 0) if asked.grpc_port else 0,
     )
     differing = [
-        f"{_flag(name)} is {_shown(getattr(running, field))}, not {_shown(getattr(asked, field))}"
+        f"{_flag(name)} is {_shown(name, running)}, not {_shown(name, asked)}"
         for name in sorted(given)
-        if (field := _FIELDS.get(name, name)) and getattr(asked, field, None) != getattr(running, field, None)
+        if _shown(name, running) != _shown(name, asked)
     ]
     if not differing:
         return

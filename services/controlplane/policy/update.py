@@ -22,11 +22,11 @@ _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
     """Keep the version before that takes new requests, and retire or drop the others.
 
-    One that serves nobody is replaced in its place.
+    One that served nobody when the update began is replaced in its place.
     """
     name = deployment.meta.name
-    ready = ready_replicas(name, hosts)
-    serving = deployment.serving_digest(ready)
+    ready = replicas_in(VersionState.READY, name, hosts)
+    serving = deployment.serving_digest(ready, replicas_in(VersionState.RESTARTING, name, hosts))
     for host in hosts:
         for old in host.before.get(name, ()):
             loaded = host.loaded(old)
@@ -34,17 +34,18 @@ def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Seque
             if not deployment.replicas:
                 host.remove_before(old, "surplus")
             elif serving != old.version_digest and ready.get(serving):
-                if host.live and loaded is not None and (serves or old.retiring):
-                    _retire(host, old, True)  # it leaves when it has ended
+                stays = host.live and loaded is not None and (serves or old.retiring)
+                if stays and not _serves_another(old, host):
+                    _keep(host, old, replace(old, retiring=True), "replaced")  # it leaves when it has ended
                 else:
                     host.remove_before(old, "replaced")
-            elif serves:
-                _retire(host, old, False)
+            elif serves or old.served:
+                kept = replace(old, served=True, retiring=False, priority=deployment.priority)
+                _keep(host, old, kept, "serves until its successor does")
             elif host.live:
                 host.remove_before(old, "other version")
-                if not old.retiring:
-                    host.held.setdefault(name, version)
-        if host.leaving and name in host.before and _served_elsewhere(name, host, hosts):
+                host.held.setdefault(name, version)
+        if host.live and host.leaving and name in host.before and _served_elsewhere(name, host, hosts):
             for old in host.before[name]:
                 host.remove_before(old, "moved")
 
@@ -58,12 +59,15 @@ def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[H
     if any(_is_coming(version, host) for host in hosts):
         return missing
     for host in sorted(hosts, key=lambda each: name not in each.held):
-        if not host.live or name not in host.before or not _is_short(deployment, version, host, missing):
+        before = host.before.get(name, ())
+        if not host.live or not before or not _is_short(deployment, version, host, missing):
             continue
-        serves = any(host.ready(old) for old in host.before[name])
-        if serves and not _served_elsewhere(name, host, hosts):
+        if any(old.retiring for old in before):
+            continue  # it leaves by itself, when what was accepted for it has ended
+        states = [loaded.state for old in before if (loaded := host.loaded(old)) is not None]
+        if any(state in _SERVES for state in states) and not _served_elsewhere(name, host, hosts):
             continue
-        for old in host.before[name]:
+        for old in before:
             host.remove_before(old, f"makes way for {version.version_digest[:19]}")
         if name not in host.held:
             host.held[name] = version
@@ -72,30 +76,37 @@ def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[H
     return missing
 
 
-def ready_replicas(name: str, hosts: Sequence[Host]) -> dict[str, int]:
-    """Return how many replicas of a deployment are READY on workers that stay, by version digest."""
-    ready: dict[str, int] = {}
+def replicas_in(state: VersionState, name: str, hosts: Sequence[Host]) -> dict[str, int]:
+    """Return how many replicas of a deployment are in a state on workers that stay, by version digest."""
+    found: dict[str, int] = {}
     for host in hosts:
         for loaded in host.worker.versions if host.live and not host.worker.draining else ():
-            if loaded.deployment == name and loaded.state is VersionState.READY:
-                ready[loaded.version_digest] = ready.get(loaded.version_digest, 0) + 1
-    return ready
+            if loaded.deployment == name and loaded.state is state:
+                found[loaded.version_digest] = found.get(loaded.version_digest, 0) + 1
+    return found
 
 
-def _retire(host: Host, old: AssignedVersion, retiring: bool) -> None:
-    if old.retiring is retiring:
-        return
-    name = old.deployment
-    host.before[name] = tuple(
-        replace(one, retiring=retiring) if one == old else one for one in host.before[name]
+def _keep(host: Host, old: AssignedVersion, kept: AssignedVersion, why: str) -> None:
+    if kept != old:
+        name = old.deployment
+        host.before[name] = tuple(kept if one == old else one for one in host.before[name])
+        host.reasons.append(f"{name}: {why}")
+
+
+def _serves_another(old: AssignedVersion, host: Host) -> bool:
+    """Whether another deployment keeps the same version on the worker: then nothing leaves."""
+    return any(
+        one.version_digest == old.version_digest and one.deployment != old.deployment and not one.retiring
+        for one in host.assigned
     )
-    host.reasons.append(f"{name}: {'replaced' if retiring else 'its successor serves no more'}")
 
 
 def _is_coming(version: AssignedVersion, host: Host) -> bool:
-    """Whether a worker has only the new version, and does not serve it yet."""
+    """Whether a worker has only the new version, and is about to serve it."""
     name = version.deployment
-    return not host.leaving and name in host.held and name not in host.before and not host.ready(version)
+    if host.leaving or name not in host.held or name in host.before or host.ready(version):
+        return False
+    return not (host.memory.starved(version.version_digest) and no_memory(host.memory, version))
 
 
 def _is_short(deployment: Deployment, version: AssignedVersion, host: Host, missing: int) -> bool:
@@ -116,5 +127,6 @@ def _is_short(deployment: Deployment, version: AssignedVersion, host: Host, miss
 def _served_elsewhere(name: str, host: Host, hosts: Sequence[Host]) -> bool:
     """Whether another worker that stays serves the deployment in a version that this one has of it."""
     digests = {old.version_digest for old in host.before.get(name, ())}
-    others = ready_replicas(name, [one for one in hosts if one is not host and not one.node.draining])
+    staying = [one for one in hosts if one is not host and not one.node.draining]
+    others = replicas_in(VersionState.READY, name, staying)
     return any(others.get(digest) for digest in digests)

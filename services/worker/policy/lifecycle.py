@@ -142,7 +142,8 @@ def plan(
             leaving += _remove(slot, now_s)
     for rank, slot in sorted(kept, key=lambda each: -each[0]):
         action = _keep(slot, now_s, 0 if giving_back else free_bytes)
-        if isinstance(action, Load) and slot.unbooked and _is_held(rank, kept, observed, free_bytes):
+        held = _is_held(rank, kept, observed, free_bytes) or _waits_for_before(slot, desired, kept)
+        if isinstance(action, Load) and slot.unbooked and held:
             continue
         coming += [] if action is None else [action]
     known = {slot.version.version_digest for slot in observed}
@@ -190,6 +191,21 @@ def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slo
             if higher.get(each.version.version_digest, -1) < above  # lower, or on its way out
         )
         if slot.needed_bytes <= free_bytes + yielding:
+            return True
+    return False
+
+
+def _waits_for_before(
+    slot: Slot, desired: Mapping[str, AssignedVersion], kept: Sequence[tuple[int, Slot]]
+) -> bool:
+    """Whether the version that it is to replace lost its engine, and takes its memory again first."""
+    version = desired[slot.version.version_digest]
+    if version.served:
+        return False
+    for _, other in kept:
+        before = desired[other.version.version_digest]
+        restarts = other.phase in (Phase.BROKEN, Phase.LOADING) and other.restarting and other.unbooked
+        if restarts and before.served and before.deployment == version.deployment:
             return True
     return False
 

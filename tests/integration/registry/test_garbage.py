@@ -22,7 +22,16 @@ from services.adapters.model_files import ModelFiles
 from services.controlplane.deployments import Deployments
 from services.core.errors import Conflict, FailedPrecondition, FairwayError, InvalidInput, NotFound
 from services.core.manifest import Manifest, ManifestFile, sha256_of
-from services.core.records import DEPLOYMENTS, Deployment, Meta, dump, tag_key
+from services.core.records import (
+    ASSIGNMENTS,
+    DEPLOYMENTS,
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    Meta,
+    dump,
+    tag_key,
+)
 from services.ports.blob_store import StoredBlob
 from services.ports.store import Committed, Condition, ConditionFailed, Entry, Listing, Operation, Put
 from services.registry.service import RegistryService
@@ -154,6 +163,11 @@ async def test_a_version_that_is_used_is_not_deleted(registry: Registry, tmp_pat
     await registry.store.commit(
         [Put(DEPLOYMENTS + "chat", dump(Deployment(Meta("chat"), "x", digest, digest, 1)))]
     )
+    assigned = Assignment("w0", (AssignedVersion("chat", "tiny", digest, retiring=True),))
+    await registry.store.commit([Put(ASSIGNMENTS + "w0", dump(assigned))])
+    with pytest.raises(grpc.aio.AioRpcError, match="serves the deployment chat until its update is over"):
+        await registry.delete("tiny", digest)
+    await registry.store.commit([Put(ASSIGNMENTS + "w0", dump(Assignment("w0")))])
     await registry.delete("tiny", digest)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await registry.delete("tiny", digest)

@@ -176,6 +176,21 @@ def test_what_operators_changed_or_deleted_stays_so(installation: Installation) 
     assert deployed.exists()
 
 
+def test_what_operators_broke_keeps_no_installation_from_starting(installation: Installation) -> None:
+    start = ("up", "--detach", "--model-dir", str(installation.model))
+    store = installation.state.root / "state" / "store"
+    assert installation.run(*start).returncode == 0
+    installation.run("down")
+    key = (store / "key-local").read_text()
+    (store / "disabled").touch()
+    done = installation.run(*start, env={"STANDIN_REPLICA": "VERSION_STATE_FAILED"})
+    assert done.returncode == 0, done.stderr
+    assert "my-model does not serve: worker-0 cannot serve my-model: as told" in done.stderr
+    assert "the tenant default is disabled" in done.stderr
+    assert (store / "key-local").read_text() == key
+    assert installation.run("status").returncode == 0
+
+
 def test_other_options_than_those_that_run_are_refused(installation: Installation) -> None:
     assert installation.run("up", "--detach", "--no-model", "--workers", "2").returncode == 0
     record = installation.record()
@@ -183,12 +198,23 @@ def test_other_options_than_those_that_run_are_refused(installation: Installatio
     assert installation.run("up", "--no-model", "--workers", "2", "--detach").returncode == 0
     port = installation.endpoints().http.rpartition(":")[2]
     assert installation.run("up", "--http-port", port).returncode == 0
-    again = installation.run("up", "--workers", "3", "--http-port", "1", "--set", "worker:FAIRWAY_DRAIN_S=5")
+    again = installation.run(
+        "up",
+        "--workers",
+        "3",
+        "--http-port",
+        "1",
+        "--set",
+        "worker:FAIRWAY_DRAIN_S=5",
+        "--model-dir",
+        str(installation.model),
+    )
     assert again.returncode == 4
     for part in (
         "RUNS_OTHERWISE",
         "--workers is 2, not 3",
         f"--http-port is {port}, not 1",
+        f"--model-dir is not given, not {installation.model}",
         "--set is not given, not worker:FAIRWAY_DRAIN_S=5",
         "fairway down",
     ):

@@ -51,6 +51,11 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         await self._admin(context)
         return controlplane_pb2.CreateTenantResponse(tenant=request.tenant)
 
+    async def GetTenant(self, request: Any, context: Any) -> Any:
+        await self._admin(context)
+        tenant = controlplane_pb2.Tenant(disabled=(STORE / "disabled").exists())
+        return controlplane_pb2.GetTenantResponse(tenant=tenant)
+
     async def GetKey(self, request: Any, context: Any) -> Any:
         await self._admin(context)
         if not (STORE / f"key-{request.name}").exists():
@@ -121,7 +126,8 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
 
 class Gateway(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(self, request: Any, context: Any) -> Any:
-        if _key(context) not in {path.read_text() for path in STORE.glob("key-*")}:
+        keys = {path.read_text() for path in STORE.glob("key-*")}
+        if _key(context) not in keys or (STORE / "disabled").exists():
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no such key")
         names = [path.name.removeprefix("deployment-") for path in STORE.glob("deployment-*")]
         return inference_pb2.ListModelsResponse(

@@ -15,6 +15,7 @@ from services.core.records import (
     LoadedVersion,
     Meta,
     Node,
+    Priority,
     VersionState,
     Worker,
 )
@@ -57,7 +58,7 @@ class FakeWorker:
                 fits = self.granted_bytes() + self.size_bytes <= self.memory_bytes
                 can = fits and digest not in self.unloadable
                 self.versions[digest] = (VersionState.LOADING, LOAD_STEPS) if can else (state, 0)
-            elif state is VersionState.LOADING:
+            elif state in (VersionState.LOADING, VersionState.RESTARTING):
                 self.versions[digest] = (state, left - 1) if left else (VersionState.READY, 0)
             elif state is VersionState.RETIRING:
                 self.versions[digest] = VersionState.READY, 0
@@ -121,7 +122,11 @@ class Fleet:
         for worker in self.workers.values():
             for digest, (state, _) in worker.versions.items():
                 ready[digest] = ready.get(digest, 0) + (state is VersionState.READY)
-        digest = self.wanted.serving_digest(ready)
+        restarting: dict[str, int] = {}
+        for worker in self.workers.values():
+            for digest, (state, _) in worker.versions.items():
+                restarting[digest] = restarting.get(digest, 0) + (state is VersionState.RESTARTING)
+        digest = self.wanted.serving_digest(ready, restarting)
         return digest, ready.get(digest, 0)
 
     def digests(self) -> set[str]:
@@ -219,6 +224,79 @@ def test_a_node_that_drains_during_an_update_is_left_once_others_serve() -> None
     served = fleet.run(30)
     assert min(count for _, count in served) >= 1
     assert fleet.assignments["w0"].versions == ()
+
+
+def test_the_last_one_before_has_its_time_to_retire_without_room_for_both() -> None:
+    fleet = Fleet([1, 1])
+    fleet.run(10)
+    fleet.wanted = deployment(NEW, 2)
+    retiring = 0
+    for _ in range(40):
+        fleet.step()
+        states = [worker.versions.get(OLD, (None, 0))[0] for worker in fleet.workers.values()]
+        retiring += VersionState.RETIRING in states
+    assert retiring > RETIRE_STEPS
+    assert fleet.serving() == (NEW, 2)
+
+
+def test_a_priority_raised_with_the_version_makes_no_gap() -> None:
+    fleet = Fleet([1])
+    fleet.wanted = deployment(OLD, 1, priority=Priority.BATCH)
+    fleet.run(10)
+    fleet.wanted = deployment(NEW, 1, priority=Priority.INTERACTIVE)
+    assert set(fleet.run(20)) == {(OLD, 1)}
+
+
+def test_a_worker_that_cannot_take_the_version_holds_up_no_other() -> None:
+    for replicas in (2, 3):
+        fleet = Fleet([1, 1, 1])
+        fleet.workers["w2"].memory_bytes = 5
+        fleet.wanted = deployment(OLD, 2)
+        fleet.run(10)
+        fleet.wanted = deployment(NEW, replicas)
+        served = fleet.run(100)
+        assert served[-1] == (NEW, 2)
+        assert min(count for _, count in served) == 1
+
+
+def test_a_worker_that_restarts_during_a_failed_update_has_the_version_before_again() -> None:
+    fleet = Fleet([2], unloadable=frozenset({NEW}))
+    fleet.run(10)
+    fleet.wanted = deployment(NEW, 1)
+    fleet.run(5)
+    fleet.workers["w0"].versions.clear()
+    assert fleet.run(10)[-1] == (OLD, 1)
+
+
+def test_a_crash_of_the_version_before_moves_no_traffic_and_ends_it_nowhere() -> None:
+    fleet = Fleet([1, 2, 2])
+    fleet.run(10)
+    fleet.wanted = deployment(NEW, 3)
+    fleet.step()
+    for worker in fleet.workers.values():
+        worker.versions[OLD] = VersionState.RESTARTING, 1
+    fleet.step()
+    assert fleet.serving()[0] == OLD
+    assert {OLD} <= {one.version_digest for one in fleet.assignments["w0"].versions}
+    assert fleet.run(40)[-1] == (NEW, 3)
+
+
+def test_a_version_that_another_deployment_keeps_leaves_at_once_what_was_updated() -> None:
+    other = replace(deployment(OLD, 1), meta=Meta("other"))
+    versions = tuple(
+        LoadedVersion(name, "m", digest, VersionState.READY)
+        for name, digest in (("d", OLD), ("d", NEW), ("other", OLD))
+    )
+    assigned = tuple(AssignedVersion(v.deployment, "m", v.version_digest) for v in versions)
+    (action,) = plan(
+        [deployment(NEW, 1), other],
+        [Worker("w0", "w:1", versions=versions)],
+        [],
+        [Assignment("w0", assigned)],
+    )
+    assert isinstance(action, PutAssignment)
+    left = {(one.deployment, one.version_digest) for one in action.assignment.versions}
+    assert left == {("d", NEW), ("other", OLD)}
 
 
 @settings(max_examples=200, deadline=None)

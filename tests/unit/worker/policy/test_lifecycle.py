@@ -32,6 +32,7 @@ versions = st.builds(
     version_digest=st.sampled_from(DIGESTS),
     executor=st.sampled_from(("torch", "null")),
     priority=st.sampled_from(list(Priority)),
+    served=st.booleans(),
     retiring=st.booleans(),
 )
 assignments = st.lists(versions, max_size=4)
@@ -151,6 +152,17 @@ def test_an_engine_that_dies_while_it_retires_is_started_again_for_what_it_had()
     assert plan({"d1": version}, [slot], NOW_S + 1, retire_s=35.0) == (Load("d1"),)
     assert plan({"d1": version}, [slot], NOW_S + 40, retire_s=35.0) == (Discard("d1"),)
     assert plan({"d1": version}, [], NOW_S, retire_s=35.0) == (), "nothing loads it anew"
+
+
+def test_a_version_before_that_lost_its_engine_has_its_memory_again_first() -> None:
+    old, new = AssignedVersion("x", "m", "d1", served=True), AssignedVersion("x", "m", "d2")
+    crashed = Slot(old, Phase.BROKEN, has_files=True, restarting=True, unbooked=True, retry_at_s=NOW_S + 1)
+    waiting = Slot(new, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=5)
+    both = {"d1": old, "d2": new}
+    assert plan(both, [crashed, waiting], NOW_S, free_bytes=9) == ()
+    assert plan(both, [crashed, waiting], NOW_S + 1, free_bytes=9) == (Load("d1"),)
+    loading = replace(crashed, phase=Phase.LOADING, unbooked=False)
+    assert plan(both, [loading, waiting], NOW_S + 2, free_bytes=9) == (Load("d2"),)
 
 
 def test_a_version_that_another_deployment_wants_does_not_retire() -> None:
