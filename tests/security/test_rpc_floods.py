@@ -18,7 +18,7 @@ import pytest
 
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.rpc.connections import MAX_IDLE_OF_CALLER, MAX_OF_SOURCE, MAX_STRANGERS, PERIOD_S
-from services.rpc.interceptors.messages import MAX_READING, MAX_WAITING, MAX_WAITING_STRANGERS
+from services.rpc.interceptors.messages import MAX_WAITING_STRANGERS
 from services.rpc.strangers import MAX_REFUSALS_PER_S
 from tests.support.http2 import (
     CHECK,
@@ -137,22 +137,6 @@ async def test_large_messages_for_the_health_service(server: RpcProcess) -> None
             task.cancel()
         await asyncio.gather(*sending, return_exceptions=True)
     assert server.peak_mib() - before_mib < (MAX_WAITING_STRANGERS + 4) * 16
-
-
-async def test_large_messages_of_a_tenant_are_read_a_few_at_a_time(server: RpcProcess) -> None:
-    """As many calls as may wait, each with the largest message but for its last byte."""
-    data = struct.pack(">BI", 0, LARGEST) + bytes(LARGEST - 1)
-    before_mib = server.rss_mib()
-    async with attacked(server, connections=MAX_WAITING) as attackers:
-        sending = []
-        for attacker in attackers:
-            await attacker.send(call(1, COUNT, *KEY))
-            sending.append(asyncio.create_task(attacker.send_body(1, data)))
-        await asyncio.wait(sending, timeout=8)
-        for task in sending:
-            task.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
-    assert server.peak_mib() - before_mib < 2 * MAX_READING * 16
 
 
 async def test_a_tenants_message_of_empty_submessages_is_counted_before_it_is_decoded(

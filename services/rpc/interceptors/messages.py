@@ -24,29 +24,12 @@ CHECKED_BY_SERVICER: Final = frozenset(
     }
 )
 MESSAGE_WITHIN_S: Final = 10.0
-# Calls of one caller whose message is under way. A message usually comes with its call. Each that is read may
-# hold the largest message of the transport, so few are read at a time; the others hold what grpc takes of a
-# stream that nobody reads. Strangers all count as one caller.
+# Calls of one caller whose message is under way. Each may hold the largest message of the transport, so
+# strangers, who all count as one caller, have few. A message usually comes with its call.
 MAX_WAITING: Final = 128
 MAX_WAITING_STRANGERS: Final = 8
 MAX_WAITING_SERVICES: Final = 4096
-MAX_READING: Final = 16
 MAX_PUBLIC_MESSAGES: Final = 256
-
-
-class _Caller:
-    """The calls of one caller that wait for their messages, the oldest first."""
-
-    def __init__(self, most: int, reading: int) -> None:
-        self.most = most
-        self.turns = asyncio.Semaphore(reading)
-        self.waiting: dict[asyncio.Timeout, None] = {}
-
-    @classmethod
-    def named(cls, who: str | None) -> _Caller:
-        if who is None:
-            return cls(MAX_WAITING_STRANGERS, MAX_WAITING_STRANGERS)
-        return cls(MAX_WAITING, MAX_READING) if who else cls(MAX_WAITING_SERVICES, MAX_WAITING_SERVICES)
 
 
 class Waiting:
@@ -54,7 +37,7 @@ class Waiting:
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
-        self._callers: dict[str | None, _Caller] = {}
+        self._by_caller: dict[str | None, dict[asyncio.Timeout, None]] = {}
 
     async def read(self, context: Context) -> Any:
         """Return the encoded message, or EOF.
@@ -62,11 +45,9 @@ class Waiting:
         Raises DeadlineExceeded, or OverQuota when another call took its place.
         """
         who = caller()
-        found = self._callers.get(who)
-        if found is None:
-            found = self._callers[who] = _Caller.named(who)
-        waiting = found.waiting
-        if len(waiting) >= found.most:
+        most = MAX_WAITING_STRANGERS if who is None else MAX_WAITING if who else MAX_WAITING_SERVICES
+        waiting = self._by_caller.setdefault(who, {})
+        if len(waiting) >= most:
             oldest = next(iter(waiting))
             del waiting[oldest]
             oldest.reschedule(0.0)
@@ -76,16 +57,15 @@ class Waiting:
             async with place:
                 waiting[place] = None
                 try:
-                    async with found.turns:
-                        return await context.read()
+                    return await context.read()
                 finally:
                     evicted = place not in waiting
                     waiting.pop(place, None)
-                    if not waiting and self._callers.get(who) is found:
-                        del self._callers[who]
+                    if not waiting and self._by_caller.get(who) is waiting:
+                        del self._by_caller[who]
         except TimeoutError:
             if evicted:
-                text = f"more than {found.most} calls of this caller wait for their messages"
+                text = f"more than {most} calls of this caller wait for their messages"
                 raise OverQuota(text, retry_after_s=1.0) from None
             raise DeadlineExceeded(f"no request message came within {self._within_s:g} s") from None
 
