@@ -267,10 +267,16 @@ def _docker_accepts() -> bool:
     return True
 
 
+# A run of several processes ends when its longest group does, so those that wait much come first.
+_FIRST = ((SHARED_INSTALLATION, *INSTALLATIONS), ("tests/security/",), ("tests/integration/", "tests/sim/"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole installations come first: a run of several processes ends when the longest group does."""
-    items.sort(key=lambda item: not item.nodeid.startswith((SHARED_INSTALLATION, *INSTALLATIONS)))
+    def rank(item: pytest.Item) -> int:
+        return next((place for place, at in enumerate(_FIRST) if item.nodeid.startswith(at)), len(_FIRST))
+
+    items.sort(key=rank)
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

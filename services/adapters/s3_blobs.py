@@ -25,6 +25,7 @@ from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of, is
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, StoreUnavailable, first_failure
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
+from services.runtime.task_group import TaskGroup
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -197,7 +198,7 @@ async def _together(looks: Sequence[Awaitable[None]]) -> None:
         await look
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             for look in looks:
                 group.create_task(one(look))
     except BaseExceptionGroup as failures:

@@ -24,6 +24,7 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Reservation
 from services.runtime.supervisor import Supervisor
+from services.runtime.task_group import TaskGroup
 
 log = structlog.get_logger()
 
@@ -188,7 +189,7 @@ class Request:
         if len(self._runs) == 1:
             return (await self._runs[0].run(),)
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 tasks = [group.create_task(run.run()) for run in self._runs]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None

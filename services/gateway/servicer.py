@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Final
@@ -18,6 +17,7 @@ from services.gateway.session import MuxedSession
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
+from services.runtime.task_group import TaskGroup
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             with BoundedWrites(context, self._write_timeout_s) as writes:
                 await writes.open()
-                async with asyncio.TaskGroup() as group:
+                async with TaskGroup() as group:
                     group.create_task(self._read(session, request_iterator, context))
                     await self._write(session, writes)
         except BaseExceptionGroup as failures:

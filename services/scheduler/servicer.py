@@ -25,6 +25,7 @@ from services.rpc.convert_scheduler import (
     place_from_proto,
     report_from_proto,
 )
+from services.runtime.task_group import TaskGroup
 from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
 
 log = structlog.get_logger()
@@ -51,7 +52,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         stream = self._service.open(hello.gateway_id, woken.set, zone=hello.zone)
         try:
             await send_headers(context)
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 reading = group.create_task(_read_places(request_iterator, stream))
                 reading.add_done_callback(lambda _: woken.set())
                 await self._write_outcomes(stream, reading, woken, context)
@@ -67,7 +68,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         stream = self._service.open_report(woken.set)
         try:
             await send_headers(context)
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 # Leadership goes out before the first report is read: the order of a worker's streams
                 # is the order in which they were opened here.
                 await context.write(self._heard(ReportAnswer(stream.epoch)))

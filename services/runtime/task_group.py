@@ -1,0 +1,31 @@
+"""A group of tasks after whose failure the timeouts of its parent still work, from Python 3.11.0 on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import TracebackType
+from typing import Final
+
+# Before, a timeout takes any cancel request that its task still has for one from outside, and ends the task.
+_TIMEOUTS_COUNT_ALL: Final = sys.version_info < (3, 11, 4)
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """Takes back the cancel request by which it wakes its parent when a task fails while the parent waits."""
+
+    _parent_cancel_requested: bool
+    _parent_task: asyncio.Task[object]
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        before = self._parent_cancel_requested
+        try:
+            await super().__aexit__(kind, error, traceback)
+        finally:
+            if _TIMEOUTS_COUNT_ALL and self._parent_cancel_requested and not before:
+                self._parent_task.uncancel()
