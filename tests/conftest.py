@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -267,14 +268,18 @@ def _docker_accepts() -> bool:
     return True
 
 
-# A run of several processes ends when its longest group does, so those that wait much come first.
-_FIRST = ((SHARED_INSTALLATION, *INSTALLATIONS), ("tests/security/",), ("tests/integration/", "tests/sim/"))
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        return next((place for place, at in enumerate(_FIRST) if item.nodeid.startswith(at)), len(_FIRST))
+    """Whole installations come first: a run of several processes ends when its longest group does.
+
+    The others come by their number of tests, so that files that wait and files that compute are mixed.
+    """
+    files = [item.nodeid.partition("::")[0] for item in items]
+    counts = Counter(files)
+
+    def rank(item: pytest.Item) -> tuple[bool, int, str]:
+        file = item.nodeid.partition("::")[0]
+        return not file.startswith((SHARED_INSTALLATION, *INSTALLATIONS)), -counts[file], file
 
     items.sort(key=rank)
 
