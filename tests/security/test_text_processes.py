@@ -214,7 +214,8 @@ async def test_a_template_that_cannot_be_compiled_leaves_prompts(bench: Bench) -
 async def test_files_that_explode_while_they_are_loaded_are_refused(
     tmp_path: Path, limits: TextLimits
 ) -> None:
-    folder = write_version(tmp_path / "x", template=CHAT)
+    # It takes many ticks of the clock by which the system counts processor time.
+    folder = write_version(tmp_path / "x", template=CHAT + "{% if x %}y{% endif %}" * 4000)
     async with opened(tmp_path, limits) as bench:
         with pytest.raises(FailedPrecondition):
             await bench.processes.load("sha256:x", lambda: nullcontext(folder))
