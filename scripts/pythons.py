@@ -24,6 +24,7 @@ FOLDERS: Final = ("/usr/local/bin", "/usr/bin", "~/.pyenv/versions/*/bin", "~/.l
 NAMES: Final = ("python3", "python3.11", "python3.12", "python3.13")
 # Error groups, cancellation, timeouts and signals: what asyncio and the language do, and what hangs on it.
 FLOOR_TESTS: Final = (
+    "tests/unit/core",
     "tests/unit/runtime",
     "tests/unit/rpc",
     "tests/unit/adapters",
@@ -35,6 +36,7 @@ FLOOR_TESTS: Final = (
     "tests/contract/test_placement_stream.py",
     "tests/contract/test_worker_stream.py",
     "tests/contract/test_report_links.py",
+    "tests/tidy/test_house_rules.py",
 )
 PROBE: Final = "import ensurepip, venv, ctypes, ssl, sys; print('.'.join(map(str, sys.version_info[:3])))"
 

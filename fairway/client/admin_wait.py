@@ -46,6 +46,27 @@ async def until_ready(
     return await _until(read, report, is_deployed, why, late_deployment, timeout_s)
 
 
+async def until_any_ready(
+    read: Callable[[], Awaitable[cp.Deployment]],
+    report: Callable[[cp.Deployment], None] | None = None,
+    *,
+    timeout_s: float = WAIT_S,
+) -> cp.Deployment:
+    """Return the deployment once a replica of any version is READY. Raises as ``until_ready``."""
+
+    def why(found: cp.Deployment) -> WaitFailed | None:
+        return None if ready_replicas(found) else why_never_ready(found)
+
+    return await _until(
+        read, report, lambda found: bool(ready_replicas(found)), why, late_deployment, timeout_s
+    )
+
+
+def ready_replicas(deployment: cp.Deployment) -> int:
+    """Return how many replicas serve, those that an update replaces included."""
+    return sum(one.state == worker_pb2.VERSION_STATE_READY for one in deployment.status.replicas)
+
+
 async def until_drained(
     read: Callable[[], Awaitable[cp.Node]],
     report: Callable[[cp.Node], None] | None = None,

@@ -20,6 +20,7 @@ from fairway.client.errors import (
     from_rpc,
 )
 from fairway.client.values import Event
+from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2 as pb
 
 CHOICE_BITS: Final = 4
@@ -151,7 +152,7 @@ class Link:
         call = self.endpoint.stub.Session(metadata=self._core.metadata)
         error: FairwayError = connection_lost("the session was closed")
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 writing = group.create_task(self._write(call))
                 error = await self._read(call)
                 writing.cancel()

@@ -14,6 +14,7 @@ import grpc
 
 from fairway.client.errors import STATUS_LOST
 from fairway.client.folder import Chunk, read_chunk
+from fairway.task_group import TaskGroup
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 
@@ -67,7 +68,7 @@ class Transfer:
                 await self._upload(digest, chunk)
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 for _ in range(min(PARALLEL_UPLOADS, len(chunks))):
                     group.create_task(worker())
         except BaseExceptionGroup as failed:

@@ -21,11 +21,11 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
+from fairway.task_group import TaskGroup
 from services.adapters.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_blob, is_name
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, StoreUnavailable, first_failure
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
-from services.runtime.task_group import TaskGroup
 
 log = structlog.get_logger()
 T = TypeVar("T")

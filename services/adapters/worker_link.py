@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 import grpc
 
+from fairway.task_group import TaskGroup
 from fairway.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.adapters.link_health import CHECK_S
 from services.adapters.sequence_link import Outgoing, SequenceLink
@@ -64,7 +65,7 @@ class WorkerLink(SequenceLink):
         """Read, write and watch until one of them ends the stream; return why it ended."""
         call: Call = stub.Execute(metadata=self._metadata)
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 group.create_task(self._write(call))
                 group.create_task(self._watch())
                 async for response in call:

@@ -127,12 +127,5 @@ def replicas_of(fleet: Fleet, deployment: str) -> tuple[Replica, ...]:
         worker = workers.get(assignment.worker_id)
         for version in assignment.versions:
             if version.deployment == deployment and worker is not None:
-                found.append(Replica(worker.worker_id, version, _loaded(worker, version)))
+                found.append(Replica(worker.worker_id, version, worker.loaded(version)))
     return tuple(found)
-
-
-def _loaded(worker: Worker, assigned: AssignedVersion) -> LoadedVersion | None:
-    for loaded in worker.versions:
-        if loaded.deployment == assigned.deployment and loaded.version_digest == assigned.version_digest:
-            return loaded
-    return None

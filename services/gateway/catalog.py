@@ -17,7 +17,15 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
-from services.core.records import DEPLOYMENTS, Deployment, LoadedVersion, Meta, VersionState, Worker
+from services.core.records import (
+    DEPLOYMENTS,
+    Deployment,
+    LoadedVersion,
+    Meta,
+    VersionState,
+    Worker,
+    replicas_in,
+)
 from services.gateway.text.texts import Texts
 from services.gateway.text_model import TextModel, is_text_file
 from services.ports.clock import Clock
@@ -292,8 +300,9 @@ class ModelCatalog:
         workers = self._workers.view
         if workers is not self._indexed:
             self._index = _index(workers)
-            self._ready_of = _replicas(workers, VersionState.READY)
-            self._restarting_of = _replicas(workers, VersionState.RESTARTING)
+            records = [held.record for held in workers.values()]
+            self._ready_of = replicas_in(VersionState.READY, records)
+            self._restarting_of = replicas_in(VersionState.RESTARTING, records)
             self._indexed = workers
 
 
@@ -339,14 +348,4 @@ def _index(workers: Mapping[str, Versioned[Worker]]) -> dict[str, _Ready]:
         for version in held.record.versions if not held.record.draining else ():
             digest = version.version_digest
             found[digest] = found.get(digest, _Ready(version.model)).joined(version)
-    return found
-
-
-def _replicas(workers: Mapping[str, Versioned[Worker]], state: VersionState) -> dict[str, Counter[str]]:
-    """Return the replicas in a state, by deployment and version."""
-    found: dict[str, Counter[str]] = {}
-    for held in workers.values():
-        for version in held.record.versions if not held.record.draining else ():
-            if version.state is state:
-                found.setdefault(version.deployment, Counter())[version.version_digest] += 1
     return found

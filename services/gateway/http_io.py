@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, SlowReader
 from services.gateway.events import MAX_ATTEMPT
 from services.gateway.openai_errors import Header, HttpProblem, error_body, error_headers, status_of
@@ -268,7 +269,7 @@ async def unless_gone(receive: Receive, reply: Reply, work: Coroutine[Any, Any, 
     The body must have been read: from then on the server tells only of the end of the connection.
     """
     try:
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             watcher = group.create_task(_watch(receive, reply))
             try:
                 return await work

@@ -11,6 +11,7 @@ from typing import Final
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.errors import ConcurrencyExceeded, FairwayError
 from services.core.shares import share_of
@@ -103,7 +104,7 @@ class Idempotent:
 
     async def flush_forever(self) -> None:
         """Write behind the runs what they produced, and renew their leases; a task of the process."""
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             group.create_task(self._flusher.flush_forever())
             group.create_task(self._unwritten.write_forever())
             while True:

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from structlog.contextvars import bound_contextvars
 
+from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InternalError, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
@@ -219,7 +220,7 @@ class OpenAiFace:
     async def _complete(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> list[Completed]:
         """Return one answer per generation; the first failure ends the others."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 tasks = [
                     group.create_task(
                         self._service.complete(

@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from services.core.errors import StoreUnavailable
 from services.gateway.keyed_types import KeyedPorts
 from services.gateway.tenure import Tenure
@@ -31,7 +32,7 @@ class RecordFlusher:
         self._writing: set[str] = set()
 
     async def flush_forever(self) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             while True:
                 await self._ports.clock.sleep(self._ports.limits.flush_s)
                 for tenant_id, tenures in self._due().items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
@@ -24,7 +25,6 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Reservation
 from services.runtime.supervisor import Supervisor
-from services.runtime.task_group import TaskGroup
 
 log = structlog.get_logger()
 

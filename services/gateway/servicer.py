@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.core.errors import Unimplemented, first_failure
 from services.gateway.events import Received
@@ -17,7 +18,6 @@ from services.gateway.session import MuxedSession
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
-from services.runtime.task_group import TaskGroup
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
+from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.http_io import Reply, foremost
@@ -55,7 +56,7 @@ class EventStream:
             await self._relay(0, sources[0])
             return
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 for number, source in enumerate(sources):
                     group.create_task(self._relay(number, source))
         except BaseExceptionGroup as failures:

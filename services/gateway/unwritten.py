@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from services.core.errors import StoreUnavailable
 from services.core.shares import share_of
 from services.gateway.keyed_run import KeyedRun
@@ -58,7 +58,7 @@ class UnwrittenEndings:
         """Try each once, oldest first; no further than where the store takes nothing."""
         runs = list(self._runs)
         for start in range(0, len(runs), _AT_ONCE):
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 tries = [group.create_task(self._write(run)) for run in runs[start : start + _AT_ONCE]]
             if not any(found.result() for found in tries):
                 return

@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
+from fairway.task_group import TaskGroup
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import InvalidInput, first_failure
 from services.ports.clock import Clock
@@ -25,7 +26,6 @@ from services.rpc.convert_scheduler import (
     place_from_proto,
     report_from_proto,
 )
-from services.runtime.task_group import TaskGroup
 from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
 
 log = structlog.get_logger()

@@ -14,6 +14,7 @@ from typing import Final
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from services.core.fleet import ReportSnapshot, TenantCounter
 from services.core.records import (
     ASSIGNMENTS,
@@ -158,7 +159,7 @@ class WorkerAgent:
 
     async def run(self) -> None:
         """Register, reconcile and sweep until cancelled; the registration is given back then."""
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             group.create_task(self._assignments.run())
             group.create_task(self._registration.run())
             group.create_task(self._reconcile_forever())

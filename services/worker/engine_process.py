@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from fairway.task_group import TaskGroup
 from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
 from services.runtime.child_end import wait_end
@@ -229,7 +230,7 @@ class EngineProcess:
     ) -> None:
         """Own the process until it is gone, whatever happens to this task."""
         try:
-            async with undo, asyncio.TaskGroup() as group:
+            async with undo, TaskGroup() as group:
                 reader = group.create_task(log_pipe.copy(process.pid))
                 watcher = group.create_task(self._watch(server))
                 await wait_end(process.pid, self._clock)

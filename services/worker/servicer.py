@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
 from services.core.generation import NotAdmittedReason
@@ -45,7 +46,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         stream = self._host.open(wake.set)
         try:
             await send_headers(context)
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 writer = _Writer(stream, wake, context)
                 tasks = (
                     group.create_task(writer.run()),

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.client import Record, SimRequest
 from simulator.fleet.rest import come_to_rest, heal_all
@@ -108,7 +109,7 @@ async def _run(spec: FleetSpec, loop: VirtualTimeLoop, load: Iterable[SimRequest
     for invariant in run.invariants:
         invariant.watch(fleet)
     Instants(fleet, run.invariants, run.looks)
-    async with asyncio.TaskGroup() as group:
+    async with TaskGroup() as group:
         plans = [group.create_task(plan.run(fleet)) for plan in run.plans]
         sampling = group.create_task(Sampling(run.invariants).run(fleet))
         await fleet.send(load)

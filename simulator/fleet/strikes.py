@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Final, TypeVar
 
+from fairway.task_group import TaskGroup
 from services.core.generation import PlaceSpec, StartSpec
 from services.scheduler.term import Term
 from simulator.fleet.assembly import STORE, SimFleet
@@ -39,7 +40,7 @@ class Strikes(GrantListener):
         self._fleet = fleet
         self._rng = Random(f"strikes {fleet.spec.seed}")
         fleet.grants.listeners.append(self)
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             for fault in self._faults:
                 group.create_task(self._carry_out(fault))
 

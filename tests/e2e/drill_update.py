@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bench.overhead import quantile
 from fairway.client import AdminClient
 from tests.support.stack import Stack
 from tests.support.updating import Traffic, admin_of, move_to, publish_twin
@@ -68,7 +69,7 @@ async def update_under_load(stack: Stack, drill: Drill, traffic: Traffic) -> dic
         "failed": len(traffic.failures),
         "versions": len(traffic.versions()),
         "update_s": [round(ended - began, 1) for began, ended in updates],
-        "ttft_p95_ratio": round(quantile(sorted(during), 0.95) / calm, 2),
+        "ttft_p95_ratio": round(quantile(during, 0.95) / calm, 2),
         "worst_ttft_s": round(max(during), 3),
     }
 
@@ -81,10 +82,6 @@ async def timed_update(admin: AdminClient, name: str, version: str) -> tuple[flo
         await asyncio.sleep(0.25)
         updated = await admin.deployments.get(name)
     return began_s, time.monotonic()
-
-
-def quantile(ordered: list[float], ratio: float) -> float:
-    return ordered[min(len(ordered) - 1, int(len(ordered) * ratio))]
 
 
 def run(drill: Drill, folder: Path) -> dict[str, object]:

@@ -51,10 +51,8 @@ class Traffic:
         return list(dict.fromkeys(one.version_digest for one in self.served if one.version_digest))
 
     def ttft_s(self, began_s: float, ended_s: float) -> list[float]:
-        """Return the times to first token of the streams that began then, in order of size."""
-        return sorted(
-            one.ttft_s for one in self.served if began_s <= one.began_s < ended_s and not one.failure
-        )
+        """Return the times to first token of the streams that began then."""
+        return [one.ttft_s for one in self.served if began_s <= one.began_s < ended_s and not one.failure]
 
     @asynccontextmanager
     async def running(self, stack: Stack, clients: int) -> AsyncIterator[None]:

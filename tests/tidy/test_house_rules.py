@@ -24,6 +24,7 @@ BANNED: Final = {
     "datetime.datetime.utcnow": "Clock.unix_s",
     "asyncio.sleep": "Clock.sleep",
     "asyncio.create_task": "a TaskGroup or Supervisor.spawn",
+    "asyncio.TaskGroup": "fairway.task_group.TaskGroup",
     "asyncio.ensure_future": "a TaskGroup or Supervisor.spawn",
     "os.environ": "runtime.config.load",
     "os.getenv": "runtime.config.load",

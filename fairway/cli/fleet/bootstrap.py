@@ -24,13 +24,15 @@ from fairway.client import (
     Client,
     ClientOptions,
     Conflict,
+    DeadlineExceeded,
     FairwayError,
     NotFound,
     Unauthenticated,
+    WaitFailed,
 )
-from fairway.client.admin_wait import describe, late_deployment, why_never_ready
+from fairway.client.admin_wait import describe, ready_replicas, until_any_ready
 from fairway.client.publish import PublishProgress
-from fairway.v1 import common_pb2, worker_pb2
+from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
 
 TENANT: Final = "default"
@@ -147,7 +149,7 @@ class Bootstrap:
         """Return whether the deployment is to serve: it is there, or was made, and has replicas."""
         name = self.options.model_name
         found = await self._deployment(admin)
-        if found is None and self._was_created(name) and await self._is_published(admin):
+        if found is None and name in self._created() and await self._is_published(admin):
             self.progress.event(
                 "model",
                 "ready",
@@ -181,15 +183,15 @@ class Bootstrap:
         except FairwayError as exc:
             raise admin_error(exc, what=f"cannot look up the deployment {name}") from exc
 
-    def _was_created(self, name: str) -> bool:
-        return name in (read_json(self.state.created) or {}).get("deployments", [])
+    def _created(self) -> list[str]:
+        """Return the deployments that a bootstrap from this state folder made."""
+        return list((read_json(self.state.created) or {}).get("deployments", []))
 
     def _note_created(self, name: str) -> None:
-        if self._was_created(name):
-            return
-        before = (read_json(self.state.created) or {}).get("deployments", [])
-        with self.state.writing():
-            write_json(self.state.created, {"deployments": [*before, name]})
+        created = self._created()
+        if name not in created:
+            with self.state.writing():
+                write_json(self.state.created, {"deployments": [*created, name]})
 
     def _report_kept(self, found: cp.Deployment, digest: str) -> None:
         """Report how the deployment that is there differs from what was asked for."""
@@ -212,40 +214,35 @@ class Bootstrap:
 
         How many there are to be, and of what, is for operators to say. They need the fleet for that.
         """
-        name, deadline_s = self.options.model_name, time.monotonic() + self.options.ready_s
-        while True:
-            found = await checked(admin.deployments.get(name), what=f"cannot look up the deployment {name}")
-            self.progress.event("replicas", "starting", describe(found))
-            serving = sum(one.state == worker_pb2.VERSION_STATE_READY for one in found.status.replicas)
-            if serving:
-                self.progress.event("replicas", "ready", f"{serving} of {found.replicas} READY")
-                return True
-            error: FairwayError | None = why_never_ready(found)
-            if error is None and time.monotonic() > deadline_s:
-                error = late_deployment(found, self.options.ready_s)
-            if error is not None:
-                step = f"`fairway deployments update {name}` changes it"
-                self.progress.event("replicas", "failed", f"{name} does not serve: {error.message}; {step}")
-                return False
-            await asyncio.sleep(_POLL_S)
+        name = self.options.model_name
+        try:
+            found = await until_any_ready(
+                lambda: checked(admin.deployments.get(name), what=f"cannot look up the deployment {name}"),
+                self._report_replicas,
+                timeout_s=self.options.ready_s,
+            )
+        except (WaitFailed, DeadlineExceeded) as exc:
+            step = f"`fairway deployments update {name}` changes it"
+            self.progress.event("replicas", "failed", f"{name} does not serve: {exc.message}; {step}")
+            return False
+        self.progress.event("replicas", "ready", f"{ready_replicas(found)} of {found.replicas} READY")
+        return True
+
+    def _report_replicas(self, found: cp.Deployment) -> None:
+        self.progress.event("replicas", "starting", describe(found))
 
     async def _until_deployed(self, admin: AdminClient) -> None:
         name = self.options.model_name
         began = time.monotonic()
-
-        def report(found: cp.Deployment) -> None:
-            self.progress.event("replicas", "starting", describe(found))
-
         try:
-            deployed = await until_deployed(admin, name, report, timeout_s=self.options.ready_s)
+            deployed = await until_deployed(
+                admin, name, self._report_replicas, timeout_s=self.options.ready_s
+            )
         except CliError as exc:
-            raise self._not_ready(exc) from exc
+            step = f"see the logs of the workers under {self.state.logs}; another model with --model-dir"
+            raise CliError(exc.reason, exc.message, next_step=step, exit_code=exc.exit_code) from exc
         ready, elapsed = deployed.status.ready_replicas, time.monotonic() - began
         self.progress.event("replicas", "ready", f"{ready} READY after {elapsed:.1f} s")
-
-    def _not_ready(self, error: CliError) -> CliError:
-        step = f"see the logs of the workers under {self.state.logs}; another model with --model-dir"
-        return CliError(error.reason, error.message, next_step=step, exit_code=error.exit_code)
 
     async def _until_listed(self, api_key: str, admin: AdminClient, *, serves: bool) -> str:
         """Return the key that every gateway accepts: a stale one, left by lost state, is replaced once.

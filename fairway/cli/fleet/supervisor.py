@@ -15,6 +15,7 @@ from fairway.cli.fleet.probes import NO_ANSWER
 from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
 from fairway.cli.fleet.progress import Progress, Unfailing
 from fairway.cli.fleet.record import FleetRecord, ProcessId
+from fairway.task_group import TaskGroup
 
 _POLL_S: Final = 0.15
 _FIRST_BACKOFF_S: Final = 0.5
@@ -70,7 +71,7 @@ class ProcessSupervisor:
             await child.start()
         self._record().save(self._record_path)
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 for spec in specs:
                     group.create_task(self._first_ready(self._children[spec.name]))
         except BaseExceptionGroup as errors:

@@ -156,8 +156,6 @@ def _make_room(host: Host, version: AssignedVersion) -> None:
     for digest, size_bytes in host.memory.yielding(version):
         why = f"yields {size_bytes // 2**20} MiB to {version.deployment}"
         yielding = [one for one in host.assigned if one.version_digest == digest]
-        if any(one.deployment == version.deployment for one in yielding):
-            continue  # an update ends no version that serves
         for one in yielding:
             if one in host.before.get(one.deployment, ()):
                 host.remove_before(one, why)

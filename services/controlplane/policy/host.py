@@ -11,7 +11,6 @@ from services.core.records import (
     AssignedVersion,
     Assignment,
     Deployment,
-    LoadedVersion,
     Node,
     VersionState,
     Worker,
@@ -69,14 +68,8 @@ class Host:
     def matches(self, selector: Mapping[str, str]) -> bool:
         return all(self.worker.labels.get(key) == value for key, value in selector.items())
 
-    def loaded(self, version: AssignedVersion) -> LoadedVersion | None:
-        for loaded in self.worker.versions:
-            if loaded.deployment == version.deployment and loaded.version_digest == version.version_digest:
-                return loaded
-        return None
-
     def ready(self, version: AssignedVersion) -> bool:
-        loaded = self.loaded(version)
+        loaded = self.worker.loaded(version)
         return loaded is not None and loaded.state is VersionState.READY
 
     def remove(self, name: str, why: str) -> None:

@@ -8,12 +8,12 @@ worker serves it. Where none does, it stays: an update never ends the only versi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.controlplane.policy.host import Host
 from services.controlplane.policy.memory import no_memory
-from services.core.records import AssignedVersion, Deployment, VersionState
+from services.core.records import AssignedVersion, Deployment, VersionState, replicas_in
 
 # A version that is loaded again soon has what was placed for it wait for that.
 _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
@@ -25,23 +25,25 @@ def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Seque
     One that served nobody when the update began is replaced in its place.
     """
     name = deployment.meta.name
-    ready = replicas_in(VersionState.READY, name, hosts)
-    serving = deployment.serving_digest(ready, replicas_in(VersionState.RESTARTING, name, hosts))
+    ready = _replicas_in(VersionState.READY, name, hosts)
+    serving = deployment.serving_digest(ready, _replicas_in(VersionState.RESTARTING, name, hosts))
     for host in hosts:
         for old in host.before.get(name, ()):
-            loaded = host.loaded(old)
+            loaded = host.worker.loaded(old)
             serves = loaded is not None and loaded.state in _SERVES
+            kept = replace(old, priority=deployment.priority)
             if not deployment.replicas:
                 host.remove_before(old, "surplus")
             elif serving != old.version_digest and ready.get(serving):
                 stays = host.live and loaded is not None and (serves or old.retiring)
                 if stays and not _serves_another(old, host):
-                    _keep(host, old, replace(old, retiring=True), "replaced")  # it leaves when it has ended
+                    _keep(host, old, replace(kept, retiring=True), "replaced")  # it leaves when it has ended
                 else:
                     host.remove_before(old, "replaced")
             elif serves or old.served:
-                kept = replace(old, served=True, retiring=False, priority=deployment.priority)
-                _keep(host, old, kept, "serves until its successor does")
+                _keep(
+                    host, old, replace(kept, served=True, retiring=False), "serves until its successor does"
+                )
             elif host.live:
                 host.remove_before(old, "other version")
                 host.held.setdefault(name, version)
@@ -64,7 +66,7 @@ def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[H
             continue
         if any(old.retiring for old in before):
             continue  # it leaves by itself, when what was accepted for it has ended
-        states = [loaded.state for old in before if (loaded := host.loaded(old)) is not None]
+        states = [loaded.state for old in before if (loaded := host.worker.loaded(old)) is not None]
         if any(state in _SERVES for state in states) and not _served_elsewhere(name, host, hosts):
             continue
         for old in before:
@@ -76,14 +78,9 @@ def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[H
     return missing
 
 
-def replicas_in(state: VersionState, name: str, hosts: Sequence[Host]) -> dict[str, int]:
+def _replicas_in(state: VersionState, name: str, hosts: Sequence[Host]) -> Mapping[str, int]:
     """Return how many replicas of a deployment are in a state on workers that stay, by version digest."""
-    found: dict[str, int] = {}
-    for host in hosts:
-        for loaded in host.worker.versions if host.live and not host.worker.draining else ():
-            if loaded.deployment == name and loaded.state is state:
-                found[loaded.version_digest] = found.get(loaded.version_digest, 0) + 1
-    return found
+    return replicas_in(state, (host.worker for host in hosts if host.live)).get(name, {})
 
 
 def _keep(host: Host, old: AssignedVersion, kept: AssignedVersion, why: str) -> None:
@@ -128,5 +125,5 @@ def _served_elsewhere(name: str, host: Host, hosts: Sequence[Host]) -> bool:
     """Whether another worker that stays serves the deployment in a version that this one has of it."""
     digests = {old.version_digest for old in host.before.get(name, ())}
     staying = [one for one in hosts if one is not host and not one.node.draining]
-    others = replicas_in(VersionState.READY, name, staying)
+    others = _replicas_in(VersionState.READY, name, staying)
     return any(others.get(digest) for digest in digests)

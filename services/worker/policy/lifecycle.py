@@ -142,8 +142,11 @@ def plan(
             leaving += _remove(slot, now_s)
     for rank, slot in sorted(kept, key=lambda each: -each[0]):
         action = _keep(slot, now_s, 0 if giving_back else free_bytes)
-        held = _is_held(rank, kept, observed, free_bytes) or _waits_for_before(slot, desired, kept)
-        if isinstance(action, Load) and slot.unbooked and held:
+        if (
+            isinstance(action, Load)
+            and slot.unbooked
+            and (_is_held(rank, kept, observed, free_bytes) or _waits_for_before(slot, desired, kept))
+        ):
             continue
         coming += [] if action is None else [action]
     known = {slot.version.version_digest for slot in observed}

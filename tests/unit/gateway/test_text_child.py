@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -72,15 +72,11 @@ def test_a_process_that_ends_before_it_is_connected_takes_no_order(new_loop: New
 def test_a_load_that_is_cancelled_waits_for_no_process(new_loop: NewLoop, turns: int, tmp_path: Path) -> None:
     """The process is killed and is reaped later: to wait for its end here would block the loop."""
 
-    @asynccontextmanager
-    async def folder() -> AsyncIterator[Path]:
-        yield tmp_path
-
     async def run() -> None:
         before = set(psutil.Process().children())  # servers of other tests
         supervisor = Supervisor(SystemClock())
         processes = TextProcesses(SystemClock(), supervisor, Metrics())
-        loading = asyncio.create_task(processes.load("sha256:" + "0" * 64, folder))
+        loading = asyncio.create_task(processes.load("sha256:" + "0" * 64, lambda: nullcontext(tmp_path)))
         for _ in range(turns):
             await asyncio.sleep(0)
         (child,) = set(psutil.Process().children()) - before
@@ -102,15 +98,11 @@ def test_a_load_that_is_cancelled_waits_for_no_process(new_loop: NewLoop, turns:
 @LOOPS
 @pytest.mark.parametrize("turns", range(8))
 def test_a_shutdown_leaves_no_process(new_loop: NewLoop, turns: int, tmp_path: Path) -> None:
-    @asynccontextmanager
-    async def folder() -> AsyncIterator[Path]:
-        yield tmp_path
-
     async def run() -> None:
         before = set(psutil.Process().children())  # servers of other tests
         supervisor = Supervisor(SystemClock())
         processes = TextProcesses(SystemClock(), supervisor, Metrics())
-        supervisor.spawn("load", processes.load("sha256:" + "0" * 64, folder))
+        supervisor.spawn("load", processes.load("sha256:" + "0" * 64, lambda: nullcontext(tmp_path)))
         for _ in range(turns):
             await asyncio.sleep(0)
         await supervisor.close()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.runtime.task_group import TaskGroup
+from fairway.task_group import TaskGroup
 
 
 async def fail() -> None:
