@@ -23,6 +23,7 @@ from services.rpc.strangers import MAX_REFUSALS_PER_S
 from tests.support.http2 import (
     CHECK,
     DATA,
+    PING,
     REFLECTION,
     WATCH,
     Attacker,
@@ -39,6 +40,7 @@ COUNT = "/fairway.v1.InferenceService/CountTokens"
 LIST = "/fairway.v1.InferenceService/ListModels"
 UNKNOWN = "/no.such.Service/Method"
 LARGEST = 16 * 1024 * 1024 - 64
+PINGS = frame(PING, 0, 0, bytes(8)) * 200_000
 WORST_S = 2.0
 GROWTH_MIB = 64.0
 
@@ -90,6 +92,18 @@ async def test_a_method_name_that_is_no_text_ends_its_call_only(server: RpcProce
         await attacker.send(call(1, path) + message(1, b""), calls(CHECK, 1, first=3))
     for line in server.log.read_text().splitlines():
         assert line.startswith("{")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_pings_take_little_time_of_the_processor(server: RpcProcess, reads: bool) -> None:
+    async with attacked(server, connections=2 if reads else 0) as attackers:
+        before_s = server.cpu_s()
+        silent = [await Attacker.connect(server.port) for _ in range(0 if reads else 2)]
+        sending = [asyncio.create_task(attacker.send(PINGS)) for attacker in attackers + silent]
+        await asyncio.sleep(3.0)
+        assert server.cpu_s() - before_s < 2.0
+        close_all(silent)
+        await asyncio.wait(sending)
 
 
 @pytest.mark.parametrize("path", [WATCH, REFLECTION])

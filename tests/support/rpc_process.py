@@ -48,6 +48,10 @@ class RpcProcess:
         peaks = [float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")]
         return peaks[0] if peaks else self.rss_mib()
 
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
     def rss_mib(self) -> float:
         return float(self.process.memory_info().rss) / MIB
 

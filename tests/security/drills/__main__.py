@@ -17,6 +17,7 @@ import contextlib
 import fnmatch
 import logging
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -182,6 +183,10 @@ def main(arguments: Sequence[str]) -> int:
     if not wanted:
         say(f"no attack is named {options.only}; --list prints the names")
         return 2
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            ending, signal.default_int_handler
+        )  # the installation is stopped, whoever ends the drills
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     root = Path(options.state_dir or tempfile.mkdtemp(prefix="fairway-drills-"))
     root.chmod(0o755)  # what keeps another user out has to be the installation's own modes

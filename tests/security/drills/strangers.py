@@ -202,10 +202,13 @@ async def health_list(target: Target) -> Found:
     return await together(_lists(address) for address in target.roles.values())
 
 
+_UNREAD_S: Final = 1.0  # a server that reads nothing for so long leaves the rest unread
+
+
 async def _flood(
     target: Target, flood: Callable[[Http2], Awaitable[int]], what: str, *, hold_s: float = 10.0
 ) -> Found:
-    """Repeat on connections to gateways and a worker, anew whenever the server closes one."""
+    """Repeat on connections to gateways and a worker, anew whenever the server closes or ignores one."""
 
     async def one(address: str, source: str) -> str:
         done, connections, ends_s = 0, 0, now_s() + hold_s
@@ -214,7 +217,8 @@ async def _flood(
                 async with Http2.connected(address, source) as connection:
                     connections += 1
                     while now_s() < ends_s and not connection.closed.is_set():
-                        done += await flood(connection)
+                        async with asyncio.timeout(_UNREAD_S):
+                            done += await flood(connection)
                         await asyncio.sleep(0)
             await asyncio.sleep(0.01)
         return f"{done} {what} on {connections} connections"
