@@ -16,7 +16,7 @@ from services.app.process import run
 from services.core.errors import FairwayError
 from services.runtime import config, logging
 from services.runtime.descriptors import raise_descriptor_limit
-from services.runtime.free_memory import map_large_blocks
+from services.runtime.free_memory import limit_fragmentation
 
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3
@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit(f"usage: python -m services {{{'|'.join(ROLES)}}}")
     role = sys.argv[1]
     raise_descriptor_limit()
-    map_large_blocks()
+    limit_fragmentation()
     os.umask(PRIVATE_UMASK)
     try:
         settings = config.load()

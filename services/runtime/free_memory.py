@@ -18,20 +18,26 @@ from services.ports.clock import Clock
 SLACK_BYTES: Final = 16 * 1024**2  # growth that is not worth a look
 _PAUSE_S: Final = 15.0
 _MOST_LOOKS: Final = 64
-_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h, like the next
+_M_ARENA_MAX: Final = -8
 _MAPPED_BYTES: Final = 64 * 1024
+_ARENAS: Final = 2
 _STATM: Final = Path("/proc/self/statm")
 
 
-def map_large_blocks() -> None:
-    """From now on blocks of 64 KiB or more are mapped each by itself, and go back when they are freed.
+def limit_fragmentation() -> None:
+    """Two heaps serve all threads, and each block of 64 KiB or more has its own mapping.
 
-    Else glibc begins at 128 KiB and raises that with each such block that is freed, up to 32 MiB: the buffers
-    of large heads and messages then lie on heaps between small blocks that stay, and go back with these only.
+    Call it before any thread starts.
+
+    By default glibc makes up to eight heaps for each processor, each with holes of its own.
+    It maps blocks of 128 KiB at first and raises that with each such block that is freed, up to 32 MiB: the
+    buffers of large heads and messages then lie between small blocks, and return to the system with these.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # glibc has it; others do without
         library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 async def return_free_memory(clock: Clock) -> None:

@@ -55,7 +55,7 @@ import sys
 from services.runtime import free_memory
 
 if sys.argv[1] == "mapped":
-    free_memory.map_large_blocks()
+    free_memory.limit_fragmentation()
 bytes(8_000_000)  # glibc keeps blocks of up to this size on its heap from when such a one was freed
 base, large, kept = free_memory.resident_bytes(), [], []
 for _ in range(300):
