@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aetcd import rpc
 
-from services.adapters.etcd_watch import Batches, prefix_range
+from services.adapters.etcd.watch import Batches, prefix_range
 from services.core.errors import StoreUnavailable
 from services.ports.store import Changed, Compacted, Entry, Removed, WatchBatch
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from services.adapters.leader_links import keep_linked
+from services.adapters.links.leader_links import keep_linked
 from services.core.backoff import Backoff
 from services.core.errors import FairwayError, NoLeader
 from tests.support.clocks import HandClock

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.adapters.frame_dispatch import SinkTable
-from services.adapters.link_health import ANSWER_S, CHECK_S, LinkHealth
+from services.adapters.links.frame_dispatch import SinkTable
+from services.adapters.links.link_health import ANSWER_S, CHECK_S, LinkHealth
 from tests.unit.adapters.test_frame_dispatch import Deaf
 
 SILENCE_S = 8.0

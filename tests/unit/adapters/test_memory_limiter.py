@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Limits, Reservation

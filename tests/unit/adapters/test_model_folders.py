@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.adapters.model_folders import ModelFolders, append_chunk, chunk_is_good
+from services.adapters.model_files.folders import ModelFolders, append_chunk, chunk_is_good
 from services.core.manifest import CHUNK_BYTES, ManifestFile, sha256_of
 
 ONE, TWO = b"1" * CHUNK_BYTES, b"22"

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import structlog
 
-from services.adapters.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
+from services.adapters.links.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
 from services.core.fleet import Granted, PlacementFrame, PoolMember, Refused
 from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec

@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from services.adapters.local_reporter import LocalReportLinks
-from services.adapters.prefix_backlog import PrefixBacklog
-from services.adapters.report_deltas import DeltaKeeper
-from services.adapters.reporter import Reporter, ReporterSettings
+from services.adapters.links.local_reporter import LocalReportLinks
+from services.adapters.links.prefix_backlog import PrefixBacklog
+from services.adapters.links.report_deltas import DeltaKeeper
+from services.adapters.links.reporter import Reporter, ReporterSettings
 from services.core.errors import FairwayError, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter
 from services.core.records import Priority

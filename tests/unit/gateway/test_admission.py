@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fairway.v1 import inference_pb2
-from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import (
     ConcurrencyExceeded,
     FairwayError,
@@ -21,16 +21,16 @@ from services.core.errors import (
 )
 from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
-from services.gateway.admission import RunTerms
 from services.gateway.events import Received
-from services.gateway.keyed_types import Resume
-from services.gateway.record_codec import Pin
+from services.gateway.idempotency.record_codec import Pin
+from services.gateway.idempotency.types import Resume
+from services.gateway.requests.admission import RunTerms
+from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
+from services.gateway.text.text_model import Message, TextModel
 from services.gateway.text.texts import OpenFolder, Texts, Tokens
-from services.gateway.text_model import Message, TextModel
-from services.gateway.validate import Validator
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock

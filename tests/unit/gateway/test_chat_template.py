@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.gateway.chat_template import ChatTemplate, ControlTokens, Rendered
-from services.gateway.text_model import Message
+from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens, Rendered
+from services.gateway.text.text_model import Message
 from tests.support import chat_cases
 from tests.support.chat_cases import EXPRESSIONS, FAMILIES, HARMLESS, HOSTILE, STATEMENTS, TOKENS, Refused
 from tests.unit.gateway.conftest import SPECIAL, FakeClock

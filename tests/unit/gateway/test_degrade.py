@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import GenerationSpec, Grant, PlaceSpec, Principal, SamplingParams
 from services.core.records import (
@@ -29,11 +29,10 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.gateway.admission import RunTerms
-from services.gateway.completion import Completion
 from services.gateway.events import Received
-from services.gateway.keyed_types import Resume
-from services.gateway.messages import accepted_message
+from services.gateway.faces.grpc.messages import accepted_message
+from services.gateway.idempotency.record_codec import Pin, degraded_in
+from services.gateway.idempotency.types import Resume
 from services.gateway.policy.degrade import (
     Degradation,
     DegradationKind,
@@ -42,12 +41,13 @@ from services.gateway.policy.degrade import (
     output_cap,
     smaller_model,
 )
-from services.gateway.record_codec import Pin, degraded_in
-from services.gateway.request import Admitted
+from services.gateway.requests.admission import RunTerms
+from services.gateway.requests.completion import Completion
+from services.gateway.requests.request import Admitted
+from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.validate import Validator
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor

@@ -11,9 +11,15 @@ import pytest
 from services.core import errors
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
-from services.gateway.openai_answers import Frames, Identity, chat_logprobs, completion_logprobs, whole_answer
-from services.gateway.openai_errors import HttpProblem, error_body, error_headers, status_of
-from services.gateway.openai_requests import Wanted
+from services.gateway.faces.openai.answers import (
+    Frames,
+    Identity,
+    chat_logprobs,
+    completion_logprobs,
+    whole_answer,
+)
+from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
+from services.gateway.faces.openai.requests import Wanted
 
 ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
-from services.gateway.openai_requests import MAX_PROMPTS, Wanted, chat_request, completion_request
+from services.gateway.faces.openai.requests import MAX_PROMPTS, Wanted, chat_request, completion_request
 
 TURNS = [{"role": "user", "content": "hi"}]
 

@@ -15,8 +15,8 @@ from fairway.v1 import inference_pb2
 from services.core.generation import GenerationSpec, Principal, SamplingParams
 from services.core.prefix import MAX_PREFIX_BLOCKS, PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
 from services.core.records import KeyRole
-from services.gateway.prefix_names import INLINE_TOKENS, PrefixNames
-from services.gateway.validate import Validator
+from services.gateway.requests.validate import Validator
+from services.gateway.text.prefix_names import INLINE_TOKENS, PrefixNames
 from services.runtime.secrets import prefix_secret
 
 SECRET = prefix_secret(b"k" * 32)

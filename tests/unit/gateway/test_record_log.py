@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished
-from services.gateway.follower import Follower
-from services.gateway.policy.degrade import Degradation, DegradationKind
-from services.gateway.record_codec import (
+from services.gateway.idempotency.follower import Follower
+from services.gateway.idempotency.record_codec import (
     Degraded,
     End,
     Failure,
@@ -30,7 +29,16 @@ from services.gateway.record_codec import (
     logprobs_in,
     logprobs_out,
 )
-from services.gateway.record_log import START, ChoiceLog, Diverged, Piece, Place, RecordLog, outputs
+from services.gateway.idempotency.record_log import (
+    START,
+    ChoiceLog,
+    Diverged,
+    Piece,
+    Place,
+    RecordLog,
+    outputs,
+)
+from services.gateway.policy.degrade import Degradation, DegradationKind
 
 ACCEPTED = Accepted("r", "m", "d", 1, 7, 3)
 END = Finished((ChoiceResult(0, FinishReason.STOP, "", 9),), Usage(3, 9), StageClock(1))

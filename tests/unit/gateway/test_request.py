@@ -22,9 +22,9 @@ from services.core.generation import (
     Usage,
 )
 from services.gateway.events import Accepted, Finished, Received
-from services.gateway.request import Admitted, Request
-from services.gateway.sequence_run import RunContext
-from services.gateway.stage_timer import StageTimer
+from services.gateway.requests.choice import RunContext
+from services.gateway.requests.request import Admitted, Request
+from services.gateway.requests.stage_timer import StageTimer
 from services.ports.limiter import Limits, Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.requests.stage_timer import Stage, StageTimer
 
 FIELDS = [stage.value for stage in Stage]
 

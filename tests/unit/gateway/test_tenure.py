@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from services.adapters.memory_idempotency import MemoryIdempotency
-from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import IntegrityError
 from services.core.generation import StageClock, Usage
-from services.gateway.audience import Audience
 from services.gateway.events import Finished
-from services.gateway.keyed_telemetry import KeyedTelemetry
-from services.gateway.keyed_types import KeyedLimits, KeyedPorts
-from services.gateway.record_codec import encode, end_in
-from services.gateway.record_reader import RecordReader
-from services.gateway.tenure import Tenure
+from services.gateway.idempotency.broadcast import Audience
+from services.gateway.idempotency.ownership import Tenure
+from services.gateway.idempotency.record_codec import encode, end_in
+from services.gateway.idempotency.record_reader import RecordReader
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.ports.idempotency import Hold, RecordKey, Written
 from services.runtime.clock import SystemClock
-from services.runtime.metrics import Metrics
+from services.runtime.telemetry.metrics import Metrics
 
 CLOCK = SystemClock()
 LIMITER = MemoryLimiter(CLOCK)

@@ -16,8 +16,8 @@ import uvloop
 from services.gateway.text.child import Cause, ProcessEnded, TextProcess
 from services.gateway.text.pool import TextProcesses
 from services.runtime.clock import SystemClock
-from services.runtime.metrics import Metrics
 from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry.metrics import Metrics
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 NewLoop = Callable[[], asyncio.AbstractEventLoop]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.core.generation import Usage
-from services.gateway import unwritten
-from services.gateway.keyed_run import KeyedRun
-from services.gateway.keyed_types import Ending
-from services.gateway.unwritten import UnwrittenEndings
+from services.gateway.idempotency import pending_ends as unwritten
+from services.gateway.idempotency.pending_ends import UnwrittenEndings
+from services.gateway.idempotency.run import KeyedRun
+from services.gateway.idempotency.types import Ending
 from services.ports.idempotency import Hold, RecordKey
 from tests.unit.gateway.test_tenure import PORTS
 

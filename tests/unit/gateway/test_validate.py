@@ -21,7 +21,7 @@ from services.core.errors import (
 )
 from services.core.generation import GenerationSpec, Principal
 from services.core.records import TENANTS, KeyRole, Meta, Priority, Tenant
-from services.gateway.validate import Validator
+from services.gateway.requests.validate import Validator
 
 DIGEST = "sha256:" + "ab" * 32
 CONTEXT = 96  # the worker's; the model's own is 128

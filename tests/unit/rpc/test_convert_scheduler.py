@@ -23,8 +23,8 @@ from services.core.fleet import (
 )
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
-from services.rpc import convert_scheduler as convert
 from services.rpc.bounds import check
+from services.rpc.convert import scheduler as convert
 
 U32, U64 = st.integers(0, 1 << 20), st.integers(0, (1 << 64) - 1)
 TOKENS = st.integers(0, 10**12)

@@ -24,7 +24,7 @@ from services.core.generation import (
 )
 from services.core.records import LoadedVersion, Priority, VersionState
 from services.ports.worker_stream import StepFrame
-from services.rpc.convert_worker import (
+from services.rpc.convert.worker import (
     frame_from_proto,
     frame_to_proto,
     start_from_proto,

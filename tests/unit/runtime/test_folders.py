@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.runtime.folders import cache_folder, compile_folder, folder_variables, keep_newest
+from services.runtime.process.folders import cache_folder, compile_folder, folder_variables, keep_newest
 
 
 def test_the_environment_may_name_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import asyncio, ctypes, gc, sys
-from services.runtime import free_memory
+from services.runtime.process import free_memory
 from services.runtime.clock import SystemClock
 
 free_memory._PAUSE_S = 0.1
@@ -52,7 +52,7 @@ def test_memory_of_a_burst_is_returned(mode: str, returned: str) -> None:
 
 LARGE = """
 import sys
-from services.runtime import free_memory
+from services.runtime.process import free_memory
 
 if sys.argv[1] == "mapped":
     free_memory.map_large_blocks()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import StoreReplaced, StoreUnavailable
 from services.core.records import ROOT, STORE_GENERATION, StoreGeneration, dump
 from services.ports.clock import Clock
@@ -29,10 +29,10 @@ from services.ports.store import (
     WatchBatch,
 )
 from services.runtime.clock import SystemClock
-from services.runtime.guarded_store import FILE_NAME, LOOK_S, GuardedStore
-from services.runtime.informer import Informer
-from services.runtime.leadership import Election
-from services.runtime.registration import Registration
+from services.runtime.fleet_state.guarded_store import FILE_NAME, LOOK_S, GuardedStore
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Election
+from services.runtime.fleet_state.registration import Registration
 
 Virtual = Callable[[Callable[[Any], Any]], Any]
 KEY = ROOT + "k"

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import StoreUnavailable
 from services.ports.store import Changed, Committed, Delete, Entry, Put, Removed, Store
-from services.runtime.informer import Informer, Versioned
+from services.runtime.fleet_state.informer import Informer, Versioned
 
 Virtual = Callable[[Callable[[Any], Any]], Any]
 Seen = list[tuple[str, int | None]]

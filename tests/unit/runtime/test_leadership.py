@@ -12,7 +12,7 @@ import pytest
 
 from services.core.errors import StoreUnavailable
 from services.ports.store import Committed, CreateRevisionIs, Delete, LeaseLost, Put, Removed
-from services.runtime.leadership import Election, LeaseHolder, Registration
+from services.runtime.fleet_state.leadership import Election, LeaseHolder, Registration
 
 Virtual = Callable[[Callable[[Any], Any]], Any]
 KEY = "/leaders/scheduler/0"

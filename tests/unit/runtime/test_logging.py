@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from fairway.log_stream import LogStream, hold_standard_descriptors
-from services.runtime import logging
+from services.runtime.telemetry import logging
 from tests.support.tiny_disk import fill, tiny_disk
 
 SPACE = 256 * 1024
@@ -128,7 +128,7 @@ def test_the_loggers_of_a_role_raise_nothing_on_a_full_disk(output: str) -> None
     """In a process of its own: the streams of this one are pytest's."""
     program = f"""
 import logging, sys, structlog
-from services.runtime import logging as ours
+from services.runtime.telemetry import logging as ours
 stream = ours.open_log({output!r}, role="scheduler")
 ours.configure("info", {output!r}, role="scheduler")
 structlog.get_logger().info("thing.done", text="\\ud800")
@@ -149,7 +149,7 @@ sys.exit(stream.lost)
 def test_what_libraries_log_is_bounded_and_in_our_form() -> None:
     program = """
 import logging, sys
-from services.runtime import logging as ours
+from services.runtime.telemetry import logging as ours
 ours.configure("info", "json", role="gateway")
 library = logging.getLogger("grpc._cython.cygrpc")
 for number in range(1000):

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from services.runtime.clock import SystemClock
-from services.runtime.health import Check, Health
-from services.runtime.loop_watch import EXIT_STUCK, LoopWatch, quiet_for
-from services.runtime.metrics import Metrics
+from services.runtime.process.health import Check, Health
+from services.runtime.process.loop_watch import EXIT_STUCK, LoopWatch, quiet_for
+from services.runtime.telemetry.metrics import Metrics
 
 
 async def test_a_stuck_loop_ends_the_process() -> None:
@@ -47,8 +47,8 @@ async def test_a_stuck_loop_ends_the_process() -> None:
 WATCHED = """
 import asyncio, sys
 from services.runtime.clock import SystemClock
-from services.runtime.loop_watch import LoopWatch
-from services.runtime.metrics import Metrics
+from services.runtime.process.loop_watch import LoopWatch
+from services.runtime.telemetry.metrics import Metrics
 
 async def main():
     watch = LoopWatch(Metrics(), SystemClock(), stall_s=0.6, fatal_s=1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.machine import available_cpus, cpu_quota, default_engine_threads, device_type
+from services.runtime.process.machine import available_cpus, cpu_quota, default_engine_threads, device_type
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

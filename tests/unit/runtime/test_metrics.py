@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from services.runtime import metrics as module
-from services.runtime.metrics import OTHER, Metrics
+from services.runtime.telemetry import metrics as module
+from services.runtime.telemetry.metrics import OTHER, Metrics
 from tests.support.metrics import values
 
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.core.errors import FailedPrecondition
-from services.runtime.metrics import Metrics
-from services.runtime.telemetry_server import (
+from services.runtime.telemetry.metrics import Metrics
+from services.runtime.telemetry.server import (
     HEAD_TIMEOUT_S,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,

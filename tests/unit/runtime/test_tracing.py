@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from services.runtime.clock import SystemClock
-from services.runtime.logging import LineBudget, clean_id
-from services.runtime.otlp import SpanQueue, sampler_of
-from services.runtime.tracing import Tracing, parse_traceparent, traceparent_of
+from services.runtime.telemetry.logging import LineBudget, clean_id
+from services.runtime.telemetry.otlp import SpanQueue, sampler_of
+from services.runtime.telemetry.tracing import Tracing, parse_traceparent, traceparent_of
 
 GOOD = "00-" + "4b" * 16 + "-" + "00f067aa0ba902b7" + "-01"
 

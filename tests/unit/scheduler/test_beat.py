@@ -6,9 +6,9 @@ from dataclasses import replace
 from random import Random
 
 from services.core.fleet import PoolSnapshot, ReportSnapshot
-from services.scheduler.beat import MAX_MEMBERS, MAX_TOLD, PER_POOL, members_of, sample_of
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.heartbeat import MAX_MEMBERS, MAX_TOLD, PER_POOL, members_of, sample_of
 from services.scheduler.term import Term
 from services.scheduler.term_streams import Session
 from tests.unit.scheduler.model import SETTINGS, ManualClock

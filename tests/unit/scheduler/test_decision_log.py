@@ -14,12 +14,12 @@ from services.core.decisions import PLACED_ALONE, QUEUED, RUNNING_BEFORE
 from services.core.fleet import LiveSequence, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
-from services.rpc.convert_decisions import decision_to_proto
-from services.scheduler.decision_log import MAX_FOUND, MAX_RANKED, MAX_TOLD, DecisionLog
-from services.scheduler.policy.candidate import Candidate, PlaceQuery
-from services.scheduler.policy.kv_admission import demand_of
-from services.scheduler.policy.placement import NO_ROOM, Chosen, PlacementProfile, choose
-from services.scheduler.waiting import Waiting
+from services.rpc.convert.decisions import decision_to_proto
+from services.scheduler.explain.decision_log import MAX_FOUND, MAX_RANKED, MAX_TOLD, DecisionLog
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, PlacementProfile, choose
+from services.scheduler.policy.placement.kv_admission import demand_of
+from services.scheduler.queue.waiting import Waiting
 from tests.support.clocks import HandClock
 from tests.support.place_specs import PLACE_SPEC
 

@@ -19,9 +19,9 @@ from services.core.errors import (
 from services.core.fleet import Refused, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.queue_pool import QueueLimits
-from services.scheduler.waiting import OpenGate, Waiting
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.waiting import OpenGate, Waiting
 from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
 from tests.unit.scheduler.queue_rig import Rig
 

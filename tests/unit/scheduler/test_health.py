@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
-from services.scheduler.health import (
+from services.scheduler.health.worker_health import (
     EJECTED,
     WORKER_FAILING,
     ZONE_FAILING,

@@ -18,8 +18,8 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.records import Priority
-from services.scheduler.policy.shedding import SheddingPolicy, ShedRank, shed_rank
-from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.policy.overload.shedding import SheddingPolicy, ShedRank, shed_rank
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.unit.scheduler.model import DIGEST
 from tests.unit.scheduler.plant import TICK_S, Asked, Plant

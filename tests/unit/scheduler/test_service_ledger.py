@@ -11,9 +11,9 @@ import pytest
 from services.core.fleet import MAX_COUNTER_TOKENS, ReportSnapshot, SequenceUsage, TenantCounter, TenantTokens
 from services.core.generation import Grant
 from services.core.records import Priority
-from services.scheduler import service_ledger
 from services.scheduler.policy.output_quantile import OutputPolicy
-from services.scheduler.service_ledger import LedgerPolicy, ServiceLedger
+from services.scheduler.queue import service_ledger
+from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from tests.unit.scheduler.model import DIGEST, place_spec
 
 STANDARD = Priority.STANDARD

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.drafts import Speculation, draft_of, speculation_of
+from services.worker.slots.drafts import Speculation, draft_of, speculation_of
 
 
 def test_a_draft_is_a_folder_with_a_config(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
-from services.worker.fallback import FallbackAdmission, FallbackRules
-from services.worker.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
 from tests.unit.worker.test_sequences import A

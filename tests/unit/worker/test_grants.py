@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import Grant, NotAdmittedReason
-from services.worker.grants import WINDOW, GrantBook
+from services.worker.streams.grants import WINDOW, GrantBook
 
 
 def grant(sequence: int, *, epoch: int = 3, incarnation: int = 5) -> Grant:

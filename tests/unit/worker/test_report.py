@@ -12,12 +12,12 @@ from services.core.fleet import LONG_PROMPT_TOKENS, ReportSnapshot, SequenceUsag
 from services.core.generation import FinishReason, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
-from services.worker.counter_book import CounterBook
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.kv.pool import PoolLimits
 from services.worker.policy.engine_silence import HAND_BACK_S
-from services.worker.pool import PoolLimits
-from services.worker.report import ReportIdentity, take_snapshot
-from services.worker.sequences import CHARGE_S
-from services.worker.tally import Tally
+from services.worker.streams.fairness_counters import CounterBook
+from services.worker.streams.sequences import CHARGE_S
+from services.worker.streams.usage_tally import Tally
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
 from tests.unit.worker.test_sequences import A, B

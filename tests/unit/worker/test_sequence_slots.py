@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from services.core.generation import FinishReason, NotAdmittedReason, SequenceEnd
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
-from services.worker.live_sequence import LiveSequence, SlotState
-from services.worker.report import ReportIdentity, take_snapshot
-from services.worker.sequence_slots import PARKED_PER_SLOT
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from tests.unit.worker.bench import Bench
 
 A = 0x61

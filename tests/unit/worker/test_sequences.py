@@ -14,8 +14,8 @@ from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
-from services.worker.outbox import MAX_FRAME_TOKENS
-from services.worker.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.streams.outbox import MAX_FRAME_TOKENS
 from tests.unit.worker.bench import IDLE_BEAT, Bench
 from tests.unit.worker.reader import Reader
 

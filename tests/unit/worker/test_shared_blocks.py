@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from services.core.generation import NotAdmittedReason, StartSpec
-from services.runtime.metrics import Metrics
-from services.worker.prefix_set import PrefixSet
-from services.worker.shared_blocks import SharedBlocks
+from services.runtime.telemetry.metrics import Metrics
+from services.worker.kv.prefix_set import PrefixSet
+from services.worker.kv.shared_blocks import SharedBlocks
 from services.worker.telemetry import WorkerTelemetry
 from tests.support.metrics import values
 from tests.unit.worker.bench import Bench

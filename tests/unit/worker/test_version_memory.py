@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import DoesNotFit
+from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import Ready
-from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.memory_shares import Share
-from services.worker.version_memory import VersionMemory
+from services.worker.slots.version_memory import VersionMemory
 
 MIB = 2**20
 BLOCK = MIB // 2

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controlplane.placement_news import PLACED, UNPLACED, news_of
+from services.controlplane.placement_events import PLACED, UNPLACED, news_of
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.policy.happenings import MAX_MESSAGE_CHARS, Observed, happenings, kind_of
+from services.controlplane.policy.events import MAX_MESSAGE_CHARS, Observed, happenings, kind_of
 from services.controlplane.policy.rate import TokenBucket
 from services.core.records import (
     ASSIGNMENTS,

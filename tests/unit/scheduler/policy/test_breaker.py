@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.breaker import BreakerPolicy, Circuit, Circuits, CircuitState
+from services.scheduler.policy.health.breaker import BreakerPolicy, Circuit, Circuits, CircuitState
 
 POLICY = BreakerPolicy()
 

@@ -11,7 +11,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.ejection import Change, Ejection, EjectionPolicy, Standing
+from services.scheduler.policy.health.ejection import Change, Ejection, EjectionPolicy, Standing
 
 POLICY = EjectionPolicy()
 STEP_S = 0.02

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.records import Priority
-from services.scheduler.policy.fair_order import FairOrder
-from services.scheduler.policy.fairness import MAX_ACCOUNTS, Account, FairShares
-from services.scheduler.policy.fairness_bound import granted_bound, service_bound
-from services.scheduler.policy.queue_order import OrderPolicy
+from services.scheduler.policy.queue.fair_order import FairOrder
+from services.scheduler.policy.queue.fairness import MAX_ACCOUNTS, Account, FairShares
+from services.scheduler.policy.queue.order import OrderPolicy
+from simulator.invariants.fairness_bound import granted_bound, service_bound
 
 SECOND = 1_000_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.fleet import LONG_PROMPT_TOKENS
-from services.scheduler.policy.length import (
+from services.scheduler.policy.queue.length import (
     LengthPolicy,
     has_long_prefill_slot,
     has_prefill_room,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.core.fleet import LONG_PROMPT_TOKENS
-from services.scheduler.policy.candidate import Candidate, PlaceQuery, length_filters
-from services.scheduler.policy.kv_admission import demand_of
-from services.scheduler.policy.length import LengthPolicy
-from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile, choose
-from services.scheduler.policy.pool_seats import SERVING, Level, PoolSeats
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, length_filters
+from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, choose
+from services.scheduler.policy.placement.kv_admission import demand_of
+from services.scheduler.policy.placement.pool_seats import SERVING, Level, PoolSeats
+from services.scheduler.policy.queue.length import LengthPolicy
 from tests.unit.scheduler.policy.room_oracle import room_of
 
 BASE = Candidate("w0", 4096, 4096, block_size=16, slots=8, max_model_len=4096)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.scheduler.policy.prefix_index import EXPECTED_S, PrefixIndex
+from services.scheduler.policy.placement.prefix_index import EXPECTED_S, PrefixIndex
 
 WORKERS = [f"w{n}" for n in range(6)]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.records import Priority
-from services.scheduler.policy.pressure import (
+from services.scheduler.policy.overload.pressure import (
     ArrivalRate,
     Backlog,
     ServiceTargets,
@@ -19,7 +19,7 @@ from services.scheduler.policy.pressure import (
     pressure_ratio,
     wait_s,
 )
-from services.scheduler.policy.shedding import (
+from services.scheduler.policy.overload.shedding import (
     Arrival,
     Hopeless,
     Shed,
@@ -31,7 +31,7 @@ from services.scheduler.policy.shedding import (
     retry_after_s,
     shed_rank,
 )
-from services.scheduler.policy.tenant_rate import TenantRates
+from services.scheduler.policy.overload.tenant_rate import TenantRates
 
 POLICY = SheddingPolicy()
 STANDARD = Arrival(Priority.STANDARD, False, 0, False, 30.0, None, None)

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.engine.block_manager import BlockManager, OutOfBlocks
+from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

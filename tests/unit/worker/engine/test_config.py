@@ -14,9 +14,9 @@ import torch
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import FAMILIES, INERT_VALUES, parse_config
 from fairway.formats.rope_config import COMMON_KEYS, KEYS, context_of
-from services.worker.engine.config import eos_ids, read_json, vocab_size_of
-from services.worker.engine.loading import load
-from services.worker.engine.rope import Rope
+from services.worker.engine.execute.rope import Rope
+from services.worker.engine.load.config import eos_ids, read_json, vocab_size_of
+from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.engine.executor import Batch, Samples
-from services.worker.engine.launch import Inline
+from services.worker.engine.execute.executor import Batch, Samples
+from services.worker.engine.load.launch import Inline
 
 
 class Runner:

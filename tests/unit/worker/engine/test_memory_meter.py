@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.engine.memory_meter import ProcessMeter
+from services.worker.engine.load.memory_meter import ProcessMeter
 
 MIB = 2**20
 NOISE = 6 * MIB

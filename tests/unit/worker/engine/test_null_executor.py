@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.executor import Batch
-from services.worker.engine.null_executor import NullExecutor
+from services.worker.engine.execute.executor import Batch
+from services.worker.engine.execute.null_executor import NullExecutor
 from services.worker.engine.sequence import sequence_of
 
 

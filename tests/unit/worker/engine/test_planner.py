@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Samples
-from services.worker.engine.launch import Inline
-from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.execute.executor import Samples
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import Cancel, Credit, Park
 from services.worker.policy.prefill_budget import PrefillBudget

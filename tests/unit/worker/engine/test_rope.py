@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fairway.formats.rope_config import parse_rope
-from services.worker.engine.rope import Rope
+from services.worker.engine.execute.rope import Rope
 from tests.support.engine_oracle import CONTEXT, ROPES, rope
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.executor import Batch, Chunk
-from services.worker.engine.sampling_rows import rows_of
+from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.step_rows import Seats, StepRows
+from services.worker.engine.sample.sampling_rows import rows_of
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine.step_rows import Seats, StepRows
 from services.worker.engine_protocol import Sampling, Submit
 
 BLOCK = 4

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairway.formats.decoder_config import parse_config
+from services.worker.engine.load.weights import INDEX, SINGLE, Checkpoint, expected_shapes
 from services.worker.engine.unsupported import BadCheckpoint
-from services.worker.engine.weights import INDEX, SINGLE, Checkpoint, expected_shapes
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
