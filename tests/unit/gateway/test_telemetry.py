@@ -28,7 +28,7 @@ from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import OTHER, LabelCap, Metrics
 from services.runtime.telemetry.tracing import Tracing
 from tests.support.metrics import values
-from tests.unit.gateway.test_request import Placement, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
 
 CLOCK = SystemClock()
 SETTLE_S = 0.2

@@ -15,7 +15,7 @@ from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
-from tests.unit.worker.test_sequences import A
+from tests.unit.worker.streams.test_sequences import A
 
 AFTER_S = 1.5
 

@@ -35,7 +35,7 @@ from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from tests.unit.gateway.test_request import Placement, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
 CLOCK = SystemClock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.adapters.links.frame_dispatch import SinkTable
 from services.adapters.links.link_health import ANSWER_S, CHECK_S, LinkHealth
-from tests.unit.adapters.test_frame_dispatch import Deaf
+from tests.unit.adapters.links.test_frame_dispatch import Deaf
 
 SILENCE_S = 8.0
 IDLE_S = 20.0

@@ -12,7 +12,7 @@ from services.gateway.idempotency.pending_ends import UnwrittenEndings
 from services.gateway.idempotency.run import KeyedRun
 from services.gateway.idempotency.types import Ending
 from services.ports.idempotency import Hold, RecordKey
-from tests.unit.gateway.test_tenure import PORTS
+from tests.unit.gateway.idempotency.test_ownership import PORTS
 
 
 def ended(tenant: str, number: int) -> KeyedRun:

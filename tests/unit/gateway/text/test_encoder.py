@@ -363,7 +363,7 @@ def test_a_template_that_looks_for_control_characters_sees_them(
         assert list(model.encode_chat([Message("user", content)])) == expected
 
 
-CHECKPOINT = Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[4] / "models" / "tiny" / "checkpoint"
 
 
 def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:

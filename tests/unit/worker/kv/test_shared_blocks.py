@@ -14,10 +14,10 @@ from services.worker.kv.prefix_set import PrefixSet
 from services.worker.kv.shared_blocks import SharedBlocks
 from services.worker.telemetry import WorkerTelemetry
 from tests.support.metrics import values
+from tests.unit.worker.agent.test_report import report, step
 from tests.unit.worker.bench import Bench
 from tests.unit.worker.reader import Reader
-from tests.unit.worker.test_report import report, step
-from tests.unit.worker.test_sequences import A
+from tests.unit.worker.streams.test_sequences import A
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.unit.gateway.test_request import Harness, emit
+from tests.unit.gateway.requests.test_request import Harness, emit
 
 
 async def test_credit_is_given_in_quarters_of_the_window() -> None:

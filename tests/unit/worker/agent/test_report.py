@@ -20,7 +20,7 @@ from services.worker.streams.sequences import CHARGE_S
 from services.worker.streams.usage_tally import Tally
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
-from tests.unit.worker.test_sequences import A, B
+from tests.unit.worker.streams.test_sequences import A, B
 
 WHO = ReportIdentity("w1", "a:1", "z", "nvidia-h100", 2.5)
 

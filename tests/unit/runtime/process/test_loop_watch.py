@@ -76,7 +76,7 @@ def test_a_process_that_stood_still_goes_on() -> None:
         [sys.executable, "-c", WATCHED],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
     )
     assert process.stdout is not None
     try:
