@@ -37,7 +37,7 @@ from bench.gpus.random_model import transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
 from bench.gpus.shapes import SHAPES
 from services.worker.engine.cuda.backend import cutting_of, has_kernels
-from services.worker.engine.kv_cache import kv_shape
+from services.worker.engine.execute.kv_cache import kv_shape
 from services.worker.engine_protocol import EngineConfig
 
 NO_DEVICE: Final = 3  # exit status

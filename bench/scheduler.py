@@ -40,9 +40,9 @@ from bench.scheduler_load import (
 )
 from services.core.fleet import Granted
 from services.core.generation import PlaceSpec
-from services.runtime.collector import rest_collector
-from services.runtime.logging import LineBudget
-from services.runtime.metrics import Metrics
+from services.runtime.process.collector import rest_collector
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
 from services.scheduler.term_streams import Report, Submit

@@ -24,8 +24,8 @@ import uvloop
 
 from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from simulator.fleet.client import Record, SimRequest
-from simulator.lab.measure import Collector, Slo
+from simulator.fleet.clients.client import Record, SimRequest
+from simulator.lab.report.measure import Collector, Slo
 from simulator.lab.validate import (
     MAX_SEQUENCES,
     STEP_S,

@@ -7,7 +7,7 @@ from typing import Final
 
 from services.core import errors
 from services.core.faults import ERRORS, FINISHED, Fault
-from services.gateway.openai_errors import HttpProblem
+from services.gateway.faces.openai.errors import HttpProblem
 from services.rpc.status import grpc_code, http_status
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "errors.md"

@@ -1,7 +1,7 @@
 """``python -m services ROLE`` runs one role, configured by FAIRWAY_ variables."""
 
 from fairway.log_stream import hold_standard_descriptors
-from services.runtime import grpc_environment
+from services.runtime.process import grpc_environment
 
 
 def run() -> None:

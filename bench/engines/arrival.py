@@ -15,8 +15,8 @@ from bench.engines.load import Request, random_ids
 from bench.engines.own import THROUGHPUT, OwnEngine
 from bench.engines.own_measures import quantile
 from services.worker.engine_protocol import EngineConfig
-from simulator.lab.scale import Axis
-from simulator.lab.svg import Line, line_plot
+from simulator.lab.report.scale import Axis
+from simulator.lab.report.svg import Line, line_plot
 
 STREAMS: Final = 16
 STREAM_PROMPT: Final = 64

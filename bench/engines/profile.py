@@ -17,7 +17,7 @@ import msgspec
 
 from bench.engines.load import Request
 from services.worker.engine.core import Engine
-from services.worker.engine.loading import load
+from services.worker.engine.load.loading import load
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit
 
 SHOWN: Final = 16

@@ -10,8 +10,8 @@ from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.cuda.attention import TritonAttention
 from services.worker.engine.cuda.plan import Cutting
 from services.worker.engine.cuda.varlen_prefill import takes_block_tables
-from services.worker.engine.kv_cache import KvCache, KvShape
-from services.worker.engine.spans import Spans
+from services.worker.engine.execute.kv_cache import KvCache, KvShape
+from services.worker.engine.execute.spans import Spans
 
 
 def torch_over_triton(

@@ -12,11 +12,11 @@ from bench.engines.load import Request
 from bench.gpus.random_model import random_weights
 from bench.gpus.roofline import Rates, Work
 from fairway.formats.decoder_config import ModelConfig
-from services.worker.engine import torch_loading
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Executor
-from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.execute.executor import Executor
+from services.worker.engine.load import torch_loading
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
 

@@ -10,10 +10,10 @@ from typing import Any, Final, cast
 import torch
 
 from fairway.formats.decoder_config import ModelConfig, parse_config
-from services.worker.engine import torch_loading
-from services.worker.engine.model import Weights, load_weights
-from services.worker.engine.operators import Operators
-from services.worker.engine.weights import Checkpoint, expected_shapes
+from services.worker.engine.execute.model import Weights, load_weights
+from services.worker.engine.execute.operators import Operators
+from services.worker.engine.load import torch_loading
+from services.worker.engine.load.weights import Checkpoint, expected_shapes
 from services.worker.engine_protocol import EngineConfig
 
 SPREAD: Final = 0.02  # standard deviation, as transformers initialises

@@ -15,7 +15,7 @@ from fairway.cli.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
 from fairway.client import AdminClient
-from fairway.client.admin_resources import Reading
+from fairway.client.admin.resources import Reading
 from fairway.v1 import controlplane_pb2 as cp
 
 T = TypeVar("T", bound=Message)

@@ -9,7 +9,7 @@ from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.words import version_state
 from fairway.client import AdminClient, DeadlineExceeded, FairwayError, WaitFailed
-from fairway.client.admin_wait import versions_left
+from fairway.client.admin.wait import versions_left
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 

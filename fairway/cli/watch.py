@@ -19,7 +19,7 @@ from fairway.cli.formats import DOCUMENTS, document_of, write_part
 from fairway.cli.output import err, out, plain
 from fairway.cli.table import Column, line_of, table_of, visible
 from fairway.client import Changed, Deleted, FairwayError, Snapshot
-from fairway.client.admin_watch import News, OnLost
+from fairway.client.admin.watch import News, OnLost
 
 T = TypeVar("T", bound=Message)
 

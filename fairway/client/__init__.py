@@ -10,8 +10,8 @@ Deadlines, retries with a budget, idempotency keys, several gateways, and one mu
 business; docs/client.md says how to use it, and what it promises. AdminClient is the operators' one.
 """
 
-from fairway.client.admin import AdminClient
-from fairway.client.admin_watch import Changed, Deleted, Missed, Snapshot
+from fairway.client.admin.admin import AdminClient
+from fairway.client.admin.watch import Changed, Deleted, Missed, Snapshot
 from fairway.client.client import Client
 from fairway.client.errors import (
     Cancelled,

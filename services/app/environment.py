@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, Final, TypeVar
 
 from fairway.log_stream import LogStream
-from services.adapters.etcd_store import EtcdStore
+from services.adapters.etcd.store import EtcdStore
 from services.adapters.threads import in_thread
 from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
@@ -16,19 +16,19 @@ from services.rpc.interceptors.metrics import RpcMetrics
 from services.rpc.server import RpcServer, RpcTelemetry, Service
 from services.runtime.clock import SystemClock
 from services.runtime.config import Settings, read_secret
-from services.runtime.free_memory import return_free_memory
-from services.runtime.guarded_store import GuardedStore
-from services.runtime.health import Check, Health
+from services.runtime.fleet_state.guarded_store import GuardedStore
+from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
-from services.runtime.informer import Informer
-from services.runtime.logging import LineBudget
-from services.runtime.loop_watch import LoopWatch
-from services.runtime.metrics import Metrics
-from services.runtime.process_metrics import ProcessMetrics
+from services.runtime.process.free_memory import return_free_memory
+from services.runtime.process.health import Check, Health
+from services.runtime.process.loop_watch import LoopWatch
 from services.runtime.supervisor import Supervisor
-from services.runtime.telemetry_server import TelemetryServer
-from services.runtime.tracing import open_tracing
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.metrics import Metrics
+from services.runtime.telemetry.process_metrics import ProcessMetrics
+from services.runtime.telemetry.server import TelemetryServer
+from services.runtime.telemetry.tracing import open_tracing
 
 Record = TypeVar("Record")
 # Elsewhere a few long streams carry all requests, and spans follow the request.

@@ -14,9 +14,10 @@ from services.app.compose import ROLES
 from services.app.environment import Environment
 from services.app.process import run
 from services.core.errors import FairwayError
-from services.runtime import config, logging
-from services.runtime.descriptors import raise_descriptor_limit
-from services.runtime.free_memory import limit_fragmentation
+from services.runtime import config
+from services.runtime.process.descriptors import raise_descriptor_limit
+from services.runtime.process.free_memory import limit_fragmentation
+from services.runtime.telemetry import logging
 
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3

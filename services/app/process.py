@@ -12,8 +12,8 @@ import structlog
 
 from services.app.environment import Environment
 from services.rpc.server import RpcServer
-from services.runtime.collector import rest_collector
-from services.runtime.health import Check
+from services.runtime.process.collector import rest_collector
+from services.runtime.process.health import Check
 
 log = structlog.get_logger()
 EXIT_UNHEALTHY: Final = 1

@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.policy.happenings import Happening, Observed, happenings, kind_of
+from services.controlplane.policy.events import Happening, Observed, happenings, kind_of
 from services.controlplane.policy.rate import TokenBucket
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of

@@ -7,14 +7,14 @@ from typing import Final, Protocol
 import structlog
 
 from services.controlplane.fleet import FleetRecord, fleet_of
-from services.controlplane.placement_news import Chronicle, PlacementNews
+from services.controlplane.placement_events import Chronicle, PlacementNews
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
 from services.core.records import ASSIGNMENTS, dump
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, Delete, LeaseLost, ModRevisionIs, Put, Store
-from services.runtime.informer import Informer
+from services.runtime.fleet_state.informer import Informer
 
 log = structlog.get_logger()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.controlplane.accounts import Accounts
-from services.controlplane.deployments import Deployments
-from services.controlplane.nodes import Nodes
-from services.controlplane.sealing import Sealer
+from services.controlplane.resources.accounts import Accounts
+from services.controlplane.resources.deployments import Deployments
+from services.controlplane.resources.nodes import Nodes
+from services.controlplane.resources.sealing import Sealer
 from services.ports.clock import Clock
 from services.ports.store import Store
 from services.runtime import secrets

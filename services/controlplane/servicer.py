@@ -11,9 +11,9 @@ import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.event_log import Filter, page_of_events, watch_events
-from services.controlplane.resources import Stored
+from services.controlplane.resources.resources import Stored
+from services.controlplane.resources.status import DeploymentView, NodeView
 from services.controlplane.service import ControlPlaneService
-from services.controlplane.status import DeploymentView, NodeView
 from services.controlplane.unimplemented import NotYetServed
 from services.controlplane.watcher import Change, Changes, Kind, watch_resources
 from services.core.errors import InvalidInput
@@ -21,10 +21,10 @@ from services.core.generation import Principal
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
 from services.ports.queues import QueueSource
 from services.ports.store import Store
-from services.rpc import convert_controlplane as convert
 from services.rpc.bounded_writes import BoundedWrites
-from services.rpc.convert_decisions import decision_to_proto, timestamp, worker_to_proto
-from services.rpc.convert_queues import pool_to_proto
+from services.rpc.convert import controlplane as convert
+from services.rpc.convert.decisions import decision_to_proto, timestamp, worker_to_proto
+from services.rpc.convert.queues import pool_to_proto
 from services.rpc.interceptors.access import principal
 from services.runtime.ids import request_id_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from services.ports.clock import Clock
-from services.runtime.metrics import LATENCY_S, Metrics
+from services.runtime.telemetry.metrics import LATENCY_S, Metrics
 
 STALLED_S: Final = 30.0
 

@@ -15,8 +15,8 @@ from enum import StrEnum
 from typing import Final
 
 from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
-from services.controlplane.resources import Stored
-from services.controlplane.status import (
+from services.controlplane.resources.resources import Stored
+from services.controlplane.resources.status import (
     DeploymentView,
     NodeView,
     deployment_view,

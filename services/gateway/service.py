@@ -21,18 +21,18 @@ from services.core.errors import (
     UnsupportedFeature,
 )
 from services.core.generation import Principal
-from services.gateway.admission import Admission, RunTerms
-from services.gateway.buffered_stream import BufferedStream
 from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.completion import Completion, complete
 from services.gateway.events import Event, Handle, Received, RequestSink
-from services.gateway.idempotent import Idempotent, fingerprint, record_key
-from services.gateway.keyed_telemetry import KeyedTelemetry
-from services.gateway.keyed_types import KeyedPorts, Record, Resume
-from services.gateway.request import Admitted, Request
+from services.gateway.idempotency.service import Idempotent, fingerprint, record_key
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedPorts, Record, Resume
+from services.gateway.requests.admission import Admission, RunTerms
+from services.gateway.requests.buffered_stream import BufferedStream
+from services.gateway.requests.completion import Completion, complete
+from services.gateway.requests.request import Admitted, Request
+from services.gateway.requests.stage_timer import StageTimer
+from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
-from services.gateway.stage_timer import StageTimer
-from services.gateway.validate import Validator
 from services.ports.limiter import Limiter
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory

@@ -8,7 +8,7 @@ from random import Random
 
 from services.core.errors import FairwayError
 from services.core.shares import share_of
-from services.gateway.keyed_types import KeyedLimits
+from services.gateway.idempotency.types import KeyedLimits
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
 from services.gateway.telemetry import GatewayTelemetry

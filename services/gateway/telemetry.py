@@ -17,14 +17,14 @@ from services.core.faults import fault_of
 from services.core.generation import StageClock
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
-from services.gateway.stage_timer import Stage, StageTimer
-from services.gateway.stage_trace import StageTrace
+from services.gateway.requests.stage_timer import Stage, StageTimer
+from services.gateway.requests.stage_trace import StageTrace
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.connections import ConnectionTable
-from services.runtime.logging import LineBudget
-from services.runtime.metrics import GAP_S, HistogramCell, Metrics
-from services.runtime.tracing import Tracing
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.metrics import GAP_S, HistogramCell, Metrics
+from services.runtime.telemetry.tracing import Tracing
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 A blob is stored whole or not at all, is never overwritten, and never read damaged: what no longer has its
 digest is set aside when somebody asks for it, counts as missing from then on, and can be put again.
-Implementations: ``adapters/folder_blobs.py``, ``adapters/s3_blobs.py``, ``adapters/memory_blobs.py``.
+Implementations: ``adapters/blobs/folder.py``, ``adapters/blobs/s3.py``, ``adapters/memory/blobs.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What whoever leads the scheduling tells operators. Implementation: ``adapters/grpc_queues.py``."""
+"""What whoever leads the scheduling tells operators. Implementation: ``adapters/grpc/queues.py``."""
 
 from __future__ import annotations
 

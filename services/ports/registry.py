@@ -1,6 +1,6 @@
 """Where model versions come from.
 
-Implementations: ``adapters/registry_client.py`` over gRPC, ``registry/service.py`` in the same process.
+Implementations: ``adapters/grpc/registry_client.py`` over gRPC, ``registry/service.py`` in the same process.
 """
 
 from __future__ import annotations

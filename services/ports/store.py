@@ -2,8 +2,8 @@
 
 A revision counts the writes of the whole store. Every method raises StoreUnavailable after a bounded
 time when the store does not answer.
-Implementations: ``adapters/etcd_store.py``, ``adapters/memory_store.py``, and ``runtime/guarded_store.py``
-around one of them.
+Implementations: ``adapters/etcd/store.py``, ``adapters/memory/store.py``, and
+``runtime/fleet_state/guarded_store.py`` around one of them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fairway.v1 import registry_pb2_grpc
 from services.core.errors import InvalidInput
 from services.registry.service import RegistryService
 from services.rpc.bounded_writes import BoundedWrites
-from services.rpc.convert_registry import manifest_from_proto, version_to_proto
+from services.rpc.convert.registry import manifest_from_proto, version_to_proto
 from services.rpc.interceptors.access import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]

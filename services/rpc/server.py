@@ -28,9 +28,9 @@ from services.rpc.interceptors.traces import TraceRpcs
 from services.rpc.message_size import limits_of
 from services.rpc.strangers import Strangers
 from services.rpc.unknown_methods import make_server
-from services.runtime.descriptors import descriptor_limit
-from services.runtime.logging import LineBudget
-from services.runtime.tracing import Tracing
+from services.runtime.process.descriptors import descriptor_limit
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.tracing import Tracing
 
 log = structlog.get_logger()
 

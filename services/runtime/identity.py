@@ -15,7 +15,7 @@ from services.core.generation import Principal
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Tenant
 from services.ports.clock import Clock
 from services.runtime import secrets
-from services.runtime.views import RecordView
+from services.runtime.fleet_state.views import RecordView
 
 MAX_HEADER_CHARS: Final = 512
 # What an unknown name is compared with: the hash of no secret.

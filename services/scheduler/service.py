@@ -23,12 +23,12 @@ from services.ports.clock import Clock
 from services.ports.report_stream import ReportAnswer
 from services.runtime.race import first_of
 from services.runtime.secrets import check_ticket
-from services.scheduler.decision_log import DecisionLog
-from services.scheduler.queue_report import Now, counters_of, pools_of
+from services.scheduler.explain.decision_log import DecisionLog
+from services.scheduler.fleet.worker_list import workers_of
+from services.scheduler.queue.report import Now, counters_of, pools_of
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
 from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
-from services.scheduler.worker_list import workers_of
 
 log = structlog.get_logger()
 

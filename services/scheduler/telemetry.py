@@ -9,9 +9,9 @@ import structlog
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.runtime.logging import LineBudget
-from services.runtime.metrics import SHORT_S, Metrics, Reading
-from services.runtime.tracing import Tracing
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.metrics import SHORT_S, Metrics, Reading
+from services.runtime.telemetry.tracing import Tracing
 
 log = structlog.get_logger()
 

@@ -22,20 +22,20 @@ from services.core.errors import Conflict, FairwayError, OverQuota
 from services.core.fleet import Granted, ReportSnapshot
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.scheduler.beat import MAX_TOLD, Fleet, members_of, sample_of
-from services.scheduler.decision_log import DecisionLog
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.health import FleetHealth, HealthPolicy, WorkerStanding
-from services.scheduler.judge import Judge, ServingCount
-from services.scheduler.overload import Overload
-from services.scheduler.policy.placement import PlacementProfile
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.policy.shedding import SheddingPolicy
+from services.scheduler.explain.decision_log import DecisionLog
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.health.review import Judge, ServingCount
+from services.scheduler.health.worker_health import FleetHealth, HealthPolicy, WorkerStanding
+from services.scheduler.heartbeat import MAX_TOLD, Fleet, members_of, sample_of
+from services.scheduler.overload.pool_load import Overload
+from services.scheduler.policy.overload.shedding import SheddingPolicy
+from services.scheduler.policy.placement.choose import PlacementProfile
+from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.policy.step_time import Kind, StepModel
-from services.scheduler.queue_pool import QueueLimits
-from services.scheduler.queue_report import counter_gaps
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.report import counter_gaps
 from services.scheduler.telemetry import Both, SchedulerTelemetry
 from services.scheduler.term_streams import (
     Cancel,

@@ -15,9 +15,9 @@ from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
-from services.rpc.convert_worker import frame_to_proto, start_from_proto, version_to_proto
-from services.worker.agent import WorkerStatus
-from services.worker.host import GatewayStream, SequenceHost
+from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
+from services.worker.agent.agent import WorkerStatus
+from services.worker.streams.host import GatewayStream, SequenceHost
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0

@@ -14,11 +14,11 @@ import structlog
 
 from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
-from services.runtime.logging import LineBudget
-from services.runtime.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
-from services.runtime.tracing import Tracing
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
+from services.runtime.telemetry.tracing import Tracing
 from services.worker.engine_protocol import Stepped
-from services.worker.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import LiveSequence
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
-from services.worker.engine.block_manager import OutOfBlocks
+from services.worker.engine.plan.block_manager import OutOfBlocks
 from services.worker.engine.prefix.reuse import Attached
 from services.worker.engine.sequence import SequenceState
 

@@ -23,8 +23,8 @@ import msgspec
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.engine.core import Engine
-from services.worker.engine.launch import Inline
-from services.worker.engine.planner import MAX_LONG_PREFILLS, PlannerLimits
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.plan.planner import MAX_LONG_PREFILLS, PlannerLimits
 from services.worker.engine.sequence import Status
 from services.worker.engine.validation import ModelLimits
 from services.worker.policy.prefill_budget import PrefillBudget

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.intake import Intake
-from services.worker.engine.keyed import sequence_key
+from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import ModelLimits, size_refusal
 from services.worker.engine_protocol import Submit

@@ -12,27 +12,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from services.adapters.reporter import Reporter
-from services.adapters.scheduler_directory import SchedulerDirectory
+from services.adapters.links.reporter import Reporter
+from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.core.fleet import ReportSnapshot
 from services.core.records import WORKERS, LoadedVersion, VersionState, Worker, dump
 from services.ports.clock import Clock
 from services.ports.worker_stream import WorkerStreams
-from services.runtime.registration import Registration
+from services.runtime.fleet_state.registration import Registration
 from services.worker import engine_protocol as wire
-from services.worker.agent import PAUSE_S
-from services.worker.detokenizer import Vocabulary
-from services.worker.engine_process import EngineTimeouts
-from services.worker.fallback import FallbackAdmission
-from services.worker.host import SequenceHost
+from services.worker.agent.agent import PAUSE_S
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.kv.pool import PoolLimits
 from services.worker.policy.engine_silence import HAND_BACK_STEPS
 from services.worker.policy.lifecycle import backoff_s
-from services.worker.pool import PoolLimits
-from services.worker.report import ReportIdentity, take_snapshot
-from services.worker.sequences import SequenceTable
+from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.streams.fallback import FallbackAdmission
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.sequences import SequenceTable
+from services.worker.text.detokenizer import Vocabulary
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.sim_executor import OutputLength
-from simulator.kernel.links import SimReportLinks, SimStore, serve_worker
+from simulator.kernel.links.links import SimReportLinks, SimStore, serve_worker
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 

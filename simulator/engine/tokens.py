@@ -7,8 +7,8 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, overload
 
-from services.worker.engine.keyed import sequence_key
-from services.worker.engine.null_executor import STRIDE
+from services.worker.engine.execute.null_executor import STRIDE
+from services.worker.engine.sample.keyed_random import sequence_key
 
 NEVER = sys.maxsize
 

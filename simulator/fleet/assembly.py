@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from services.adapters.memory_idempotency import MemoryIdempotency
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.store import MemoryStore
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
@@ -25,17 +25,17 @@ from services.core.records import (
 )
 from services.ports.store import Put
 from services.scheduler.term import Term
-from simulator.fleet.client import Record, SimRequest
-from simulator.fleet.gateway_node import GatewayNode, key_name
+from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.session import Clients
 from simulator.fleet.grant_watch import GrantWatch
-from simulator.fleet.scheduler_node import SchedulerNode
-from simulator.fleet.session import Clients
-from simulator.fleet.shared import REDIS, Redis, serve_redis
+from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
+from simulator.fleet.nodes.scheduler_node import SchedulerNode
+from simulator.fleet.nodes.shared_redis import REDIS, Redis, serve_redis
+from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
 from simulator.fleet.trace import Trace
-from simulator.fleet.worker_node import WorkerNode
 from simulator.invariants.violations import Violations
-from simulator.kernel.links import StoreServer
+from simulator.kernel.links.links import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process, Skew

@@ -9,10 +9,10 @@ from typing import Final
 from services.core.records import Priority
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.service_types import GatewayLimits
-from services.scheduler.policy.pressure import ServiceTargets
-from services.scheduler.policy.shedding import SheddingPolicy
+from services.scheduler.policy.overload.pressure import ServiceTargets
+from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.term import TermSettings
-from simulator.fleet.client import SimRequest
+from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.faults import Fault, draw_faults
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 

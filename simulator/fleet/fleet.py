@@ -15,8 +15,8 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
-from simulator.fleet.client import Record, SimRequest
-from simulator.fleet.rest import come_to_rest, heal_all
+from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.quiesce import come_to_rest, heal_all
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.fleet.trace import Trace
 from simulator.invariants.instants import Instants, Looks

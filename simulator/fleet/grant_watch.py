@@ -12,8 +12,8 @@ from services.core.fleet import SequenceUsage
 from services.core.generation import PlaceSpec, StartSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.runtime.metrics import Metrics
-from services.scheduler.fleet_view import FleetView
+from services.runtime.telemetry.metrics import Metrics
+from services.scheduler.fleet.view import FleetView
 from services.scheduler.telemetry import GRANTED, WITHDRAWN, SchedulerTelemetry, Standing
 from services.scheduler.term import Term
 

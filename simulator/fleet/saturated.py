@@ -12,11 +12,11 @@ from typing import Final
 
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.policy.shedding import SheddingPolicy
-from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.policy.overload.shedding import SheddingPolicy
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
-from simulator.fleet.client import SimRequest
+from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.faults import Fault, FaultKind, draw_faults
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 

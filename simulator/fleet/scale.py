@@ -12,7 +12,7 @@ from typing import Final
 
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
-from simulator.fleet.client import Record, SimRequest
+from simulator.fleet.clients.client import Record, SimRequest
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.seeds import wall_s
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec

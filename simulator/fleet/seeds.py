@@ -17,7 +17,8 @@ from typing import Final
 
 from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import DURATION_S, REQUESTS, chaos_faults, chaos_load, chaos_spec
-from simulator.fleet.client import Record, SimRequest
+from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.faults import Fault
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.saturated import (
@@ -27,7 +28,6 @@ from simulator.fleet.saturated import (
     saturated_spec,
 )
 from simulator.fleet.spec import FleetSpec
-from simulator.fleet.strikes import Strikes
 from simulator.invariants.balance import Balance
 from simulator.invariants.bounds import Bounds
 from simulator.invariants.fairness import Fairness

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.adapters.quota import SETTLED_KEEP_S
+from services.adapters.quotas.quota import SETTLED_KEEP_S
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.term import TermSettings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from services.adapters.muxed_placement import PlacementSettings
+from services.adapters.links.muxed_placement import PlacementSettings
 from services.scheduler.term import Term
-from services.worker.sequence_slots import PARKED_PER_SLOT
+from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from simulator.fleet.assembly import SimFleet
 
 BOUNDS: Final = "bounded-queues"

@@ -18,12 +18,12 @@ from typing import Final
 from services.core.fleet import SequenceUsage
 from services.core.generation import PlaceSpec, StartSpec
 from services.core.records import Priority
-from services.scheduler.policy.fairness import ServiceWeights
-from services.scheduler.policy.fairness_bound import granted_bound, service_bound
+from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
+from simulator.fleet.clients.tokens import said_tokens
 from simulator.fleet.grant_watch import GrantListener, Produced
-from simulator.fleet.tokens import said_tokens
+from simulator.invariants.fairness_bound import granted_bound, service_bound
 
 FAIRNESS: Final = "fairness"
 _WEIGHTS: Final = ServiceWeights()

@@ -7,7 +7,7 @@ from typing import Final
 
 from services.core.errors import Overloaded
 from services.core.generation import PlaceSpec
-from services.scheduler.policy.shedding import ShedRank, shed_rank
+from services.scheduler.policy.overload.shedding import ShedRank, shed_rank
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.grant_watch import GrantListener

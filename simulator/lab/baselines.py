@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from services.scheduler.policy.candidate import Offer, PlaceQuery
-from services.scheduler.policy.placement import PlacementProfile
-from services.scheduler.policy.scorers import kv_headroom, prefill_headroom, prefix_hit
+from services.scheduler.policy.placement.candidate import Offer, PlaceQuery
+from services.scheduler.policy.placement.choose import PlacementProfile
+from services.scheduler.policy.placement.scorers import kv_headroom, prefill_headroom, prefix_hit
 from services.scheduler.term import TermSettings
 
 TIE: Final = 0.01  # far below any difference in the score that it breaks

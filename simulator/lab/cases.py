@@ -8,15 +8,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from simulator.lab import replay, synthetic
 from simulator.lab.baselines import POLICIES
-from simulator.lab.load import of_trace
-from simulator.lab.measure import Slo
-from simulator.lab.report import Report
+from simulator.lab.load import replay, synthetic
+from simulator.lab.load.load import of_trace
+from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
+from simulator.lab.report.measure import Slo
+from simulator.lab.report.report import Report
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
 from simulator.lab.scenarios import slow_worker, whale
-from simulator.lab.traces import TraceCut, TraceRow, cut, read_trace
 
 WORKERS: Final = 8
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from simulator.lab import replay
 from simulator.lab import scenario as scenarios
-from simulator.lab.page import page
-from simulator.lab.report import Report
+from simulator.lab.load import replay
+from simulator.lab.load.traces import TraceError
+from simulator.lab.report.page import page
+from simulator.lab.report.report import Report
+from simulator.lab.report.table import aligned, text
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
-from simulator.lab.table import aligned, text
-from simulator.lab.traces import TraceError
 
 TRACES: Final = "FAIRWAY_TRACES"
 

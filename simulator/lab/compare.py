@@ -32,10 +32,10 @@ from typing import Final
 from simulator.lab.baselines import FIRST_COME, OURS, POLICIES, ROUND_ROBIN
 from simulator.lab.cases import GRAY, TRACES, WHALE, WHALE_CAPPED, WORKERS, Case, Figures, run_case
 from simulator.lab.command import traces_folder
+from simulator.lab.load.traces import TraceError
+from simulator.lab.report.table import aligned, seconds
 from simulator.lab.scenario import ScenarioError
 from simulator.lab.scenarios.whale import LOAD_RATIO
-from simulator.lab.table import aligned, seconds
-from simulator.lab.traces import TraceError
 
 Results = dict[Case, Figures]
 _PER_TRACE: Final[tuple[tuple[str, Callable[[float], str]], ...]] = (

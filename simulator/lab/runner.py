@@ -8,8 +8,8 @@ from simulator.invariants.bounds import Bounds
 from simulator.invariants.fairness import Fairness
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.shedding import Shedding
-from simulator.lab.measure import Collector
-from simulator.lab.report import Course, Header, Report, build
+from simulator.lab.report.measure import Collector
+from simulator.lab.report.report import Course, Header, Report, build
 from simulator.lab.scenario import Scenario
 from simulator.lab.watch import Watch
 

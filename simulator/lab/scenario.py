@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Final
 
 from simulator.engine.cost_model import cost_model
-from simulator.fleet.client import SimRequest
+from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.fleet import Plan, SimFleet
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 from simulator.lab import capacity, scenarios
-from simulator.lab.measure import Slo
-from simulator.lab.report import Mark
+from simulator.lab.report.measure import Slo
+from simulator.lab.report.report import Mark
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 2048

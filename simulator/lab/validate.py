@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from simulator.engine.cost_model import CostModel, encode
-from simulator.fleet.client import SimRequest
+from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.fleet import simulate
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
-from simulator.lab.arrivals import Poisson
-from simulator.lab.lengths import LogNormal
-from simulator.lab.load import Stream, merged
-from simulator.lab.measure import Collector, Group, Slo
+from simulator.lab.load.arrivals import Poisson
+from simulator.lab.load.lengths import LogNormal
+from simulator.lab.load.load import Stream, merged
+from simulator.lab.report.measure import Collector, Group, Slo
 
 WORKERS: Final = 2
 MAX_SEQUENCES: Final = 8

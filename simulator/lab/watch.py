@@ -9,9 +9,9 @@ from services.scheduler.term import Term
 from simulator.fleet.fleet import SimFleet
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.spec import VERSION_DIGEST
-from simulator.lab.bins import Bins
-from simulator.lab.measure import Collector
-from simulator.lab.samples import Sample, Timeline, WorkerSample
+from simulator.lab.report.bins import Bins
+from simulator.lab.report.measure import Collector
+from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 
 SAMPLE_S: Final = 0.5
 

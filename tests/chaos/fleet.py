@@ -29,8 +29,8 @@ from fairway.cli.fleet.supervisor import ProcessSupervisor
 from fairway.cli.state import StateDir, ensure_secrets, read_secret
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.adapters.etcd_store import EtcdStore
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.records import Leader, leader_key, load
 from services.runtime.clock import SystemClock
 from tests.chaos.checker import Holding

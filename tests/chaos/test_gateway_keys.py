@@ -16,7 +16,7 @@ import pytest
 from fairway.cli.state import StateDir
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import Usage
 from services.rpc.status import from_rpc_error

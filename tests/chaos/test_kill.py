@@ -14,7 +14,7 @@ import pytest
 
 from fairway.cli.state import StateDir
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import FairwayError
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock

@@ -26,10 +26,10 @@ import pytest
 from fairway.client import AdminClient
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
-from services.scheduler.policy.fairness import ServiceWeights
-from services.scheduler.policy.fairness_bound import granted_bound, service_bound
-from services.scheduler.policy.length import LengthPolicy
-from services.scheduler.policy.ttft import CHUNK_TOKENS
+from services.scheduler.policy.placement.ttft import CHUNK_TOKENS
+from services.scheduler.policy.queue.fairness import ServiceWeights
+from services.scheduler.policy.queue.length import LengthPolicy
+from simulator.invariants.fairness_bound import granted_bound, service_bound
 from tests.support.command_line import CommandLine
 from tests.support.stack import Stack, metadata
 

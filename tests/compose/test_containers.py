@@ -125,7 +125,7 @@ def test_engines_compute_with_the_operators_of_the_image(fleet: Fleet, worker: s
 def test_what_an_engine_compiles_goes_where_it_may_be_run(fleet: Fleet) -> None:
     """HOME is on the temporary file system, from which nothing runs."""
     code = (
-        "from pathlib import Path; from services.runtime.folders import compile_folder;"
+        "from pathlib import Path; from services.runtime.process.folders import compile_folder;"
         "print(compile_folder(Path('/var/lib/fairway')))"
     )
     assert fleet.execute("worker-0", "python", "-c", code).strip() == "/var/lib/fairway/compiled"
@@ -136,7 +136,7 @@ def test_what_an_engine_compiles_goes_where_it_may_be_run(fleet: Fleet) -> None:
 
 
 def test_an_engine_counts_the_processors_of_its_container(fleet: Fleet) -> None:
-    code = "from services.runtime.machine import available_cpus; print(available_cpus())"
+    code = "from services.runtime.process.machine import available_cpus; print(available_cpus())"
     assert int(fleet.execute("worker-0", "python", "-c", code)) == 2
     assert int(fleet.execute("scheduler", "python", "-c", code)) == 1
 

@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 
-from services.adapters.grpc_placement import GrpcPlacement
-from services.adapters.local_placement import LocalPlacement
-from services.adapters.muxed_placement import MuxedPlacement, PlacementSettings
-from services.adapters.reporter import Reporter
-from services.adapters.scheduler_directory import KnownLeader
+from services.adapters.grpc.placement import GrpcPlacement
+from services.adapters.links.local_placement import LocalPlacement
+from services.adapters.links.muxed_placement import MuxedPlacement, PlacementSettings
+from services.adapters.links.reporter import Reporter
+from services.adapters.links.scheduler_directory import KnownLeader
 from services.gateway.fallback import GatewayFallback
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.scheduler.term import Term, TermSettings
-from simulator.kernel.links import SimPlacementLinks, SimReportLinks
+from simulator.kernel.links.links import SimPlacementLinks, SimReportLinks
 from tests.integration.scheduler_fleet import TOKEN, FakeWorker, SchedulerNode, StaticDirectory
 from tests.support.simulated import SimulatedScheduler, World
 

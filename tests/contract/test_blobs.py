@@ -15,9 +15,9 @@ from pathlib import Path
 import obstore
 import pytest
 
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_blobs import MemoryBlobs
-from services.adapters.s3_blobs import S3Blobs
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.blobs.s3 import S3Blobs
+from services.adapters.memory.blobs import MemoryBlobs
 from services.core.errors import IntegrityError, InvalidInput, NotFound, StoreUnavailable
 from services.ports.blob_store import BlobStore, StoredBlob
 from tests.support.object_store import ObjectStore

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.executor import Batch, Chunk, Runner, Samples
-from services.worker.engine.loading import _load_torch
-from services.worker.engine.null_executor import NullExecutor
+from services.worker.engine.execute.executor import Batch, Chunk, Runner, Samples
+from services.worker.engine.execute.null_executor import NullExecutor
+from services.worker.engine.load.loading import _load_torch
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit
 from tests.tidy.sources import ROOT

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Limits, Reservation

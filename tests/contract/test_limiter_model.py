@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Limits, Reservation

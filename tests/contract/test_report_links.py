@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.adapters.grpc_reporter import GrpcReportLinks
-from services.adapters.local_reporter import LocalReportLinks
-from services.adapters.reporter import ReportLink, ReportLinks
-from services.adapters.scheduler_directory import KnownLeader
+from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.links.local_reporter import LocalReportLinks
+from services.adapters.links.reporter import ReportLink, ReportLinks
+from services.adapters.links.scheduler_directory import KnownLeader
 from services.core.errors import Conflict, FairwayError, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage, TenantCounter, TenantTokens
 from services.core.generation import Grant
@@ -24,7 +24,7 @@ from services.ports.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.scheduler.term import Term
-from simulator.kernel.links import SimReportLinks
+from simulator.kernel.links.links import SimReportLinks
 from tests.integration.scheduler_fleet import DIGEST, TOKEN, FakeWorker, SchedulerNode, StaticDirectory
 from tests.support.simulated import Check, SimulatedScheduler, World, checks_of, simulate
 from tests.support.waiting import until

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from aetcd import rpc
 
-from services.adapters.etcd_store import EtcdStore
-from services.adapters.memory_store import MemoryStore
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import InvalidInput
 from services.core.records import STORE_GENERATION, StoreGeneration, dump
 from services.ports.store import (
@@ -35,8 +35,8 @@ from services.ports.store import (
     WatchBatch,
 )
 from services.runtime.clock import SystemClock
-from services.runtime.guarded_store import GuardedStore
-from simulator.kernel.links import SimStore, StoreServer
+from services.runtime.fleet_state.guarded_store import GuardedStore
+from simulator.kernel.links.links import SimStore, StoreServer
 from tests.support.simulated import Check, World, checks_of, simulate
 
 PATIENCE_S = 10.0

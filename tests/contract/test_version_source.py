@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.adapters.memory_blobs import MemoryBlobs
-from services.adapters.memory_store import MemoryStore
-from services.adapters.registry_client import RegistryClient
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.memory.blobs import MemoryBlobs
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import IntegrityError, InvalidInput, NotFound, Unavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, digest_of, sha256_of
 from services.ports.registry import VersionSource

@@ -18,8 +18,8 @@ import structlog
 from tokenizers import Tokenizer, decoders, models
 
 from fairway.v1 import worker_pb2_grpc
-from services.adapters.grpc_worker import GrpcWorkers
-from services.adapters.local_worker import LocalWorkers
+from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.links.local_worker import LocalWorkers
 from services.core.generation import (
     FinishReason,
     GenerationSpec,
@@ -34,12 +34,12 @@ from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
-from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
-from services.worker.host import SequenceHost
-from services.worker.pool import PoolLimits
-from services.worker.sequences import SequenceTable
+from services.worker.kv.pool import PoolLimits
 from services.worker.servicer import WorkerServicer
-from simulator.kernel.links import SimWorkers, serve_worker
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.sequences import SequenceTable
+from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
+from simulator.kernel.links.links import SimWorkers, serve_worker
 from tests.support.simulated import Check, World, checks_of, simulate
 from tests.support.waiting import until
 

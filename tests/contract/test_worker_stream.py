@@ -13,8 +13,8 @@ from services.core.generation import GenerationSpec, Grant, NotAdmittedReason, S
 from services.ports.worker_stream import StepFrame, WorkerStream
 from services.runtime.clock import SystemClock
 from services.worker import engine_protocol as wire
-from services.worker.host import SequenceHost
-from services.worker.sequences import SequenceTable
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.sequences import SequenceTable
 from tests.contract.test_worker_client import DIGEST, new_host
 
 

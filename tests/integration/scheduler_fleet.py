@@ -7,9 +7,9 @@ from collections.abc import Callable
 from random import Random
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.adapters.grpc_reporter import GrpcReportLinks
-from services.adapters.reporter import Reporter, ReportLinks
-from services.adapters.scheduler_directory import KnownLeader, LeaderDirectory
+from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.links.reporter import Reporter, ReportLinks
+from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
 from services.core.fleet import LiveSequence, PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority

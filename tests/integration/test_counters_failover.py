@@ -9,19 +9,19 @@ from random import Random
 
 import pytest
 
-from services.adapters.grpc_placement import GrpcPlacement
-from services.adapters.grpc_reporter import GrpcReportLinks
-from services.adapters.reporter import Reporter
-from services.adapters.scheduler_directory import KnownLeader
+from services.adapters.grpc.placement import GrpcPlacement
+from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.links.reporter import Reporter
+from services.adapters.links.scheduler_directory import KnownLeader
 from services.core.fleet import TenantCounter
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
 from services.runtime.supervisor import Supervisor
-from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import Term, TermSettings
-from services.worker.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import ReportIdentity, take_snapshot
 from tests.integration.scheduler_fleet import (
     TICKET_KEY,
     TOKEN,

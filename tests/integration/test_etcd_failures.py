@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.adapters import etcd_watch
-from services.adapters.etcd_channel import targets
-from services.adapters.etcd_store import EtcdStore
+from services.adapters.etcd import watch as etcd_watch
+from services.adapters.etcd.channel import targets
+from services.adapters.etcd.store import EtcdStore
 from services.core.errors import InvalidInput, StoreUnavailable
 from services.ports.store import Committed, LeaseLost, Put
 from services.runtime.clock import SystemClock
-from services.runtime.leadership import Election, Registration
+from services.runtime.fleet_state.leadership import Election, Registration
 
 TIMEOUT_S = 0.5
 MARGIN_S = 5.0  # for a busy machine

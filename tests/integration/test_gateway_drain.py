@@ -6,9 +6,9 @@ import asyncio
 from random import Random
 from typing import Any
 
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.gateway.service import GatewayService

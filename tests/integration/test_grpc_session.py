@@ -13,7 +13,7 @@ from fairway.v1 import inference_pb2 as pb
 from services.core import errors
 from services.core.generation import Principal, TokenLogprobs
 from services.core.records import KeyRole
-from services.gateway.session import MAX_MESSAGE_TOKENS, MAX_UNREAD, MuxedSession
+from services.gateway.faces.grpc.session import MAX_MESSAGE_TOKENS, MAX_UNREAD, MuxedSession
 from services.rpc.status import from_rpc_error
 from tests.support.grpc_gateway import (
     AUTH,

@@ -24,9 +24,9 @@ from services.core import errors
 from services.core.generation import Principal
 from services.core.records import Degrade, KeyRole
 from services.gateway.events import Received
-from services.gateway.http_server import HttpServer
-from services.gateway.openai_http import build_app
-from services.gateway.servicer import InferenceServicer
+from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.faces.openai.routes import build_app
+from services.gateway.faces.openai.server import HttpServer
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock

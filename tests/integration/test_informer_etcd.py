@@ -16,11 +16,11 @@ import grpc
 import pytest
 from aetcd import rpc
 
-from services.adapters.etcd_store import EtcdStore
+from services.adapters.etcd.store import EtcdStore
 from services.core.errors import StoreUnavailable
 from services.ports.store import Committed, Delete, Entry, Operation, Put
 from services.runtime.clock import SystemClock
-from services.runtime.informer import Informer, Versioned
+from services.runtime.fleet_state.informer import Informer, Versioned
 
 PREFIX = "/p/"
 PATIENCE_S = 20.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.adapters.model_files import ModelFiles
+from services.adapters.model_files.cache import ModelFiles
 from services.core.errors import FailedPrecondition
 from services.runtime.clock import SystemClock
 

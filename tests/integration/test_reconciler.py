@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.adapters.etcd_store import EtcdStore
-from services.adapters.memory_store import MemoryStore
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord, decode
 from services.controlplane.reconciler import Reconciler
@@ -36,8 +36,8 @@ from services.core.records import (
 )
 from services.ports.store import Delete, Put, Store
 from services.runtime.clock import SystemClock
-from services.runtime.informer import Informer
-from services.runtime.leadership import Election
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Election
 from services.runtime.supervisor import Supervisor
 
 KEY = leader_key("controlplane")

@@ -9,7 +9,7 @@ from typing import Any
 import uvloop
 
 from fairway.cli.embedded import free_port
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.ports.limiter import Limits
 from services.runtime.clock import SystemClock

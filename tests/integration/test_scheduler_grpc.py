@@ -12,18 +12,18 @@ import grpc
 import pytest
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.adapters.etcd_store import EtcdStore
-from services.adapters.grpc_placement import GrpcPlacement, GrpcPlacementLinks
-from services.adapters.scheduler_directory import KnownLeader, SchedulerDirectory
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.grpc.placement import GrpcPlacement, GrpcPlacementLinks
+from services.adapters.links.scheduler_directory import KnownLeader, SchedulerDirectory
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.convert_scheduler import connect_request, place_to_proto
+from services.rpc.convert.scheduler import connect_request, place_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
-from services.runtime.leadership import Election
+from services.runtime.fleet_state.leadership import Election
 from services.runtime.supervisor import Supervisor
-from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.integration.scheduler_fleet import (
     DIGEST,

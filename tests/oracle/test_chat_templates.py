@@ -13,8 +13,8 @@ from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig
 from transformers.utils import chat_template_utils
 
-from services.gateway.text_model import Message
-from services.worker.engine.config import eos_ids
+from services.gateway.text.text_model import Message
+from services.worker.engine.load.config import eos_ids
 from tests.support import chat_cases
 from tests.support.chat_cases import FAMILIES, NOW_S, TOKENS
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from services.worker.engine.loading import load
+from services.worker.engine.load.loading import load
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit
 from tests.support.engine_oracle import ORIGINAL, Shape, oracle_of, random_ids, save
 

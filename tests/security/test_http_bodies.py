@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from services.core.errors import FairwayError, InvalidInput
-from services.gateway.http_bodies import FREE_BYTES, BodyReader
-from services.gateway.openai_errors import HttpProblem
-from services.gateway.openai_requests import chat_request, completion_request
-from services.gateway.openai_types import check_json_cost, is_cheap
+from services.gateway.faces.openai.bodies import FREE_BYTES, BodyReader
+from services.gateway.faces.openai.errors import HttpProblem
+from services.gateway.faces.openai.requests import chat_request, completion_request
+from services.gateway.faces.openai.types import check_json_cost, is_cheap
 from tests.integration.openai.face import CHAT, KEY
 from tests.support.http_target import AUTHORISED, MAX_BODY, POST, Canary, Target, exchange
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock

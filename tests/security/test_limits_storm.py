@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 import redis.asyncio
 
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_limiter import MAX_ADMITTING, RedisLimiter
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.redis.limiter import MAX_ADMITTING, RedisLimiter
 from services.core.errors import ConcurrencyExceeded, OverQuota, RequestRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Limits, Reservation

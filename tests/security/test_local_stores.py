@@ -22,7 +22,7 @@ import redis
 from fairway.cli import embedded
 from fairway.cli.fleet.record import FleetRecord
 from fairway.cli.state import StateDir
-from services.adapters.etcd_store import EtcdStore
+from services.adapters.etcd.store import EtcdStore
 from services.ports.store import Put
 from services.runtime.clock import SystemClock
 from tests.conftest import STARTS

@@ -14,13 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fairway.client.folder import PublishRefused
-from fairway.client.publish import publish
+from fairway.client.publish.folder import PublishRefused
+from fairway.client.publish.publish import publish
 from fairway.formats.repetition import FREE_BYTES, MAX_RATIO
 from fairway.formats.safetensors import MAX_TENSORS
 from fairway.v1 import registry_pb2 as pb
-from services.adapters.memory_blobs import MemoryBlobs
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.blobs import MemoryBlobs
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import FailedPrecondition, InvalidInput, Unavailable
 from services.core.manifest import (
     CHUNK_BYTES,
@@ -32,7 +32,7 @@ from services.core.manifest import (
 )
 from services.registry.service import RegistryService
 from services.registry.verification import MAX_WAITING
-from services.rpc.convert_registry import manifest_to_proto
+from services.rpc.convert.registry import manifest_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from tests.support.registry import ADMIN, served

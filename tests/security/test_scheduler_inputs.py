@@ -13,13 +13,13 @@ import pytest
 
 from fairway.v1 import scheduler_pb2 as pb
 from fairway.v1 import scheduler_pb2_grpc
-from services.adapters.grpc_placement import GrpcPlacementLinks
-from services.adapters.scheduler_directory import KnownLeader
+from services.adapters.grpc.placement import GrpcPlacementLinks
+from services.adapters.links.scheduler_directory import KnownLeader
 from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
 from services.core.fleet import Granted, Refused
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.convert_decisions import worker_from_proto, worker_to_proto
+from services.rpc.convert.decisions import worker_from_proto, worker_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor

@@ -14,10 +14,10 @@ import redis.asyncio
 from redis.asyncio import Redis
 
 from fairway.cli.embedded import free_port
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_limiter import RedisLimiter
-from services.adapters.settlement_spool import SettlementSpool
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
 from services.core.generation import Usage
 from services.ports.idempotency import IdempotencyStore

@@ -32,11 +32,11 @@ from services.core.errors import (
 from services.gateway.text import pool
 from services.gateway.text.limits import TextLimits
 from services.gateway.text.pool import TextProcesses
-from services.gateway.text_model import Message, TextModel
-from services.gateway.tokenise import Tokeniser
+from services.gateway.text.text_model import Message, TextModel
+from services.gateway.text.tokenise import Tokeniser
 from services.runtime.clock import SystemClock
-from services.runtime.metrics import Metrics
 from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry.metrics import Metrics
 from tests.support.text_versions import CHAT, Bench, doubling, splitting, watched_loop, write_version
 
 # The time that this process spent while its loop ran nothing else: of its own, so that a machine that has no

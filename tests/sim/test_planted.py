@@ -10,17 +10,17 @@ import pytest
 
 from services.core.records import Priority
 from simulator.fleet.assembly import Parts
-from simulator.fleet.client import SimRequest
+from simulator.fleet.clients.client import SimRequest
+from simulator.fleet.clients.session import ONCE, TOKENS
+from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.faults import Fault, FaultKind, Moment
 from simulator.fleet.fleet import RunReport, simulate
-from simulator.fleet.rest import REST
+from simulator.fleet.nodes.scheduler_node import SchedulerNode
+from simulator.fleet.nodes.worker_node import WorkerNode
+from simulator.fleet.quiesce import REST
 from simulator.fleet.saturated import is_saturated
-from simulator.fleet.scheduler_node import SchedulerNode
 from simulator.fleet.seeds import run_seed
-from simulator.fleet.session import ONCE, TOKENS
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
-from simulator.fleet.strikes import Strikes
-from simulator.fleet.worker_node import WorkerNode
 from simulator.invariants.balance import BALANCE, CRASHED, Balance
 from simulator.invariants.bounds import BOUNDS, Bounds
 from simulator.invariants.fairness import FAIRNESS, Fairness

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.gateway.text_model import Message
+from services.gateway.text.text_model import Message
 
 TOKENS: Final = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 NOW_S: Final = 1_800_000_000.0

@@ -11,7 +11,7 @@ from typing import Any, Final
 import hypothesis
 from hypothesis import strategies as st
 
-from services.worker.engine.executor import Batch, Executor, Samples
+from services.worker.engine.execute.executor import Batch, Executor, Samples
 from tests.support.engine_oracle import (
     CONTEXT,
     HOSTILE,

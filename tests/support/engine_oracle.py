@@ -25,12 +25,12 @@ import transformers
 from hypothesis import strategies as st
 
 from services.core.prefix import prefix_chain
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Executor
-from services.worker.engine.loading import _load_torch, _prefix_cache
+from services.worker.engine.execute.executor import Executor
+from services.worker.engine.load.loading import _load_torch, _prefix_cache
 from services.worker.engine.native.build import COMPILERS
-from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.proposer import Proposer

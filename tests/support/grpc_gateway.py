@@ -13,7 +13,7 @@ import grpc
 
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
-from services.adapters.memory_limiter import MemoryLimiter
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -29,9 +29,9 @@ from services.core.generation import (
 )
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.events import Received
+from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
-from services.gateway.servicer import InferenceServicer
 from services.ports.worker import SequenceSink
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import by_reason

@@ -21,10 +21,10 @@ from typing import Any, Self
 
 import uvloop
 
-from services.gateway import http_server
 from services.gateway.events import Event
-from services.gateway.http_io import HttpLimits
-from services.runtime import logging
+from services.gateway.faces.openai import server as http_server
+from services.gateway.faces.openai.exchange import HttpLimits
+from services.runtime.telemetry import logging
 from tests.integration.openai.face import CHAT, KEY, Call, accepted, plain, serving
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from services.adapters.memory_idempotency import MemoryIdempotency
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_idempotency import RedisIdempotency
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.redis.limiter import RedisLimiter
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordLimits
 from services.runtime.clock import SystemClock
 from tests.support.clocks import HandClock

@@ -11,10 +11,10 @@ from random import Random
 from typing import Any
 
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.redis_idempotency import RedisIdempotency
-from services.adapters.redis_limiter import RedisLimiter
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -32,8 +32,8 @@ from services.core.generation import (
 from services.core.records import Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
-from services.gateway.idempotent import Idempotent
-from services.gateway.keyed_types import KeyedLimits
+from services.gateway.idempotency.service import Idempotent
+from services.gateway.idempotency.types import KeyedLimits
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
@@ -41,8 +41,8 @@ from services.ports.idempotency import IdempotencyStore, RecordLimits
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
-from services.runtime.metrics import Metrics
 from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry.metrics import Metrics
 
 CLOCK = SystemClock()
 

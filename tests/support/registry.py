@@ -11,7 +11,7 @@ import grpc
 
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
-from services.adapters.registry_client import RegistryClient
+from services.adapters.grpc.registry_client import RegistryClient
 from services.core.errors import Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole

@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fairway.cli import embedded
-from services.adapters.etcd_store import EtcdStore
+from services.adapters.etcd.store import EtcdStore
 from services.core.records import KEYS, ApiKey, KeyRole, Meta, dump
 from services.ports.store import Put
 from services.rpc.channel import auth_metadata

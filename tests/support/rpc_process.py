@@ -155,8 +155,8 @@ async def _serve() -> None:
     from services.rpc.interceptors.metrics import RpcMetrics
     from services.rpc.server import RpcServer, RpcTelemetry, Service
     from services.runtime.clock import SystemClock
-    from services.runtime.logging import LineBudget
-    from services.runtime.metrics import Metrics
+    from services.runtime.telemetry.logging import LineBudget
+    from services.runtime.telemetry.metrics import Metrics
 
     def authenticate(token: str | None) -> Principal:
         if token != "tenant-key":
@@ -187,7 +187,7 @@ async def _serve() -> None:
 def main() -> None:
     import uvloop
 
-    from services.runtime import logging
+    from services.runtime.telemetry import logging
 
     logging.configure(role="test")
     uvloop.run(_serve())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.worker.engine.executor import Batch, Runner, Samples
+from services.worker.engine.execute.executor import Batch, Runner, Samples
 from services.worker.engine.sequence import SequenceState
 
 

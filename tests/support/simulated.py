@@ -14,7 +14,7 @@ import pytest
 from services.runtime.clock import SystemClock
 from services.scheduler.service import SchedulerService
 from services.scheduler.term import TermSettings
-from simulator.kernel.links import serve_scheduler
+from simulator.kernel.links.links import serve_scheduler
 from simulator.kernel.loop import Limits, VirtualTimeLoop
 from simulator.kernel.network import Network
 from simulator.kernel.process import UNIX_START_S, Process, Skew

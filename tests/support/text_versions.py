@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.text.pool import TextProcesses
-from services.gateway.text_model import TextModel
-from services.gateway.tokenise import Tokeniser
+from services.gateway.text.text_model import TextModel
+from services.gateway.text.tokenise import Tokeniser
 
 TINY = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -8,7 +8,7 @@ import sys
 import pytest
 import structlog
 
-from services.runtime import logging
+from services.runtime.telemetry import logging
 
 
 def test_a_logger_of_a_test_renders_as_one_of_a_role(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,23 +17,23 @@ from bench.gpus.attention import prefill_s, whole_prompts
 from bench.gpus.own import OwnEngine, own_engine
 from bench.gpus.random_model import random_weights
 from bench.gpus.shapes import SHAPES
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
 from services.worker.engine.cuda.attention import TritonAttention
 from services.worker.engine.cuda.exact import ExactOperators, TritonReductions
 from services.worker.engine.cuda.graphs import Graph, GraphedDecoder, batch_sizes
 from services.worker.engine.cuda.operators import TritonOperators
 from services.worker.engine.cuda.plan import Cutting, Padding
-from services.worker.engine.kv_cache import KvCache, kv_shape
-from services.worker.engine.launch import Inline
-from services.worker.engine.model import Decoder
-from services.worker.engine.planner import PlannerLimits
-from services.worker.engine.reductions import Reductions, TorchReductions
-from services.worker.engine.rope import Rope
+from services.worker.engine.execute.kv_cache import KvCache, kv_shape
+from services.worker.engine.execute.model import Decoder
+from services.worker.engine.execute.rope import Rope
+from services.worker.engine.execute.torch_executor import TorchExecutor
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.load.torch_loading import DTYPES
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
+from services.worker.engine.sample.reductions import Reductions, TorchReductions
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.torch_executor import TorchExecutor
-from services.worker.engine.torch_loading import DTYPES
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig
 from services.worker.policy.speculation import SpeculationPolicy

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.cuda.operators import TritonOperators
-from services.worker.engine.operators import HeadNorms, TorchOperators
+from services.worker.engine.execute.operators import HeadNorms, TorchOperators
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -22,7 +22,7 @@ from fairway.cli.output import err, out, plain
 from fairway.cli.table import Column
 from fairway.cli.watch import polled
 from fairway.cli.words import moment, short_digest
-from fairway.client.publish import Published, PublishProgress
+from fairway.client.publish.publish import Published, PublishProgress
 from fairway.v1 import registry_pb2 as rg
 
 app = typer.Typer(help="Models: immutable versions in the registry, and tags.", no_args_is_help=True)

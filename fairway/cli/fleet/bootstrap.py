@@ -30,8 +30,8 @@ from fairway.client import (
     Unauthenticated,
     WaitFailed,
 )
-from fairway.client.admin_wait import describe, ready_replicas, until_any_ready
-from fairway.client.publish import PublishProgress
+from fairway.client.admin.wait import describe, ready_replicas, until_any_ready
+from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
 

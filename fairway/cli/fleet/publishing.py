@@ -9,7 +9,7 @@ from typing import Final
 from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError
 from fairway.client import AdminClient, FairwayError
-from fairway.client.publish import Published, PublishProgress, PublishRefused
+from fairway.client.publish.publish import Published, PublishProgress, PublishRefused
 
 VERB: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
 

@@ -6,16 +6,16 @@ from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
 )
-from services.adapters.grpc_queues import GrpcQueues
+from services.adapters.grpc.queues import GrpcQueues
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import leader_record, open_directory, open_election
-from services.controlplane.bootstrap import bootstrap
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.reconciler import Reconciler
-from services.controlplane.sealing import Sealer
+from services.controlplane.resources.bootstrap import bootstrap
+from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.telemetry import ReconcilerTelemetry
@@ -24,8 +24,8 @@ from services.core.records import (
     leader_key,
 )
 from services.rpc.server import Service
-from services.runtime.health import Check
-from services.runtime.informer import Informer
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.process.health import Check
 
 
 def controlplane(environment: Environment) -> Role:

@@ -11,15 +11,15 @@ from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from services.adapters.fallback_limiter import FallbackLimiter
-from services.adapters.grpc_placement import GrpcPlacement
-from services.adapters.grpc_worker import GrpcWorkers
-from services.adapters.memory_limiter import MemoryLimiter
-from services.adapters.model_files import ModelFiles
-from services.adapters.observed_limiter import ObservedLimiter
-from services.adapters.redis_idempotency import RedisIdempotency
-from services.adapters.redis_limiter import RedisLimiter
-from services.adapters.settlement_spool import SettlementSpool
+from services.adapters.grpc.placement import GrpcPlacement
+from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.model_files.cache import ModelFiles
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.observed_limiter import ObservedLimiter
+from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
@@ -35,28 +35,28 @@ from services.core.records import (
 )
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
+from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.faces.openai.routes import ObserveExchange, build_app
+from services.gateway.faces.openai.server import HttpServer
 from services.gateway.fallback import FallbackSettings, GatewayFallback
-from services.gateway.http_server import HttpServer
-from services.gateway.keyed_types import KeyedLimits
-from services.gateway.openai_http import ObserveExchange, build_app
+from services.gateway.idempotency.types import KeyedLimits
 from services.gateway.policy.degrade import DegradeLevels
-from services.gateway.prefix_names import PrefixNames
+from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
-from services.gateway.servicer import InferenceServicer
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
-from services.gateway.validate import Validator
+from services.gateway.text.prefix_names import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_password, read_secret
-from services.runtime.health import Check
+from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
-from services.runtime.metrics import Metrics
-from services.runtime.registration import Registration
+from services.runtime.process.health import Check
 from services.runtime.secrets import Ticket, issue_ticket, prefix_secret
+from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
 

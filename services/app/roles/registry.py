@@ -6,10 +6,10 @@ from fairway.v1 import (
     registry_pb2,
     registry_pb2_grpc,
 )
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.observed_blobs import ObservedBlobs
-from services.adapters.s3_blobs import S3Blobs
-from services.adapters.s3_bucket import open_bucket
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.blobs.observed import ObservedBlobs
+from services.adapters.blobs.s3 import S3Blobs
+from services.adapters.blobs.s3_bucket import open_bucket
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import nothing

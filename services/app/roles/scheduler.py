@@ -13,14 +13,14 @@ from services.app.process import Role
 from services.app.roles.shared import leader_record, nothing, open_election
 from services.rpc.server import Service
 from services.runtime.config import Settings, read_secret
-from services.runtime.health import Check
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.health import HealthPolicy
-from services.scheduler.policy.ejection import EjectionPolicy
-from services.scheduler.policy.pressure import ServiceTargets
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.policy.shedding import SheddingPolicy
-from services.scheduler.queue_pool import QueueLimits
+from services.runtime.process.health import Check
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.health.worker_health import HealthPolicy
+from services.scheduler.policy.health.ejection import EjectionPolicy
+from services.scheduler.policy.overload.pressure import ServiceTargets
+from services.scheduler.policy.overload.shedding import SheddingPolicy
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.service import SchedulerService
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.telemetry import SchedulerTelemetry

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
-from services.adapters.scheduler_directory import SchedulerDirectory
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.model_files.cache import ModelFiles
 from services.app.environment import Environment
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import open_channel
-from services.runtime.leadership import Election
+from services.runtime.fleet_state.leadership import Election
 
 
 async def nothing() -> None:

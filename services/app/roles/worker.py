@@ -6,9 +6,9 @@ from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.adapters.grpc_reporter import GrpcReportLinks
-from services.adapters.model_files import ModelFiles
-from services.adapters.reporter import Reporter
+from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.links.reporter import Reporter
+from services.adapters.model_files.cache import ModelFiles
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
@@ -16,14 +16,14 @@ from services.gateway.text.check import TextProcessCheck
 from services.ports.clock import Clock
 from services.rpc.server import Service
 from services.runtime.config import Settings
-from services.runtime.folders import compile_folder
-from services.runtime.health import Check
-from services.runtime.machine import default_engine_threads, device_type
-from services.worker.agent import WorkerAgent, WorkerIdentity
-from services.worker.engine_settings import RETIRE_MARGIN_S, EngineSettings
-from services.worker.fallback import FallbackAdmission, FallbackRules
-from services.worker.host import SequenceHost
+from services.runtime.process.folders import compile_folder
+from services.runtime.process.health import Check
+from services.runtime.process.machine import default_engine_threads, device_type
+from services.worker.agent.agent import WorkerAgent, WorkerIdentity
 from services.worker.servicer import WorkerServicer
+from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
+from services.worker.streams.fallback import FallbackAdmission, FallbackRules
+from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry, export_levels
 
 

@@ -26,8 +26,8 @@ from services.gateway.text.messages import (
     encode_message,
 )
 from services.ports.clock import Clock
-from services.runtime.child_end import wait_end
-from services.runtime.child_process import bare_environment
+from services.runtime.process.child_end import wait_end
+from services.runtime.process.child_process import bare_environment
 from services.runtime.supervisor import Supervisor
 
 TEXT_MODULE: Final = ("-m", "services.gateway.text.process")
@@ -80,7 +80,7 @@ class TextProcess(asyncio.Protocol):
         """Start the process; the event loop is blocked for about half a millisecond. Raises Unavailable.
 
         From here on one task awaits ``wait``, which ends and reaps the process.
-        ``Popen`` uses vfork; see ``worker/engine_process.py`` for why nothing else and no thread may do it.
+        ``Popen`` uses vfork: ``worker/slots/engine_process.py`` states why nothing else and no thread may.
         """
         command = [sys.executable, *TEXT_MODULE, *(("--nice",) if self.nice else ())]
         try:

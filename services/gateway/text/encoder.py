@@ -23,10 +23,10 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from services.gateway.chat_template import ChatTemplate, ControlTokens
-from services.gateway.template_sandbox import MAX_TEMPLATE_BYTES
-from services.gateway.text.template_probe import open_template
-from services.gateway.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens
+from services.gateway.text.template.probe import open_template
+from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES
+from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024

@@ -21,7 +21,7 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from services.gateway.text_model import Message, TextModel
+from services.gateway.text.text_model import Message, TextModel
 
 LENGTH: Final = Layout("<I")
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024

@@ -36,8 +36,8 @@ from services.gateway.text.messages import (
     framed,
     refused,
 )
-from services.runtime.child_process import die_with_parent
 from services.runtime.clock import SystemClock
+from services.runtime.process.child_process import die_with_parent
 
 # Text beyond the quick turns is work for a processor that has nothing else to do.
 NICENESS: Final = 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.gateway.text_model import Message, TextModel
+from services.gateway.text.text_model import Message, TextModel
 
 # Lends the folder of a version's verified files.
 OpenFolder = Callable[[], AbstractAsyncContextManager[Path]]

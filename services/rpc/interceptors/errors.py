@@ -13,7 +13,7 @@ from grpc._cython import cygrpc
 from services.core.errors import FairwayError, InternalError, Unimplemented
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
 from services.rpc.status import to_grpc_status
-from services.runtime.logging import LineBudget
+from services.runtime.telemetry.logging import LineBudget
 
 log = structlog.get_logger()
 _NOT_OURS: Final = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)

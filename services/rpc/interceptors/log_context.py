@@ -7,7 +7,7 @@ from typing import Any
 from structlog.contextvars import bound_contextvars
 
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
-from services.runtime.logging import clean_id
+from services.runtime.telemetry.logging import clean_id
 
 
 class LogContext(AroundInterceptor):

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from services.ports.clock import Clock
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
-from services.runtime.metrics import Metrics
+from services.runtime.telemetry.metrics import Metrics
 
 _NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 

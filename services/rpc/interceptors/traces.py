@@ -13,7 +13,7 @@ from services.ports.clock import Clock
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
 from services.rpc.interceptors.metrics import status_name
-from services.runtime.tracing import Tracing, parse_traceparent
+from services.runtime.telemetry.tracing import Tracing, parse_traceparent
 
 
 class TraceRpcs(AroundInterceptor):

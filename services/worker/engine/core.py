@@ -10,13 +10,13 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Final
 
-from services.worker.engine.block_manager import BlockPool
-from services.worker.engine.executor import Batch, Executor, Samples
+from services.worker.engine.execute.executor import Batch, Executor, Samples
 from services.worker.engine.intake import Intake
 from services.worker.engine.live_sequences import Flight, LiveSequences
 from services.worker.engine.outcome import Outcome, Work
-from services.worker.engine.planner import Planner, PlannerLimits
-from services.worker.engine.pool_size import PoolSize
+from services.worker.engine.plan.block_manager import BlockPool
+from services.worker.engine.plan.planner import Planner, PlannerLimits
+from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import MAX_WAITING, ModelLimits

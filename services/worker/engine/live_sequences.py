@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.worker.engine.acceptance import accepted_proposals, standing_rows
-from services.worker.engine.executor import Batch, Samples, unknown_token
+from services.worker.engine.execute.executor import Batch, Samples, unknown_token
 from services.worker.engine.outcome import Outcome, Work, outcome_of
-from services.worker.engine.planner import Planner
+from services.worker.engine.plan.planner import Planner
 from services.worker.engine.sequence import SequenceState, Status
+from services.worker.engine.speculation.acceptance import accepted_proposals, standing_rows
 from services.worker.engine_protocol import FinishReason
 from services.worker.policy.speculation import Verified
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from services.worker.engine.executor import Samples
+from services.worker.engine.execute.executor import Samples
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine_protocol import TokenLogprobs
 from services.worker.policy.speculation import Verified

@@ -20,11 +20,11 @@ import msgspec
 import structlog
 
 from fairway.log_stream import LogStream
-from services.runtime.child_process import die_with_parent
-from services.runtime.logging import LineBudget
+from services.runtime.process.child_process import die_with_parent
+from services.runtime.telemetry.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle, Engine
-from services.worker.engine.loading import load
+from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.worker.engine.keyed import sequence_key
+from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine_protocol import Sampling, Submit
 
 

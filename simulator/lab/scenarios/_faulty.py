@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from simulator.lab import chat
-from simulator.lab.arrivals import Poisson
-from simulator.lab.load import Stream, merged
-from simulator.lab.report import Mark
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Poisson
+from simulator.lab.load.load import Stream, merged
+from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Options, Scenario, Script, Step, fleet_of, rate_of
 
 

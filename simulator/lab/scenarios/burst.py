@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.core.records import Priority
-from simulator.lab import chat
-from simulator.lab.arrivals import Modulated, Steps
-from simulator.lab.load import Stream, merged
-from simulator.lab.report import Mark
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Modulated, Steps
+from simulator.lab.load.load import Stream, merged
+from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 _SHARES = ((Priority.INTERACTIVE, 0.3), (Priority.STANDARD, 0.4), (Priority.BATCH, 0.3))

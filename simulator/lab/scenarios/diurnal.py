@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from simulator.lab import chat
-from simulator.lab.arrivals import Diurnal, Modulated
-from simulator.lab.load import Stream, merged
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Diurnal, Modulated
+from simulator.lab.load.load import Stream, merged
 from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 

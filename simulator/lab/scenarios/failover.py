@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulator.fleet.fleet import SimFleet
-from simulator.lab.report import Mark
+from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Options, Scenario, Step
 from simulator.lab.scenarios._faulty import faulty
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.lab.report import Mark
+from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Options, Scenario, Step
 from simulator.lab.scenarios._faulty import faulty
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from simulator.lab import chat
-from simulator.lab.arrivals import Modulated, Poisson, Steps
-from simulator.lab.lengths import Fixed, LogNormal
-from simulator.lab.load import Stream, merged
-from simulator.lab.report import Mark
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Modulated, Poisson, Steps
+from simulator.lab.load.lengths import Fixed, LogNormal
+from simulator.lab.load.load import Stream, merged
+from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 _LONG = LogNormal(10_000.0, 0.2, least_tokens=6000, most_tokens=15_000)

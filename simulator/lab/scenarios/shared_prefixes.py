@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from simulator.lab import chat
-from simulator.lab.arrivals import Poisson
-from simulator.lab.lengths import LogNormal
-from simulator.lab.load import SharedPrefixes, Stream, merged
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Poisson
+from simulator.lab.load.lengths import LogNormal
+from simulator.lab.load.load import SharedPrefixes, Stream, merged
 from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 PREFIX_TOKENS = 1536

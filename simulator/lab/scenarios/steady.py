@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from services.core.records import Priority
-from simulator.lab import chat
-from simulator.lab.arrivals import Gamma
-from simulator.lab.load import Stream, merged
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Gamma
+from simulator.lab.load.load import Stream, merged
 from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 _CLASSES = (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from simulator.fleet.spec import TenantSpec
-from simulator.lab import chat
-from simulator.lab.arrivals import Gamma, Poisson
-from simulator.lab.load import Stream, merged
+from simulator.lab.load import chat
+from simulator.lab.load.arrivals import Gamma, Poisson
+from simulator.lab.load.load import Stream, merged
 from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 MINNOWS = 9

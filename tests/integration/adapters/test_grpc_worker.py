@@ -10,7 +10,7 @@ import grpc
 import pytest_asyncio
 
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.adapters.grpc_worker import GrpcWorkers
+from services.adapters.grpc.worker import GrpcWorkers
 from services.core.generation import (
     AnyGrant,
     GenerationSpec,

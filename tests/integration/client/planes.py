@@ -13,12 +13,12 @@ import grpc
 from fairway.client import AdminClient, ClientOptions, RetryPolicy
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.grpc_queues import GrpcQueues
-from services.adapters.memory_store import MemoryStore
-from services.adapters.scheduler_directory import SchedulerDirectory
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
-from services.controlplane.sealing import Sealer
+from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unauthenticated

@@ -24,7 +24,7 @@ from fairway.client import (
     Unavailable,
     WaitFailed,
 )
-from fairway.client.publish import PublishProgress
+from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.manifest import sha256_of
 from services.core.records import (

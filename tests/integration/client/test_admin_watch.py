@@ -21,7 +21,7 @@ from fairway.client import (
     NoGateway,
     Snapshot,
 )
-from fairway.client.admin_watch import watch_resources
+from fairway.client.admin.watch import watch_resources
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.manifest import sha256_of
 from services.core.records import Tag, VersionRecord, tag_key, version_key

@@ -6,9 +6,9 @@ import pytest_asyncio
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
-from services.adapters.grpc_queues import GrpcQueues
-from services.adapters.memory_store import MemoryStore
-from services.adapters.scheduler_directory import SchedulerDirectory
+from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.memory.store import MemoryStore
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unauthenticated

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.adapters.memory_store import MemoryStore
-from services.controlplane.bootstrap import bootstrap
+from services.adapters.memory.store import MemoryStore
+from services.controlplane.resources.bootstrap import bootstrap
 from services.core.errors import FailedPrecondition, FairwayError
 from services.core.records import KEYS, ApiKey, KeyRole, load
 from services.runtime import secrets

@@ -6,7 +6,7 @@ import pytest
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import worker_pb2
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.store import MemoryStore
 from services.controlplane.service import ControlPlaneService
 from services.core.errors import Conflict, InvalidInput, NotFound
 from services.core.manifest import sha256_of

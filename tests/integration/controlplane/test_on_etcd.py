@@ -13,11 +13,11 @@ import pytest_asyncio
 
 from fairway.v1 import common_pb2, controlplane_pb2_grpc
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.etcd_store import EtcdStore
-from services.adapters.grpc_queues import GrpcQueues
-from services.adapters.scheduler_directory import KnownLeader
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.links.scheduler_directory import KnownLeader
 from services.controlplane.event_log import EventRecorder
-from services.controlplane.sealing import Sealer
+from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import FailedPrecondition, InvalidInput, NoLeader, NotFound

@@ -25,7 +25,7 @@ import pytest
 from fairway.cli import embedded
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
-from services.adapters.etcd_store import EtcdStore
+from services.adapters.etcd.store import EtcdStore
 from services.controlplane.event_log import event_of
 from services.controlplane.fleet import read_snapshot
 from services.controlplane.policy.assign import Unplaced, plan

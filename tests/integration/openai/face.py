@@ -14,15 +14,15 @@ from fairway.v1 import inference_pb2
 from services.core.generation import FinishReason, Principal, StageClock, TokenLogprobs, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Received, Tokens
-from services.gateway.http_io import HttpLimits
-from services.gateway.http_server import HttpServer
-from services.gateway.openai_http import build_app
+from services.gateway.faces.openai.exchange import HttpLimits
+from services.gateway.faces.openai.routes import build_app
+from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
+from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
-from services.runtime.informer import Versioned
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from services.gateway.http_io import HttpLimits
+from services.gateway.faces.openai.exchange import HttpLimits
 from services.runtime.clock import SystemClock
 from tests.integration.openai.face import CHAT, MAX_BODY, STREAM, Face, endless, serving, silent
 

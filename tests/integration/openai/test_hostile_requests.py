@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.http_io import HttpLimits
+from services.gateway.faces.openai.exchange import HttpLimits
 from tests.integration.openai.face import CHAT, KEY, MAX_BODY, Face, read_answer, serving
 
 

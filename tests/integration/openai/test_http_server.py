@@ -12,7 +12,7 @@ import pytest
 
 from services.core import errors
 from services.gateway.events import Event
-from services.gateway.http_server import HttpServer
+from services.gateway.faces.openai.server import HttpServer
 from tests.integration.openai.face import CHAT, KEY, STREAM, Call, Face, accepted, finished, serving, silent
 
 
@@ -40,7 +40,7 @@ async def test_one_connection_serves_request_after_request(face: Face) -> None:
 
 
 async def test_connections_that_say_nothing_are_closed(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.http_server._Protocol.head_timeout_s", 0.15)
+    monkeypatch.setattr("services.gateway.faces.openai.server._Protocol.head_timeout_s", 0.15)
     mute, _ = await face.connect()
     slow, writer = await face.connect()
     writer.write(b"GET /healthz HTTP/1.1\r\nho")

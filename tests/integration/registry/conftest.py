@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_store import MemoryStore
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.memory.store import MemoryStore
 from services.core.manifest import CHUNK_BYTES
 from services.runtime.clock import SystemClock
 from tests.integration.registry.harness import Faltering, Registry

@@ -13,10 +13,10 @@ import grpc
 
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_store import MemoryStore
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.memory.store import MemoryStore
+from services.adapters.model_files.cache import ModelFiles
 from services.core.errors import FairwayError, Unavailable
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.records import VersionRecord

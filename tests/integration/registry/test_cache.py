@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish import CHUNK_BYTES, publish
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_store import MemoryStore
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
+from fairway.client.publish.publish import CHUNK_BYTES, publish
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.memory.store import MemoryStore
+from services.adapters.model_files.cache import ModelFiles
 from services.core.errors import StoreUnavailable
 from services.core.manifest import Manifest
 from services.core.records import VersionRecord
@@ -163,8 +163,8 @@ async def test_versions_in_use_beyond_the_bound_are_an_error_that_names_sizes(
 _OWNER = """
 import asyncio, sys
 from pathlib import Path
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
+from services.adapters.model_files.cache import ModelFiles
+from services.adapters.grpc.registry_client import RegistryClient
 from services.rpc.channel import open_channel
 from services.runtime.clock import SystemClock
 async def main():

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.client.publish import publish
+from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 from services.core.errors import (
@@ -202,8 +202,8 @@ _CHILD = """
 import asyncio, sys
 from contextlib import aclosing
 from pathlib import Path
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
+from services.adapters.model_files.cache import ModelFiles
+from services.adapters.grpc.registry_client import RegistryClient
 from services.rpc.channel import open_channel
 from services.runtime.clock import SystemClock
 

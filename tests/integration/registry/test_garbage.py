@@ -12,14 +12,14 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish import publish
+from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
-from services.adapters.etcd_store import EtcdStore
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_blobs import MemoryBlobs
-from services.adapters.memory_store import MemoryStore
-from services.adapters.model_files import ModelFiles
-from services.controlplane.deployments import Deployments
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.memory.blobs import MemoryBlobs
+from services.adapters.memory.store import MemoryStore
+from services.adapters.model_files.cache import ModelFiles
+from services.controlplane.resources.deployments import Deployments
 from services.core.errors import Conflict, FailedPrecondition, FairwayError, InvalidInput, NotFound
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.records import (

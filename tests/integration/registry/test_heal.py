@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish import CHUNK_BYTES, PublishRefused, publish
+from fairway.client.publish.publish import CHUNK_BYTES, PublishRefused, publish
 from fairway.v1 import registry_pb2 as pb
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_store import MemoryStore
-from services.adapters.model_files import ModelFiles
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.memory.store import MemoryStore
+from services.adapters.model_files.cache import ModelFiles
 from services.core.errors import IntegrityError, InvalidInput, NotFound
 from services.core.manifest import Manifest, ManifestFile, sha256_of, weights_digest_of
 from services.runtime.clock import SystemClock

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fairway.client.publish import publish
-from services.adapters.registry_client import RegistryClient
+from fairway.client.publish.publish import publish
+from services.adapters.grpc.registry_client import RegistryClient
 from services.core.errors import FailedPrecondition, NotFound, StoreUnavailable
 from services.core.manifest import CHUNK_BYTES
 from services.rpc.channel import open_channel

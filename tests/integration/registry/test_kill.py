@@ -13,9 +13,9 @@ from typing import Final
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish import Metadata, Published, PublishProgress, publish
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
+from fairway.client.publish.publish import Metadata, Published, PublishProgress, publish
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.model_files.cache import ModelFiles
 from services.core.manifest import CHUNK_BYTES
 from services.rpc.channel import open_channel
 from services.runtime.clock import SystemClock
@@ -112,7 +112,7 @@ async def test_a_registry_that_is_killed_amid_an_upload_gets_only_what_it_lacks(
 _PUBLISHER = """
 import asyncio, sys
 from pathlib import Path
-from fairway.client.publish import publish
+from fairway.client.publish.publish import publish
 from services.rpc.channel import open_channel
 async def main():
     async with open_channel(sys.argv[1]) as channel:
@@ -148,8 +148,8 @@ async def test_a_publisher_that_is_killed_goes_on_where_it_was(
 _FETCHER = """
 import asyncio, sys
 from pathlib import Path
-from services.adapters.model_files import ModelFiles
-from services.adapters.registry_client import RegistryClient
+from services.adapters.model_files.cache import ModelFiles
+from services.adapters.grpc.registry_client import RegistryClient
 from services.rpc.channel import open_channel
 from services.runtime.clock import SystemClock
 async def main():

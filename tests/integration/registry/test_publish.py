@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fairway.client.publish import PublishProgress, PublishRefused, publish
+from fairway.client.publish.publish import PublishProgress, PublishRefused, publish
 from services.core.errors import InvalidInput
 from services.core.manifest import digest_of, sha256_of
 from tests.integration.registry.harness import Registry, file_of, files, manifest_of, same

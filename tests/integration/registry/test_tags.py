@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.client.publish import publish
+from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import Conflict, EtagMismatch, InvalidInput, NotFound
 from services.core.manifest import sha256_of
 from services.core.records import VersionRecord, dump, version_key

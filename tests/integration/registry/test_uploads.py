@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fairway.client.publish import publish
+from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from services.core.errors import FairwayError, IntegrityError, InvalidInput
 from services.core.manifest import CHUNK_BYTES, sha256_of

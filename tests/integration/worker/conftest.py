@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.worker.engine_settings import EngineSettings
+from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import Harness, Starter, start_harness, write_model
 
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fairway.cli import embedded
 from fairway.v1 import worker_pb2, worker_pb2_grpc
-from services.adapters.grpc_worker import GrpcWorkers
-from services.adapters.memory_store import MemoryStore
+from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import FairwayError
 from services.core.generation import (
     GenerationSpec,
@@ -41,14 +41,14 @@ from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from services.worker.agent import WorkerAgent, WorkerIdentity
-from services.worker.detokenizer import byte_of_char
-from services.worker.engine_process import EngineTimeouts
-from services.worker.engine_settings import EngineSettings
-from services.worker.host import SequenceHost
-from services.worker.sequences import SequenceTable
+from services.worker.agent.agent import WorkerAgent, WorkerIdentity
 from services.worker.servicer import WorkerServicer
-from services.worker.version_slot import ModelSource
+from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.slots.engine_settings import EngineSettings
+from services.worker.slots.version_slot import ModelSource
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.sequences import SequenceTable
+from services.worker.text.detokenizer import byte_of_char
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512

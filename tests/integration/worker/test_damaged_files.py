@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from fairway.client.publish import publish
-from services.adapters.folder_blobs import FolderBlobs
-from services.adapters.memory_store import MemoryStore
-from services.adapters.model_files import ModelFiles
+from fairway.client.publish.publish import publish
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.memory.store import MemoryStore
+from services.adapters.model_files.cache import ModelFiles
 from services.core.generation import SamplingParams
 from services.core.records import AssignedVersion, VersionState
 from services.runtime.clock import SystemClock
-from services.worker.engine_process import EngineTimeouts
-from services.worker.engine_settings import EngineSettings
+from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import Harness, Sink, eventually, start_harness
 from tests.integration.worker.test_drafts import save
 from tests.support.registry import ADMIN, served

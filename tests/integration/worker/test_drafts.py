@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from services.core.records import AssignedVersion, VersionState
-from services.worker.engine_process import EngineTimeouts
-from services.worker.engine_settings import EngineSettings
+from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import VOCAB, Harness, Sink, Starter, eventually
 
 DRAFTS = EngineSettings(

@@ -19,7 +19,7 @@ import pytest_asyncio
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
-from services.worker.engine_process import (
+from services.worker.slots.engine_process import (
     ENGINE_MODULE,
     Crashed,
     EngineEvents,
@@ -271,7 +271,7 @@ import asyncio, sys
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
-from services.worker.engine_process import EngineEvents, EngineProcess
+from services.worker.slots.engine_process import EngineEvents, EngineProcess
 async def main():
     clock = SystemClock()
     ready = asyncio.Event()

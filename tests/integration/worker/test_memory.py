@@ -9,8 +9,8 @@ import pytest_asyncio
 
 from services.core.generation import FinishReason, StartSpec
 from services.core.records import AssignedVersion, LoadedVersion, VersionState
-from services.worker.engine_process import EngineTimeouts
-from services.worker.engine_settings import EngineSettings
+from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import DIGEST, Harness, Sink, eventually, start_harness
 from tests.tidy.sources import ROOT
 

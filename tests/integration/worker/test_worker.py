@@ -18,8 +18,8 @@ from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.core.records import WORKERS, AssignedVersion, VersionState, Worker
-from services.worker.engine_process import EngineTimeouts
-from services.worker.engine_settings import EngineSettings
+from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import Harness, Sink, Starter, eventually
 
 SLOW = EngineSettings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.prefix import prefix_chain
-from services.worker.engine.planner import Planner, PlannerLimits
+from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.sequence import SequenceState, Status
 from services.worker.engine_protocol import Sampling, Submit
 from simulator.engine.kv_pool import KvPool

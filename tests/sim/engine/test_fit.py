@@ -104,7 +104,7 @@ def test_counters_are_read_from_a_worker_s_metrics() -> None:
 @pytest.fixture(scope="module")
 def tiny_engine() -> Engine:
     """The bundled model, as an engine process loads it."""
-    from services.worker.engine.loading import load
+    from services.worker.engine.load.loading import load
 
     config = EngineConfig(socket_path="", model_dir=str(TINY), threads=1, kv_blocks=2048, itl_target_s=0.0)
     return load(config, lambda phase, ratio: None)[0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain
-from services.worker.engine.block_manager import BlockManager, OutOfBlocks
+from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
 from services.worker.engine_protocol import Sampling, Submit
 from simulator.engine.kv_pool import KvPool
 from simulator.engine.sim_executor import SimIntake

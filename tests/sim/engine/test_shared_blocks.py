@@ -20,18 +20,18 @@ from services.core.generation import (
     StartSpec,
 )
 from services.core.prefix import prefix_chain
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.policy.candidate import PlaceQuery
-from services.scheduler.policy.kv_admission import demand_of
-from services.scheduler.policy.placement import Chosen, PlacementProfile
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
+from services.scheduler.policy.placement.kv_admission import demand_of
 from services.worker import engine_protocol as wire
-from services.worker.host import SequenceHost
-from services.worker.pool import PoolLimits
-from services.worker.report import ReportIdentity, take_snapshot
-from services.worker.sequences import SequenceTable
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.kv.pool import PoolLimits
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.sequences import SequenceTable
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
-from simulator.fleet.worker_node import _PlainText
+from simulator.fleet.nodes.worker_node import _PlainText
 from simulator.kernel.loop import VirtualTimeLoop, run
 from tests.sim.engine.test_coalescing import COST, _Clock
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.store import MemoryStore
 from services.core.generation import (
     FinishReason,
     GenerationSpec,
@@ -22,8 +22,8 @@ from simulator.engine.cost_model import PRESETS
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
 from simulator.engine.tokens import output_tokens
-from simulator.fleet.worker_node import _PlainText
-from simulator.kernel.links import StoreServer
+from simulator.fleet.nodes.worker_node import _PlainText
+from simulator.kernel.links.links import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop, run
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process

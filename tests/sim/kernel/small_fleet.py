@@ -6,18 +6,18 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any, Final
 
-from services.adapters.memory_store import MemoryStore
-from services.adapters.muxed_placement import MuxedPlacement
-from services.adapters.reporter import Reporter
-from services.adapters.scheduler_directory import SchedulerDirectory
+from services.adapters.links.muxed_placement import MuxedPlacement
+from services.adapters.links.reporter import Reporter
+from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.memory.store import MemoryStore
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import GenerationSpec, PlaceSpec, SamplingParams, StartSpec
 from services.core.records import Leader, Priority, dump, leader_key
-from services.runtime.leadership import Election
+from services.runtime.fleet_state.leadership import Election
 from services.runtime.secrets import Ticket, issue_ticket
 from services.scheduler.service import SchedulerService
 from services.scheduler.term import Term, TermSettings
-from simulator.kernel.links import (
+from simulator.kernel.links.links import (
     SimPlacementLinks,
     SimReportLinks,
     SimStore,

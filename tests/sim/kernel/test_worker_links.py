@@ -19,7 +19,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.ports.worker_stream import StepFrame
-from simulator.kernel.links import SimWorkers, serve_worker
+from simulator.kernel.links.links import SimWorkers, serve_worker
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process

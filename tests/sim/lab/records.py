@@ -5,10 +5,10 @@ from __future__ import annotations
 from random import Random
 
 from services.core.records import Priority
-from simulator.fleet.client import Record, SimRequest
-from simulator.lab.measure import Collector, Slo
-from simulator.lab.report import Course, Header, Mark, Report, build
-from simulator.lab.samples import Sample, Timeline, WorkerSample
+from simulator.fleet.clients.client import Record, SimRequest
+from simulator.lab.report.measure import Collector, Slo
+from simulator.lab.report.report import Course, Header, Mark, Report, build
+from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 
 
 def finished(

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from simulator.lab.arrivals import Arrivals, Diurnal, Gamma, Modulated, OnOff, Poisson, Steps
-from simulator.lab.lengths import Empirical, Fixed, LogNormal
+from simulator.lab.load.arrivals import Arrivals, Diurnal, Gamma, Modulated, OnOff, Poisson, Steps
+from simulator.lab.load.lengths import Empirical, Fixed, LogNormal
 
 ROUNDS = 20_000
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from services.scheduler.policy.candidate import Candidate, PlaceQuery
-from services.scheduler.policy.kv_admission import demand_of
-from services.scheduler.policy.placement import Chosen, choose
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.choose import Chosen, choose
+from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.term import TermSettings
 from simulator.lab import baselines
 

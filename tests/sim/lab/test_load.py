@@ -7,12 +7,12 @@ from itertools import islice
 
 import pytest
 
-from simulator.fleet.prompts import prompt_ids
-from simulator.lab.arrivals import Poisson
-from simulator.lab.lengths import Fixed
-from simulator.lab.load import Share, SharedPrefixes, Stream, merged, of_trace
-from simulator.lab.synthetic import azure_like, mooncake_like
-from simulator.lab.traces import TraceRow
+from simulator.fleet.clients.prompts import prompt_ids
+from simulator.lab.load.arrivals import Poisson
+from simulator.lab.load.lengths import Fixed
+from simulator.lab.load.load import Share, SharedPrefixes, Stream, merged, of_trace
+from simulator.lab.load.synthetic import azure_like, mooncake_like
+from simulator.lab.load.traces import TraceRow
 
 
 def stream(tenant: str, rate: float = 10.0, prefixes: SharedPrefixes | None = None) -> Stream:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from services.core.records import Priority
-from services.scheduler.policy.fairness import ServiceWeights
-from simulator.lab import measure
-from simulator.lab.bins import MAX_BINS, Bins
-from simulator.lab.fairness import fairness, jain
-from simulator.lab.measure import OTHERS, Collector, Slo
-from simulator.lab.samples import MAX_SAMPLES, Sample, Timeline, WorkerSample
+from services.scheduler.policy.queue.fairness import ServiceWeights
+from simulator.lab.report import measure
+from simulator.lab.report.bins import MAX_BINS, Bins
+from simulator.lab.report.fairness import fairness, jain
+from simulator.lab.report.measure import OTHERS, Collector, Slo
+from simulator.lab.report.samples import MAX_SAMPLES, Sample, Timeline, WorkerSample
 from tests.sim.lab.records import finished, refused
 
 

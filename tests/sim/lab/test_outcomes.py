@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from services.core.records import Priority
-from simulator.fleet.client import Record
+from simulator.fleet.clients.client import Record
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.lab import scenario as scenarios
 from simulator.lab.runner import run

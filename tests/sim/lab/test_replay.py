@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from simulator.lab import command, replay
-from simulator.lab.report import Report
+from simulator.lab import command
+from simulator.lab.load import replay
+from simulator.lab.load.traces import TraceError
+from simulator.lab.report.report import Report
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
-from simulator.lab.traces import TraceError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0000000,374,44

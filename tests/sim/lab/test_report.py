@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from simulator.lab.command import write
-from simulator.lab.scale import Axis, number, scale_of
-from simulator.lab.svg import Line, Span, bar_plot, line_plot
-from simulator.lab.table import seconds, text
+from simulator.lab.report.scale import Axis, number, scale_of
+from simulator.lab.report.svg import Line, Span, bar_plot, line_plot
+from simulator.lab.report.table import seconds, text
 from tests.sim.lab.records import sample_report
 
 

@@ -10,7 +10,7 @@ import pytest
 from simulator.engine.cost_model import PRESETS
 from simulator.lab import scenario as scenarios
 from simulator.lab.capacity import requests_per_s
-from simulator.lab.report import Report
+from simulator.lab.report.report import Report
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, ScenarioError
 
@@ -20,9 +20,9 @@ NAMES = (
 )  # fmt: skip
 OWN = '''"""A scenario of one's own."""
 from simulator.fleet.spec import TenantSpec
-from simulator.lab.arrivals import Poisson
-from simulator.lab.lengths import Fixed
-from simulator.lab.load import Stream, merged
+from simulator.lab.load.arrivals import Poisson
+from simulator.lab.load.lengths import Fixed
+from simulator.lab.load.load import Stream, merged
 from simulator.lab.scenario import Options, Scenario, fleet_of
 
 def scenario(options: Options) -> Scenario:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from simulator.lab import traces
-from simulator.lab.traces import TraceCut, TraceError, TraceRow, cut, read_trace
+from simulator.lab.load import traces
+from simulator.lab.load.traces import TraceCut, TraceError, TraceRow, cut, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 AZURE = f"""{HEADER}

@@ -13,7 +13,7 @@ from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.service_types import GatewayLimits
 from services.ports.placement import FallbackPlacer
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
-from simulator.fleet.gateway_node import GatewayNode
+from simulator.fleet.nodes.gateway_node import GatewayNode
 from simulator.fleet.spec import FleetSpec
 from simulator.kernel.network import Network
 

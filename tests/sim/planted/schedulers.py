@@ -8,18 +8,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.overload import Overload
-from services.scheduler.policy.candidate import PlaceQuery
-from services.scheduler.policy.fairness import Account, FairShares
-from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile
-from services.scheduler.policy.shedding import SheddingOrder, ShedRank
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.overload.pool_load import Overload
+from services.scheduler.policy.overload.shedding import SheddingOrder, ShedRank
+from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile
+from services.scheduler.policy.queue.fairness import Account, FairShares
+from services.scheduler.queue.service_ledger import ServiceLedger, Shares
 from services.scheduler.service import SchedulerService
-from services.scheduler.service_ledger import ServiceLedger, Shares
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term
-from simulator.fleet.gateway_node import TICKET_KEY
-from simulator.fleet.scheduler_node import SchedulerNode
+from simulator.fleet.nodes.gateway_node import TICKET_KEY
+from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.spec import FleetSpec
 
 

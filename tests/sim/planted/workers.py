@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from services.core.generation import Grant, NotAdmittedReason, StartSpec
-from services.worker.fallback import FallbackAdmission, FallbackRules
-from services.worker.grants import GrantBook
-from services.worker.host import SequenceHost
-from services.worker.outbox import Outbox
-from services.worker.sequences import SequenceTable
-from simulator.fleet.worker_node import WorkerNode
+from services.worker.streams.fallback import FallbackAdmission, FallbackRules
+from services.worker.streams.grants import GrantBook
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.outbox import Outbox
+from services.worker.streams.sequences import SequenceTable
+from simulator.fleet.nodes.worker_node import WorkerNode
 
 
 class TakesEveryGrant(WorkerNode):

@@ -24,7 +24,7 @@ from bench.engines.peers.known import INSTALLED, PEERS, VERSIONS, is_installed
 from bench.engines.rounds import compare
 from bench.engines.runner import Answer, RunnerFailed
 from fairway.formats.decoder_config import parse_config
-from services.worker.engine.weights import expected_shapes
+from services.worker.engine.load.weights import expected_shapes
 
 LOAD = (Request([1, 2], 4), Request([3], 6))
 

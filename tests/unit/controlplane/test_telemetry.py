@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 
 from services.controlplane.telemetry import STALLED_S, WRITTEN, ReconcilerTelemetry
-from services.runtime.metrics import Metrics
+from services.runtime.telemetry.metrics import Metrics
 from tests.support.clocks import HandClock
 from tests.support.metrics import values
 

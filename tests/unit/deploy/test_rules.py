@@ -9,14 +9,14 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from services.adapters.memory_blobs import MemoryBlobs
-from services.adapters.observed_blobs import ObservedBlobs
+from services.adapters.blobs.observed import ObservedBlobs
+from services.adapters.memory.blobs import MemoryBlobs
 from services.core.errors import FairwayError, IntegrityError
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.gateway.events import Received
 from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
-from services.runtime.metrics import Metrics
+from services.runtime.telemetry.metrics import Metrics
 from tests.support.metrics import ROOT, dashboard_expressions
 from tests.support.promql import Scrapes, evaluate
 

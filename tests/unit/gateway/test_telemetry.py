@@ -17,18 +17,18 @@ from structlog.testing import capture_logs
 from services.core import errors
 from services.core.generation import GenerationSpec, SamplingParams, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished, Received
-from services.gateway.request import Admitted, Request
-from services.gateway.sequence_run import RunContext
-from services.gateway.stage_timer import Stage, StageTimer
+from services.gateway.requests.choice import RunContext
+from services.gateway.requests.request import Admitted, Request
+from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock
-from services.runtime.logging import LineBudget
-from services.runtime.metrics import OTHER, LabelCap, Metrics
 from services.runtime.supervisor import Supervisor
-from services.runtime.tracing import Tracing
+from services.runtime.telemetry.logging import LineBudget
+from services.runtime.telemetry.metrics import OTHER, LabelCap, Metrics
+from services.runtime.telemetry.tracing import Tracing
 from tests.support.metrics import values
-from tests.unit.gateway.test_request import Placement, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
 
 CLOCK = SystemClock()
 SETTLE_S = 0.2

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.adapters.memory_blobs import MemoryBlobs
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.blobs import MemoryBlobs
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import DeadlineExceeded, IntegrityError, ModelNotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, digest_of, sha256_of
 from services.ports.store import Committed, ConditionFailed

@@ -20,8 +20,8 @@ from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.traces import TraceRpcs
 from services.runtime.clock import SystemClock
-from services.runtime.metrics import Metrics
-from services.runtime.tracing import Tracing
+from services.runtime.telemetry.metrics import Metrics
+from services.runtime.telemetry.tracing import Tracing
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 COMPLETE, SESSION = f"{SERVICE.full_name}/Complete", f"{SERVICE.full_name}/Session"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from services.adapters.memory_store import MemoryStore
+from services.adapters.memory.store import MemoryStore
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.store import (

@@ -11,8 +11,8 @@ from services.core.errors import ModelNotFound, PermissionDenied, Unauthenticate
 from services.core.generation import Principal
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.runtime import secrets
+from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory, model_not_found
-from services.runtime.informer import Versioned
 
 NOW_S = 1_800_000_000.0
 TEXT, HASH = secrets.new_key("alpha", b"\x01" * 32)

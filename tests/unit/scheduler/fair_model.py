@@ -21,14 +21,14 @@ from services.core.fleet import (
 )
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.fairness import ServiceWeights
-from services.scheduler.policy.fairness_bound import granted_bound, service_bound
-from services.scheduler.policy.placement import PlacementProfile
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.policy.placement.choose import PlacementProfile
+from services.scheduler.policy.queue.fairness import ServiceWeights
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.pool import QueueLimits
+from simulator.invariants.fairness_bound import granted_bound, service_bound
 from tests.unit.scheduler.model import BLOCK, DIGEST
 
 STEP_S = 0.05

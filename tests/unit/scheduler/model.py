@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from random import Random
 
-from services.adapters.report_deltas import DeltaKeeper
+from services.adapters.links.report_deltas import DeltaKeeper
 from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.queue_pool import QueueLimits
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import Term, TermSettings
 from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
 

@@ -11,11 +11,11 @@ from services.core.errors import FairwayError, QueueFull, ShareExceeded
 from services.core.fleet import ReportSnapshot
 from services.core.generation import Grant
 from services.ports.clock import Clock
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.fleet_worker import Outstanding, WorkerState
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.candidate import PlaceQuery
-from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import Outstanding, WorkerState
+from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile
+from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.term import Term, TermSettings
 from tests.unit.scheduler.model import Fleet
 

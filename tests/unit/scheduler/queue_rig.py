@@ -13,13 +13,13 @@ from services.core.errors import (
 from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot
 from services.core.generation import Grant
 from services.core.records import Priority
-from services.runtime.metrics import Metrics
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.placement import PlacementProfile
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.queue_pool import QueueLimits
+from services.runtime.telemetry.metrics import Metrics
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.policy.placement.choose import PlacementProfile
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.telemetry import SchedulerTelemetry
 from tests.support.metrics import values
 from tests.unit.scheduler.model import BLOCK, DIGEST, ManualClock, place_spec

@@ -11,14 +11,14 @@ from fairway.cli.commands.placements import DECISIONS
 from services.core.decisions import QUEUED, PlacementDecision
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
-from services.rpc.convert_decisions import decision_from_proto, decision_to_proto
-from services.scheduler.decision_log import DecisionLog
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.placement import PlacementProfile
-from services.scheduler.policy.queue_order import OrderPolicy
-from services.scheduler.queue_pool import QueueLimits
+from services.rpc.convert.decisions import decision_from_proto, decision_to_proto
+from services.scheduler.explain.decision_log import DecisionLog
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.policy.placement.choose import PlacementProfile
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.pool import QueueLimits
 from tests.support.clocks import HandClock
 from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from services.core.fleet import SequenceUsage, TenantTokens
 from services.core.records import Priority
-from services.scheduler.flow_queue import FlowQueue
-from services.scheduler.policy.fairness import Account, FairShares
-from services.scheduler.service_ledger import ServiceLedger
+from services.scheduler.policy.queue.fairness import Account, FairShares
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.service_ledger import ServiceLedger
 from tests.unit.scheduler.fair_model import FairRig, Load
 from tests.unit.scheduler.model import DIGEST
 

@@ -10,12 +10,12 @@ import pytest
 
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.scheduler.fleet_limits import FleetLimits
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.policy.candidate import PlaceQuery
-from services.scheduler.policy.kv_admission import demand_of
-from services.scheduler.policy.placement import Chosen, NoWorker, PlacementProfile
-from services.scheduler.policy.prefix_index import EXPECTED_S
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile
+from services.scheduler.policy.placement.kv_admission import demand_of
+from services.scheduler.policy.placement.prefix_index import EXPECTED_S
 from tests.unit.scheduler.model import BLOCK, DIGEST
 
 PROFILE = PlacementProfile()

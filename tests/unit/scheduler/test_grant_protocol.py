@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import Conflict
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.term_streams import Report
 from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, place_spec
 from tests.unit.scheduler.planted import (

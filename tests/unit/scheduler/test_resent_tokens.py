@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.adapters.report_deltas import DeltaKeeper
+from services.adapters.links.report_deltas import DeltaKeeper
 from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage, TenantTokens
 from services.core.records import Priority
 from services.scheduler.term import Term

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.scheduler.policy.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
+from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
 
 CHAINS = [tuple(100 * family + place for place in range(1, 40)) for family in range(1, 5)]
 

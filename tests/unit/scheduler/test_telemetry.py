@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from services.core.records import Priority
-from services.runtime.metrics import Metrics
+from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term

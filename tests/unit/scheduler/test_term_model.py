@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from services.core.records import Priority
-from services.scheduler.fleet_view import FleetView
-from services.scheduler.flow_queue import FlowQueue
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.queue.flow_queue import FlowQueue
 from tests.unit.scheduler.model import BLOCK, DIGEST, Fleet, ModelGateway, ModelWorker, place_spec
 from tests.unit.scheduler.planted import (
     ForgetsOutstandingGrants,

@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from services.core.generation import GenerationSpec, Grant, SamplingParams, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
-from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
-from services.worker.host import SequenceHost
-from services.worker.pool import PoolLimits
-from services.worker.sequences import SequenceTable
+from services.worker.kv.pool import PoolLimits
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.sequences import SequenceTable
+from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
 from tests.support.clocks import HandClock
 
 Kind = TypeVar("Kind", bound=wire.Message)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
+from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.policy.engine_silence import HAND_BACK_S, HAND_BACK_STEPS, STALL_S
-from services.worker.report import ReportIdentity, take_snapshot
 from tests.unit.worker.bench import IDLE_BEAT, Bench
 from tests.unit.worker.reader import Reader
 

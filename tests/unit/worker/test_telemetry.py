@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.runtime.clock import SystemClock
-from services.runtime.metrics import Metrics
+from services.runtime.telemetry.metrics import Metrics
 from services.worker.engine_protocol import Stepped
 from services.worker.telemetry import EngineLevels, WorkerTelemetry, export_levels
 from tests.support.metrics import values

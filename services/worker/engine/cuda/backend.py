@@ -13,14 +13,14 @@ import structlog
 import torch
 
 from fairway.formats.decoder_config import ModelConfig
-from services.worker.engine.attention import Attention
 from services.worker.engine.cuda.graphs import CudaCapture, GraphedDecoder, batch_sizes
 from services.worker.engine.cuda.plan import Cutting, Padding, cutting_for
 from services.worker.engine.cuda.varlen_prefill import takes_block_tables
-from services.worker.engine.kv_cache import KvCache, KvShape
-from services.worker.engine.operators import Operators
-from services.worker.engine.reductions import Reductions, TorchReductions
-from services.worker.engine.torch_executor import Forward
+from services.worker.engine.execute.attention import Attention
+from services.worker.engine.execute.kv_cache import KvCache, KvShape
+from services.worker.engine.execute.operators import Operators
+from services.worker.engine.execute.torch_executor import Forward
+from services.worker.engine.sample.reductions import Reductions, TorchReductions
 from services.worker.engine_protocol import EngineConfig
 
 if TYPE_CHECKING:  # importing it imports Triton

@@ -15,7 +15,7 @@ import torch
 from services.worker.engine.cuda import products as products
 from services.worker.engine.cuda import row_kernels as row_kernels
 from services.worker.engine.cuda.operators import TritonOperators
-from services.worker.engine.operators import HeadNorms, Heads
+from services.worker.engine.execute.operators import HeadNorms, Heads
 
 ROW_COLUMNS: Final = 1024  # of a row that are read at once
 

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from services.worker.engine.cuda.plan import StepShape
-from services.worker.engine.torch_executor import Forward
+from services.worker.engine.execute.torch_executor import Forward
 
 MAX_GRAPHS: Final = 128  # the one captured longest ago goes first
 EVERY_SIZE: Final = (1, 2, 4, 8)

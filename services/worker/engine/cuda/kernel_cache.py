@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from services.runtime.folders import keep_newest, name_folder
+from services.runtime.process.folders import keep_newest, name_folder
 from services.worker.engine.native.build import BuildFailed, make_private
 
 MOST_BYTES: Final = 512 * 1024 * 1024

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.cuda import elementwise as kernels
-from services.worker.engine.operators import Gated, HeadNorms, Heads, Projection
+from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Projection
 
 GATE_COLUMNS: Final = 1024  # of a program
 

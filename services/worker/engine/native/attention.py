@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.kv_cache import KvShape, copy_blocks
+from services.worker.engine.execute.kv_cache import KvShape, copy_blocks
+from services.worker.engine.execute.reserved_memory import ReservedTensors
+from services.worker.engine.execute.spans import Ints, Span, Spans, Table
 from services.worker.engine.native.library import AttentionCall, Library
-from services.worker.engine.reserved_memory import ReservedTensors
-from services.worker.engine.spans import Ints, Span, Spans, Table
 
 PAIRS: Final = 32  # rows times the query heads of a KV head that a tile holds
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from services.runtime.folders import folder_variables
+from services.runtime.process.folders import folder_variables
 
 SOURCE: Final = Path(__file__).parent / "source"
 MAIN: Final = "operators.cc"

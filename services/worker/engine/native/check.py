@@ -12,12 +12,12 @@ from typing import Final
 
 import torch
 
-from services.worker.engine.kv_cache import KvShape
+from services.worker.engine.execute.kv_cache import KvShape
+from services.worker.engine.execute.operators import HeadNorms
+from services.worker.engine.execute.spans import Span
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.library import Library
 from services.worker.engine.native.operators import NativeOperators
-from services.worker.engine.operators import HeadNorms
-from services.worker.engine.spans import Span
 
 Row = list[float]
 Rows = list[Row]

@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
+from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Projection
 from services.worker.engine.native.huge_pages import huge_tensor
 from services.worker.engine.native.library import Library, LinearCall, RotateCall
-from services.worker.engine.operators import Gated, HeadNorms, Heads, Operators, Projection
 
 LANES: Final = 16  # as in source/simd.h
 PANEL: Final = 2 * LANES

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.worker.engine.block_manager import BlockManager, OutOfBlocks
+from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
 from services.worker.engine.prefix.cached_blocks import NOTHING, CachedBlocks
 from services.worker.engine.prefix.eviction import EvictionLimits, EvictionOrder
 from services.worker.engine.prefix.frequency_sketch import FrequencySketch

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from services.worker.engine.block_manager import BlockPool
-from services.worker.engine.executor import Batch, Chunk, Runner
+from services.worker.engine.execute.executor import Batch, Chunk, Runner
+from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.sequence import SequenceState, Status
 
 MAX_CATCH_UP_RATIO: Final = 1 / 4  # of the token budget: what the draft may compute to get to the text's end

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler.policy.candidate import Candidate
-from services.scheduler.policy.room import RoomSummary
+from services.scheduler.policy.placement.candidate import Candidate
+from services.scheduler.policy.placement.room import RoomSummary
 
 
 def room_of(candidates: Iterable[Candidate]) -> RoomSummary:

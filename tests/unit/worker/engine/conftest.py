@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Batch, Executor, Runner, Samples
-from services.worker.engine.launch import Inline
-from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.execute.executor import Batch, Executor, Runner, Samples
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Sampling, Submit, TokenLogprobs
@@ -227,7 +227,7 @@ def operators_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def load_engine(operators_cache: Path) -> Callable[..., Engine]:
     """Load a checkpoint into an engine as the process does."""
-    from services.worker.engine.loading import load
+    from services.worker.engine.load.loading import load
 
     def build(folder: Path, **overrides: Any) -> Engine:
         options: dict[str, Any] = {

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from services.worker.engine.core import Engine
-from services.worker.engine.kv_cache import KvCache, KvShape
-from services.worker.engine.memory_meter import own_bytes
+from services.worker.engine.execute.kv_cache import KvCache, KvShape
+from services.worker.engine.execute.torch_executor import TorchExecutor
+from services.worker.engine.load.memory_meter import own_bytes
 from services.worker.engine.native.attention import NativeKvCache
-from services.worker.engine.torch_executor import TorchExecutor
 from services.worker.engine_protocol import Resize, Resized, Stepped, Submit
 
 Load = Callable[..., Engine]

@@ -12,7 +12,7 @@ from torch.nn.attention import varlen
 
 from fairway.formats.decoder_config import ModelConfig, parse_config
 from services.worker.engine.cuda.varlen_prefill import plain, segments_of, takes_block_tables
-from services.worker.engine.spans import Spans
+from services.worker.engine.execute.spans import Spans
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.kv_cache import KvShape
+from services.worker.engine.execute.kv_cache import KvShape
+from services.worker.engine.execute.spans import Span
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache, tiles_of
 from services.worker.engine.native.library import Library
-from services.worker.engine.spans import Span
 
 Load = Callable[[torch.dtype], Library]
 POOL = 64

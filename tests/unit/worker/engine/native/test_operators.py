@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine.execute.operators import HeadNorms
 from services.worker.engine.native.operators import NativeOperators
-from services.worker.engine.operators import HeadNorms
 
 Make = Callable[..., NativeOperators]
 DTYPES = (torch.float32, torch.bfloat16)

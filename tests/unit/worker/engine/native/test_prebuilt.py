@@ -11,7 +11,9 @@ import pytest
 import structlog
 import torch
 
-from services.worker.engine.kv_cache import KvShape
+from services.worker.engine.execute.kv_cache import KvShape
+from services.worker.engine.execute.operators import HeadNorms
+from services.worker.engine.execute.spans import Span
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import COMPILERS, SOURCE, BuildFailed, Toolchain
@@ -19,8 +21,6 @@ from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import OPENMP, Library, loaded_openmp
 from services.worker.engine.native.loading import load_library
 from services.worker.engine.native.operators import NativeOperators
-from services.worker.engine.operators import HeadNorms
-from services.worker.engine.spans import Span
 
 MakeCompiler = Callable[..., Toolchain]
 

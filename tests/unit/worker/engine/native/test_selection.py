@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from services.worker.engine.loading import load
+from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig
 

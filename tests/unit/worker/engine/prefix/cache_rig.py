@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.core.prefix import prefix_chain
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.executor import Batch, Executor, Runner, Samples
-from services.worker.engine.launch import Inline
-from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.execute.executor import Batch, Executor, Runner, Samples
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine.sequence import SequenceState

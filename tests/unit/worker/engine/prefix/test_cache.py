@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from services.core.prefix import prefix_chain
-from services.worker.engine.block_manager import BlockManager
+from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine_protocol import Cancel, Submit

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.core.prefix import prefix_chain
-from services.worker.engine.loading import load
+from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig, Stepped, Submit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.block_manager import BlockManager
+from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.sequence import SequenceState, sequence_of
 from tests.unit.worker.engine.prefix.cache_rig import CacheRig, ask

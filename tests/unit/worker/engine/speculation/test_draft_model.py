@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.block_manager import BlockManager
-from services.worker.engine.executor import Batch, Samples
+from services.worker.engine.execute.executor import Batch, Samples
+from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine_protocol import Sampling, Submit

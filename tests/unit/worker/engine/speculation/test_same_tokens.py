@@ -17,11 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.block_manager import BlockManager
 from services.worker.engine.core import Engine
-from services.worker.engine.launch import Inline
-from services.worker.engine.loading import _load_torch
-from services.worker.engine.planner import PlannerLimits
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.load.loading import _load_torch
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup

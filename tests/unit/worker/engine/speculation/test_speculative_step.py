@@ -14,7 +14,7 @@ from services.worker.engine.sequence import SequenceState
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine_protocol import Cancel, Credit
 from services.worker.policy.speculation import SpeculationPolicy
-from tests.unit.worker.engine.test_planner import Ledger, operations
+from tests.unit.worker.engine.plan.test_planner import Ledger, operations
 
 COMMON = settings(
     max_examples=150,

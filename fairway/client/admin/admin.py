@@ -1,0 +1,177 @@
+"""The client of operators' scripts: what the command line does, in Python.
+
+    async with AdminClient(["10.0.0.1:9090", "10.0.0.2:9090"], admin_key=key) as admin:
+        await admin.deployments.scale("chat", 4)
+        await admin.deployments.wait_ready("chat")
+
+It takes and gives the messages of ``fairway.v1``: what the server says of a resource, nothing less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random, SystemRandom
+from types import ModuleType, TracebackType
+from typing import Any, Final, Self
+
+import grpc
+
+from fairway.client.admin.calls import Service
+from fairway.client.admin.fleet import Events, Placements, Queues
+from fairway.client.admin.models import Models
+from fairway.client.admin.resources import Deployments, Keys, Nodes, Tenants
+from fairway.client.attempts import Core
+from fairway.client.endpoints import check_addresses
+from fairway.client.guard import Guard
+from fairway.client.values import ClientOptions
+from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc, registry_pb2, registry_pb2_grpc
+
+ADMIN_OPTIONS: Final = ClientOptions(timeout_s=15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    loop: asyncio.AbstractEventLoop
+    control: Service | None
+    registry: Service | None
+
+
+class AdminClient:
+    """Calls go to a server that answers; a broken one, or one that stays silent, is passed over for a while.
+
+    It belongs to the event loop that it was entered in, and any number of tasks of that loop use it at once.
+    Every method has a deadline and raises FairwayError and its subclasses. What changes something is done
+    once, however often it is sent: each such call carries a request id of its own.
+    """
+
+    def __init__(
+        self,
+        control_planes: str | Sequence[str] = (),
+        *,
+        admin_key: str,
+        registry: str | Sequence[str] = (),
+        options: ClientOptions = ADMIN_OPTIONS,
+        credentials: grpc.ChannelCredentials | None = None,
+        rng: Random | None = None,
+    ) -> None:
+        """Addresses are host:port. Without ``control_planes``, only ``models`` is of use; without
+        ``registry``, everything else. ``credentials``: for TLS; without, the key is readable.
+
+        Opens nothing yet. Raises ValueError for no address, the same twice, or an empty key.
+        """
+        if not admin_key:
+            raise ValueError("admin_key is empty")
+        self._control_planes = _listed(control_planes)
+        self._registries = _listed(registry)
+        if not self._control_planes and not self._registries:
+            raise ValueError(
+                "an AdminClient needs the address of a control plane or a registry, as host:port"
+            )
+        for addresses in (self._control_planes, self._registries):
+            if addresses:
+                check_addresses(addresses)
+        self._admin_key = admin_key
+        self._options = options
+        self._credentials = credentials
+        self._rng = rng or SystemRandom()
+        self._guard = Guard()
+        self._opened: _Opened | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the channels. Raises RuntimeError the second time: a client is used once."""
+        if self._opened is not None:
+            raise RuntimeError("this client was opened before: make a new one")
+        self._opened = _Opened(
+            asyncio.get_running_loop(),
+            self._service(
+                self._control_planes,
+                "control plane",
+                controlplane_pb2_grpc.ControlPlaneServiceStub,
+                controlplane_pb2,
+            ),
+            self._service(self._registries, "registry", registry_pb2_grpc.RegistryServiceStub, registry_pb2),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every call and watch with Closed, and return once the channels are closed. Idempotent."""
+        self._guard.close("the client was closed")
+        await self._guard.idle()
+        if self._opened is not None:
+            for service in (self._opened.control, self._opened.registry):
+                if service is not None:
+                    await service.core.pool.close()
+
+    @property
+    def tenants(self) -> Tenants:
+        return Tenants(self._control())
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self._control())
+
+    @property
+    def deployments(self) -> Deployments:
+        return Deployments(self._control())
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self._control())
+
+    @property
+    def events(self) -> Events:
+        return Events(self._control())
+
+    @property
+    def queues(self) -> Queues:
+        return Queues(self._control())
+
+    @property
+    def placements(self) -> Placements:
+        return Placements(self._control())
+
+    @property
+    def models(self) -> Models:
+        opened = self._open()
+        return Models(opened.registry, opened.control)
+
+    def _service(
+        self, addresses: Sequence[str], noun: str, stub_of: Any, messages: ModuleType
+    ) -> Service | None:
+        if not addresses:
+            return None
+        core = Core.opened(
+            addresses,
+            self._admin_key,
+            self._options,
+            credentials=self._credentials,
+            rng=self._rng,
+            noun=noun,
+        )
+        return Service(core, self._guard, stub_of, messages)
+
+    def _open(self) -> _Opened:
+        """Raises RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
+        self._guard.check()
+        if self._opened is None:
+            raise RuntimeError("the client is not open: use `async with AdminClient(...) as admin`")
+        if asyncio.get_running_loop() is not self._opened.loop:
+            raise RuntimeError("a client belongs to the event loop that it was opened in")
+        return self._opened
+
+    def _control(self) -> Service:
+        control = self._open().control
+        if control is None:
+            raise ValueError("this client knows no control plane: give it the address of one")
+        return control
+
+
+def _listed(addresses: str | Sequence[str]) -> Sequence[str]:
+    return [addresses] if isinstance(addresses, str) else list(addresses)

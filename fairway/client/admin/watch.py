@@ -1,0 +1,174 @@
+"""Watches: what is there, then every change, over connections that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from fairway.client.admin.calls import Service, attempt_of
+from fairway.client.attempts import Attempts
+from fairway.client.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FairwayError,
+    OverQuota,
+    Unavailable,
+)
+from fairway.v1 import controlplane_pb2 as cp
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S: Final = 0.5
+_LAST_PAUSE_S: Final = 10.0
+# What passes: the watch goes on by itself. Anything else is raised.
+_PASSING: Final = (Unavailable, OverQuota, DeadlineExceeded)
+
+# Hears why a watch was interrupted, and after how many seconds it goes on.
+OnLost = Callable[[FairwayError, float], None]
+# The resource of a change and its name; None: another kind.
+Named = Callable[[cp.ResourceChange], tuple[str, T] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(Generic[T]):
+    """All that is there, by name: what is not among ``items`` is gone.
+
+    The first that a watch tells. It comes again, with ``started_over``, where the server does not remember
+    the changes since the connection broke: they are in it, not told one by one.
+    """
+
+    items: Mapping[str, T]
+    started_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Generic[T]):
+    """``item`` is new, or is now as it is here."""
+
+    name: str
+    item: T
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted(Generic[T]):
+    """It is gone. Of ``item``, only what names it is set."""
+
+    name: str
+    item: T
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Events may be missing here: the server does not remember them. What follows begins with the newest."""
+
+
+News = Snapshot[T] | Changed[T] | Deleted[T]
+
+
+@dataclass(slots=True)
+class _Position:
+    """Up to where a watch has told everything. 0: it begins."""
+
+    revision: int = 0
+
+
+async def watch_resources(
+    service: Service, kind: cp.ResourceKind.ValueType, named: Named[T], on_lost: OnLost | None
+) -> AsyncGenerator[News[T], None]:
+    """Yield what is there, then every change, at least once each, until it is closed.
+
+    Raises FairwayError when the first connection fails, or when the server refuses the watch.
+    """
+    position, collected, told = _Position(), dict[str, T](), False
+    request = cp.WatchResourcesRequest(kinds=[kind])
+    async with aclosing(_follow(service, "WatchResources", request, position, on_lost)) as answers:
+        async for answer in answers:
+            if answer is None:
+                collected = {}
+                continue
+            changes = [(change, found) for change in answer.changes if (found := named(change)) is not None]
+            if position.revision:
+                for change, (name, item) in changes:
+                    yield Deleted(name, item) if change.deleted else Changed(name, item)
+                position.revision = answer.revision or position.revision  # 0: more of the revision follows
+                continue
+            collected |= dict(found for _, found in changes)
+            if answer.snapshot_end:
+                position.revision = answer.revision
+                yield Snapshot(collected, started_over=told)
+                collected, told = {}, True
+
+
+async def watch_events(
+    service: Service,
+    kinds: tuple[cp.ResourceKind.ValueType, ...],
+    resource: str,
+    newest: int,
+    on_lost: OnLost | None,
+) -> AsyncGenerator[cp.Event | Missed, None]:
+    """Yield the ``newest`` events, the oldest of them first, then every further one, until it is closed."""
+    position, told = _Position(), False
+    request = cp.WatchEventsRequest(kinds=kinds, resource=resource, newest=newest)
+    async with aclosing(_follow(service, "WatchEvents", request, position, on_lost)) as answers:
+        async for answer in answers:
+            if answer is None:
+                if told:
+                    yield Missed()
+                continue
+            for event in answer.events:
+                yield event
+            position.revision = answer.revision or position.revision
+            told = True
+
+
+async def _follow(
+    service: Service, method: str, request: Any, position: _Position, on_lost: OnLost | None
+) -> AsyncGenerator[Any, None]:
+    """Yield answers, those after ``position`` once a connection was lost; None: from here on, from the start.
+
+    Until the first answer it is a call like any other, with its deadline and its retries. From then on it
+    goes on until it is closed or refused.
+    """
+    core, attempts = service.core, Attempts(service.core, service.timeout_s(None))
+    began, pause_s = False, _FIRST_PAUSE_S
+    while True:
+        if not position.revision:
+            yield None
+        request.after_revision = position.revision
+        error: FairwayError
+        stream = None
+        try:
+            stream = await service.open(method, request, attempts)
+            within_s = attempts.time_left_s
+            if core.pool.has_other(stream.endpoint):
+                within_s = min(within_s, attempt_of(service.timeout_s(None)))
+            while True:
+                answer = await stream.read(within_s)
+                began, pause_s, within_s = True, _FIRST_PAUSE_S, core.options.silence_timeout_s
+                yield answer
+        except FailedPrecondition:
+            if not position.revision:
+                raise
+            position.revision = 0
+            attempts = Attempts(core, service.timeout_s(None))
+            continue
+        except _PASSING as exc:
+            error = exc
+        finally:
+            if stream is not None:
+                stream.close()
+        if not began:
+            if stream is None:
+                raise error
+            await service.guard.run(attempts.failed(error, stream.endpoint))
+            continue
+        if stream is not None:
+            core.pool.failed(stream.endpoint, error)
+        if on_lost is not None:
+            on_lost(error, pause_s)
+        await service.guard.run(asyncio.sleep(pause_s * (0.5 + 0.5 * core.rng.random())))
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        attempts = Attempts(core, service.timeout_s(None))

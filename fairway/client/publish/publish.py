@@ -1,0 +1,213 @@
+"""Publish a model folder: chunks that the registry lacks, then the version, then a tag.
+
+    channel = grpc.aio.insecure_channel("127.0.0.1:9091")
+    key = (("authorization", f"Bearer {admin_key}"),)
+    done = await publish(channel, Path("models/tiny"), "tiny", "latest", metadata=key)
+
+Publishing the same folder again uploads nothing and returns the same digest; what the registry's store lost
+or damaged since is found and sent again. An upload that was interrupted goes on where it was: chunks that
+arrived stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import grpc
+
+from fairway.client.publish.folder import (
+    CHUNK_BYTES,
+    Kind,
+    PublishRefused,
+    find_files,
+    hash_files,
+    manifest_of,
+    require_servable,
+)
+from fairway.client.publish.transfer import CALL_TIMEOUT_S, PATIENCE_S, Metadata, Transfer
+from fairway.v1 import registry_pb2 as pb
+from fairway.v1 import registry_pb2_grpc
+
+__all__ = ["CHUNK_BYTES", "Kind", "Metadata", "PublishProgress", "PublishRefused", "Published", "publish"]
+
+VERIFY_TIMEOUT_S: Final = 3600.0
+# Between the answer that nothing is missing and the version, a chunk that no version used may be collected.
+_ROUNDS: Final = 3
+
+Phase = Literal["hash", "upload", "create", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishProgress:
+    """How far a publication is. ``total_bytes`` and ``hashed_bytes`` count files, the rest different chunks.
+
+    ``to_send_bytes`` and ``skipped_chunks`` are known from the phase "upload" on; ``sent_bytes`` goes back
+    when a connection breaks and a chunk is sent again. In "create" the registry reads and verifies
+    everything.
+    """
+
+    phase: Phase
+    total_bytes: int
+    hashed_bytes: int = 0
+    to_send_bytes: int = 0
+    sent_bytes: int = 0
+    chunks: int = 0
+    skipped_chunks: int = 0
+
+    @property
+    def done_ratio(self) -> float:
+        """0..1 within the phase."""
+        match self.phase:
+            case "hash":
+                return min(1.0, self.hashed_bytes / max(1, self.total_bytes))
+            case "upload":
+                return self.sent_bytes / self.to_send_bytes if self.to_send_bytes else 1.0
+            case "create":
+                return 0.0
+            case "done":
+                return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """``created`` is False when the version was there already."""
+
+    model: str
+    digest: str
+    created: bool
+    size_bytes: int
+    uploaded_chunks: int
+    uploaded_bytes: int
+
+
+async def publish(
+    channel: grpc.aio.Channel,
+    folder: Path,
+    model: str,
+    tag: str = "",
+    progress: Callable[[PublishProgress], None] | None = None,
+    *,
+    metadata: Metadata = (),
+    kind: Kind = "causal-lm",
+    max_context_tokens: int = 0,
+    for_another_engine: bool = False,
+    patience_s: float = PATIENCE_S,
+) -> Published:
+    """Return once the version is registered and verified and ``tag``, unless empty, points at it.
+
+    What Fairway cannot serve is refused, unless it is ``for_another_engine``. Files and folders whose name
+    begins with a dot are left out. A registry that is away for less than
+    ``patience_s`` is waited for. Raises PublishRefused for a folder that cannot be a version, OSError for one
+    that cannot be read, grpc.aio.AioRpcError for what the registry refuses.
+    """
+    files = await asyncio.to_thread(find_files, folder)
+    if kind == "causal-lm" and not for_another_engine:
+        await asyncio.to_thread(require_servable, files)
+    teller = _Teller(progress, sum(path.stat().st_size for path in files.values()))
+    hashed = await asyncio.to_thread(hash_files, files, teller.hashed_from_thread)
+    teller.tell(hashed_bytes=teller.now.total_bytes, chunks=len(hashed.chunks))
+    manifest = manifest_of(files, hashed.files, kind, max_context_tokens)
+    request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
+    stub = registry_pb2_grpc.RegistryServiceStub(channel)
+    transfer = Transfer(stub, metadata, sent=teller.sent, patience_s=patience_s)
+    publication = _Publication(stub, transfer, tuple(metadata), teller)
+    # Asked before the upload: a folder that no version may be made of is refused now, not after gigabytes.
+    answer = await publication.create_if_stored(request)
+    uploaded: set[str] = set()
+    for last in range(_ROUNDS - 1, -1, -1):
+        if answer is not None:
+            break
+        missing = await transfer.missing(list(hashed.chunks))
+        uploaded.update(missing)
+        teller.upload([hashed.chunks[digest].size_bytes for digest in missing], len(hashed.chunks))
+        await transfer.upload({digest: hashed.chunks[digest] for digest in missing})
+        teller.tell(phase="create")
+        answer = await publication.create_if_stored(request, is_last=not last)
+    assert answer is not None, "the last round raises"
+    if tag:
+        await publication.set_tag(model, tag, answer.version.digest)
+    teller.tell(phase="done")
+    return Published(
+        model,
+        answer.version.digest,
+        answer.created,
+        sum(file.size_bytes for file in hashed.files),
+        len(uploaded),
+        sum(hashed.chunks[chunk].size_bytes for chunk in uploaded),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    stub: registry_pb2_grpc.RegistryServiceAsyncStub
+    transfer: Transfer
+    metadata: Metadata
+    teller: _Teller
+
+    async def create_if_stored(
+        self, request: pb.CreateVersionRequest, *, is_last: bool = False
+    ) -> pb.CreateVersionResponse | None:
+        """Return the version, or None while the registry lacks chunks of it."""
+        try:
+            return await self.transfer.again(
+                lambda: self.stub.CreateVersion(request, metadata=self.metadata, timeout=VERIFY_TIMEOUT_S)
+            )
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() is not grpc.StatusCode.FAILED_PRECONDITION or is_last:
+                raise
+            return None
+
+    async def set_tag(self, model: str, tag: str, digest: str) -> None:
+        request = pb.SetTagRequest(model=model, tag=tag, digest=digest)
+        await self.transfer.again(
+            lambda: self.stub.SetTag(request, metadata=self.metadata, timeout=CALL_TIMEOUT_S)
+        )
+
+
+class _Teller:
+    """Holds the progress and tells whoever listens, in the event loop."""
+
+    def __init__(self, listener: Callable[[PublishProgress], None] | None, total_bytes: int) -> None:
+        self.now = PublishProgress("hash", total_bytes)
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+
+    def tell(
+        self, *, phase: Phase | None = None, hashed_bytes: int | None = None, chunks: int | None = None
+    ) -> None:
+        self.now = replace(
+            self.now,
+            phase=self.now.phase if phase is None else phase,
+            hashed_bytes=self.now.hashed_bytes if hashed_bytes is None else hashed_bytes,
+            chunks=self.now.chunks if chunks is None else chunks,
+        )
+        self._pass_on()
+
+    def hashed_from_thread(self, hashed_bytes: int) -> None:
+        self._loop.call_soon_threadsafe(self._note_hashed, hashed_bytes)
+
+    def upload(self, sizes_bytes: list[int], chunks: int) -> None:
+        self.now = replace(
+            self.now,
+            phase="upload",
+            to_send_bytes=sum(sizes_bytes),
+            sent_bytes=0,
+            skipped_chunks=chunks - len(sizes_bytes),
+        )
+        self._pass_on()
+
+    def sent(self, size_bytes: int) -> None:
+        self.now = replace(self.now, sent_bytes=self.now.sent_bytes + size_bytes)
+        self._pass_on()
+
+    def _note_hashed(self, hashed_bytes: int) -> None:
+        if self.now.phase == "hash":
+            self.tell(hashed_bytes=max(hashed_bytes, self.now.hashed_bytes))
+
+    def _pass_on(self) -> None:
+        if self._listener is not None:
+            self._listener(self.now)

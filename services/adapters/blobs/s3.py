@@ -1,0 +1,227 @@
+"""Blobs in a bucket of any store that speaks S3: ``<prefix>/sha256/<64 hex>``; damaged ones in ``damaged/``.
+
+A blob is verified in memory and put in one conditional request (``If-None-Match: *``), so that nothing is
+ever overwritten and an interrupted upload leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final, TypeVar
+
+import obstore
+import structlog
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from fairway.task_group import TaskGroup
+from services.adapters.blobs.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_blob, is_name
+from services.adapters.threads import in_thread
+from services.core.errors import IntegrityError, NotFound, StoreUnavailable, first_failure
+from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+QUICK_S: Final = 10.0  # a look, a deletion, a page of a listing
+BULK_S: Final = 60.0  # the bytes of a blob, retries included
+_PARALLEL_LOOKS: Final = 64
+_PARALLEL_PUTS: Final = 16
+_PAGE: Final = 1000
+_BLOBS: Final = "sha256/"
+_DAMAGED: Final = "damaged/"
+_RETRY_AFTER_S: Final = 5.0
+_TICK_S: Final = 1.0  # a listing may have milliseconds, a single look has seconds
+
+
+class S3Blobs:
+    """``BlobStore`` in a bucket. ``store`` has prefix, credentials and timeouts: ``s3_bucket.py``."""
+
+    def __init__(self, store: S3Store, *, quick_s: float = QUICK_S, bulk_s: float = BULK_S) -> None:
+        self._store = store
+        self._quick_s = quick_s
+        self._bulk_s = bulk_s
+        self._puts = asyncio.Semaphore(_PARALLEL_PUTS)  # each holds a blob in memory
+
+    async def put(self, digest: str, data: AsyncIterable[bytes], size_bytes: int) -> None:
+        verifier = Verifier(digest, size_bytes, most_bytes=MAX_BLOB_BYTES)
+        if await self._is_stored(digest, size_bytes):
+            return
+        async with self._puts:
+            received = bytearray()
+            async for piece in data:
+                verifier.expect(len(piece))
+                verifier.feed(piece)
+                received += piece
+            verifier.finish()
+            try:
+                await self._ask(
+                    obstore.put_async(
+                        self._store, _key(digest), bytes(received), mode="create", use_multipart=False
+                    ),
+                    self._bulk_s,
+                )
+            except AlreadyExistsError:
+                return
+            except FileNotFoundError as error:
+                raise _unavailable("there is no such bucket: see FAIRWAY_BLOB_STORE", error) from error
+
+    async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+        blob = await self._verified(digest)
+        if blob is None:
+            await self._set_aside(digest)
+            raise damaged(digest)
+        for start in range(offset_bytes, len(blob), PIECE_BYTES):
+            yield blob[start : start + PIECE_BYTES]
+
+    async def missing(self, digests: Sequence[str]) -> tuple[str, ...]:
+        keys = {digest: _key(digest) for digest in digests}
+        waiting = iter(keys.items())
+        gone: set[str] = set()
+
+        async def look() -> None:
+            for digest, key in waiting:  # one iterator for all
+                if await self._size_of(key) is None:
+                    gone.add(digest)
+
+        await _together([look() for _ in range(min(_PARALLEL_LOOKS, len(keys)))])
+        return tuple(digest for digest in digests if digest in gone)
+
+    async def stored(self) -> AsyncGenerator[tuple[StoredBlob, ...], None]:
+        async for page in self._listed(_BLOBS):
+            yield tuple(
+                StoredBlob("sha256:" + meta["path"].removeprefix(_BLOBS), meta["size"], _written(meta))
+                for meta in page
+                if is_name(meta["path"].removeprefix(_BLOBS))
+            )
+
+    async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
+        gone = []
+        for blob in blobs:
+            try:
+                meta = await self._ask(obstore.head_async(self._store, _key(blob.digest)), self._quick_s)
+                if abs(_written(meta) - blob.written_unix_s) < _TICK_S:
+                    await self._ask(obstore.delete_async(self._store, _key(blob.digest)), self._quick_s)
+                    gone.append(blob.digest)
+            except FileNotFoundError:
+                continue
+        return tuple(gone)
+
+    async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
+        swept = 0
+        async for page in self._listed(_DAMAGED):
+            old = [meta["path"] for meta in page if _written(meta) < before_unix_s]
+            swept += len(old)
+            for path in old if not dry_run else ():
+                with suppress(FileNotFoundError):
+                    await self._ask(obstore.delete_async(self._store, path), self._quick_s)
+        return swept
+
+    async def _is_stored(self, digest: str, size_bytes: int) -> bool:
+        """Return whether it is there. One of another size is damaged, or the announced size is wrong."""
+        stored_bytes = await self._size_of(_key(digest))
+        if stored_bytes is None or stored_bytes == size_bytes:
+            return stored_bytes is not None
+        try:
+            if await self._verified(digest) is not None:
+                raise IntegrityError(
+                    f"{digest} is stored with {stored_bytes} bytes instead of {size_bytes}",
+                    digest=digest,
+                    size_bytes=size_bytes,
+                )
+        except NotFound:
+            return False
+        await self._set_aside(digest)
+        return False
+
+    async def _verified(self, digest: str) -> bytes | None:
+        """Return the blob, or None where it is damaged: twice, so that a bad transfer condemns nothing."""
+        for _ in range(2):
+            try:
+                blob = await self._ask(self._bytes_of(_key(digest)), self._bulk_s)
+            except FileNotFoundError:
+                raise NotFound(f"{digest} is not stored", digest=digest) from None
+            if blob is not None and await in_thread(is_blob, blob, digest):
+                return blob
+        return None
+
+    async def _bytes_of(self, key: str) -> bytes | None:
+        found = await obstore.get_async(self._store, key)
+        if found.meta["size"] > MAX_BLOB_BYTES:
+            return None
+        return bytes(await found.bytes_async())
+
+    async def _size_of(self, key: str) -> int | None:
+        try:
+            return (await self._ask(obstore.head_async(self._store, key), self._quick_s))["size"]
+        except FileNotFoundError:
+            return None
+
+    async def _set_aside(self, digest: str) -> None:
+        with suppress(FileNotFoundError):
+            await self._ask(
+                obstore.rename_async(self._store, _key(digest), _DAMAGED + hex_of(digest)), self._bulk_s
+            )
+            log.warning("blob.found_damaged", digest=digest)
+
+    async def _listed(self, prefix: str) -> AsyncIterator[Sequence[obstore.ObjectMeta]]:
+        pages = aiter(obstore.list(self._store, prefix, chunk_size=_PAGE))
+        with suppress(StopAsyncIteration):
+            while True:
+                yield await self._ask(anext(pages), self._quick_s)
+
+    async def _ask(self, request: Awaitable[T], timeout_s: float) -> T:
+        """Return the answer. Raises StoreUnavailable; what is not there, and what is there already, pass."""
+        async with _store_errors(timeout_s):
+            return await request
+
+
+def _key(digest: str) -> str:
+    return _BLOBS + hex_of(digest)
+
+
+def _written(meta: obstore.ObjectMeta) -> float:
+    return meta["last_modified"].timestamp()
+
+
+async def _together(looks: Sequence[Awaitable[None]]) -> None:
+    """Return once all did; the first that fails ends the others."""
+
+    async def one(look: Awaitable[None]) -> None:
+        await look
+
+    try:
+        async with TaskGroup() as group:
+            for look in looks:
+                group.create_task(one(look))
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+
+
+@asynccontextmanager
+async def _store_errors(timeout_s: float) -> AsyncIterator[None]:
+    """What the store or the way to it does wrong leaves as StoreUnavailable, without address or key."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise _unavailable(f"the object store did not answer within {timeout_s:g} s", error) from error
+    except (FileNotFoundError, AlreadyExistsError):
+        raise
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        message = "the object store refuses the registry's credentials: see FAIRWAY_S3_CREDENTIALS_FILE"
+        raise _unavailable(message, error) from error
+    except (BaseError, OSError) as error:
+        raise _unavailable("the object store cannot be reached or answers with an error", error) from error
+
+
+def _unavailable(message: str, error: BaseException) -> StoreUnavailable:
+    log.warning("object_store.failed", error=str(error)[:500])
+    return StoreUnavailable(message, retry_after_s=_RETRY_AFTER_S)

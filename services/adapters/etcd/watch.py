@@ -1,0 +1,182 @@
+"""One etcd watch stream as batches of whole revisions.
+
+Which revision is safe to resume from differs by message. Events: the last event's; the header may be
+ahead of a partial batch. A notice that names the watch: its header's, since it travels in order with the
+events. The answer to a progress request names no watch, and before etcd 3.4.25 and 3.5.8 it overtakes events
+that are still queued (etcd issue 15220): from such a server it only proves that the stream is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from aetcd import rpc
+
+from services.adapters.etcd.channel import NEEDS_LEADER, EtcdChannel, Stubs
+from services.core.errors import StoreUnavailable
+from services.ports.store import Changed, Compacted, Entry, Removed, WatchBatch
+
+_NO_WATCH: Final = -1
+_DELETE: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WatchTimes:
+    """``created_s`` to hear that the watch stands, ``progress_s`` between progress requests, ``silence_s``
+    until a stream without a message counts as broken."""
+
+    created_s: float
+    progress_s: float
+    silence_s: float
+
+
+def key_bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")
+
+
+def prefix_range(prefix: str) -> tuple[bytes, bytes]:
+    """Return ``(key, range_end)`` for all keys under a prefix; the empty prefix is the whole store."""
+    start = key_bytes(prefix).rstrip(b"\xff")
+    if not start:
+        return b"\0", b"\0"
+    return key_bytes(prefix), start[:-1] + bytes([start[-1] + 1])
+
+
+def entry_of(kv: Any) -> Entry:
+    return Entry(
+        kv.key.decode("utf-8", "surrogateescape"), kv.value, kv.create_revision, kv.mod_revision, kv.lease
+    )
+
+
+async def watch(
+    channel: EtcdChannel, prefix: str, after_revision: int, times: WatchTimes
+) -> AsyncGenerator[WatchBatch, None]:
+    """Yield the changes under a prefix after a revision; see ``Store.watch``."""
+    closed = asyncio.Event()
+    with channel.stubs() as stubs:
+        call = stubs.watch.Watch(
+            _requests(prefix, after_revision + 1, closed, times.progress_s), metadata=NEEDS_LEADER
+        )
+        try:
+            created = await _read(call, times.created_s)
+            watch_id = created.watch_id
+            if not created.created and not created.canceled:
+                raise StoreUnavailable("etcd did not confirm the watch")
+            _raise_if_canceled(created)
+            batches = Batches(watch_id, after_revision, _progress_check(channel, stubs, times.created_s))
+            while True:
+                batch = await batches.add(await _read(call, times.silence_s))
+                if batch is not None:
+                    yield batch
+        finally:
+            closed.set()
+            call.cancel()
+
+
+class Batches:
+    """Joins fragments and decides what each message lets a reader resume from."""
+
+    def __init__(
+        self, watch_id: int, after_revision: int, progress_in_order: Callable[[int], Awaitable[bool]]
+    ) -> None:
+        self._watch_id = watch_id
+        self._revision = after_revision
+        self._progress_in_order = progress_in_order
+        self._ordered: bool | None = None
+        self._events: list[Changed | Removed] = []  # of one response: etcd puts at most 1000 revisions in it
+
+    async def add(self, message: Any) -> WatchBatch | None:
+        _raise_if_canceled(message)
+        if message.watch_id not in (self._watch_id, _NO_WATCH):
+            return None
+        self._events += [_event(event) for event in message.events]
+        if message.fragment:
+            return None
+        if self._events:
+            events, self._events = tuple(self._events), []
+            self._revision = _revision(events[-1])
+            return WatchBatch(self._revision, events)
+        if message.watch_id == self._watch_id or await self._is_ordered(message.header.member_id):
+            if message.header.revision < self._revision:  # a member behind what was seen
+                return None
+            self._revision = message.header.revision
+        return WatchBatch(self._revision, ())
+
+    async def _is_ordered(self, member_id: int) -> bool:
+        if self._ordered is None:
+            self._ordered = await self._progress_in_order(member_id)
+        return self._ordered
+
+
+async def _requests(
+    prefix: str, start_revision: int, closed: asyncio.Event, progress_s: float
+) -> AsyncGenerator[Any, None]:
+    """The create request, then a progress request every ``progress_s``. gRPC's writer task consumes it."""
+    key, range_end = prefix_range(prefix)
+    yield rpc.WatchRequest(
+        create_request=rpc.WatchCreateRequest(
+            key=key, range_end=range_end, start_revision=start_revision, progress_notify=True, fragment=True
+        )
+    )
+    while not closed.is_set():
+        try:
+            async with asyncio.timeout(progress_s):
+                await closed.wait()
+        except TimeoutError:
+            yield rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
+
+
+async def _read(call: Any, timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            message = await call.read()
+    except TimeoutError as error:
+        raise StoreUnavailable(f"the etcd watch was silent for {timeout_s:g} s") from error
+    if message is grpc.aio.EOF:
+        raise StoreUnavailable("etcd ended the watch")
+    return message
+
+
+def _raise_if_canceled(message: Any) -> None:
+    if not message.canceled:
+        return
+    if message.compact_revision:
+        raise Compacted(f"the history before revision {message.compact_revision} is gone")
+    raise StoreUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
+
+
+def _event(event: Any) -> Changed | Removed:
+    if event.type == _DELETE:
+        return Removed(event.kv.key.decode("utf-8", "surrogateescape"), event.kv.mod_revision)
+    return Changed(entry_of(event.kv))
+
+
+def _revision(event: Changed | Removed) -> int:
+    return event.entry.mod_revision if isinstance(event, Changed) else event.mod_revision
+
+
+def progress_is_ordered(version: str) -> bool:
+    """Whether an etcd of that version sends answers to progress requests in order with the events."""
+    try:
+        numbers = tuple(int(part) for part in version.split("-")[0].split("+")[0].split("."))
+    except ValueError:
+        return False
+    return numbers >= (3, 5, 8) or (3, 4, 25) <= numbers < (3, 5)
+
+
+def _progress_check(channel: EtcdChannel, stubs: Stubs, timeout_s: float) -> Callable[[int], Awaitable[bool]]:
+    async def check(member_id: int) -> bool:
+        for _ in range(channel.members):  # round robin reaches each member
+            try:
+                status = await stubs.maintenance.Status(rpc.StatusRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError:
+                return False
+            if status.header.member_id == member_id:
+                return progress_is_ordered(status.version)
+        return False
+
+    return check

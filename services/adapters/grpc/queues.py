@@ -1,0 +1,100 @@
+"""Asks the leading scheduler what operators want to know. Implements ``ports.queues.QueueSource``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import Message
+
+from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
+from services.core.decisions import Explanation, WorkersPage
+from services.core.errors import FairwayError, NoLeader, Unavailable
+from services.core.queues import QueuesPage
+from services.ports.clock import Clock
+from services.rpc.channel import auth_metadata, open_channel
+from services.rpc.convert.decisions import decision_from_proto, unix_s, worker_from_proto
+from services.rpc.convert.queues import pool_from_proto
+from services.rpc.status import from_rpc_error
+
+Method = Callable[[Any], Any]  # of the scheduler's stub
+
+TIMEOUT_S: Final = 3.0
+
+
+class GrpcQueues:
+    """A channel per call: operators ask seldom, and the leader of now is asked each time."""
+
+    def __init__(
+        self, directory: LeaderDirectory, internal_token: str, clock: Clock, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._directory = directory
+        self._metadata = auth_metadata(internal_token)
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    async def page(self, *, size: int, token: str, tenant: str) -> QueuesPage:
+        """See ``ports.queues.QueueSource.page``."""
+        request = scheduler_pb2.ListPoolsRequest(page_size=size, page_token=token, tenant=tenant)
+        answer = await self._ask_leader(lambda stub: stub.ListPools, request)
+        return QueuesPage(
+            tuple(pool_from_proto(pool) for pool in answer.pools),
+            answer.next_page_token,
+            answer.leadership.leader_id,
+            answer.leadership.epoch,
+        )
+
+    async def explain(self, request_id: str) -> Explanation:
+        """See ``ports.queues.QueueSource.explain``."""
+        request = scheduler_pb2.ExplainRequest(request_id=request_id)
+        answer = await self._ask_leader(lambda stub: stub.Explain, request)
+        return Explanation(
+            tuple(decision_from_proto(decision) for decision in answer.decisions),
+            unix_s(answer.since),
+            answer.leadership.leader_id,
+            answer.leadership.epoch,
+        )
+
+    async def workers(self, *, size: int, token: str) -> WorkersPage:
+        """See ``ports.queues.QueueSource.workers``."""
+        request = scheduler_pb2.ListReportersRequest(page_size=size, page_token=token)
+        answer = await self._ask_leader(lambda stub: stub.ListReporters, request)
+        return WorkersPage(
+            tuple(worker_from_proto(worker) for worker in answer.reporters),
+            answer.next_page_token,
+            answer.leadership.leader_id,
+            answer.leadership.epoch,
+        )
+
+    async def _ask_leader(self, method: Method, request: Message) -> Any:
+        """Return the answer. A leader that is gone or leads no longer is given up for its successor."""
+        deadline_s = self._clock.monotonic_s() + self._timeout_s
+        known, error = self._directory.leader, None
+        while (left_s := deadline_s - self._clock.monotonic_s()) > 0:
+            if known is not None:
+                try:
+                    return await self._ask(known, method, request, left_s)
+                except Unavailable as failure:
+                    error = failure
+            known = await self._directory.wait_changed(known, left_s)
+        raise NoLeader(f"no scheduler leads that can be reached: {_why(error)}", retry_after_s=1.0)
+
+    async def _ask(self, leader: KnownLeader, method: Method, request: Message, timeout_s: float) -> Any:
+        async with open_channel(leader.address) as channel:
+            call = method(scheduler_pb2_grpc.SchedulerServiceStub(channel))
+            try:
+                return await call(request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.aio.AioRpcError as failure:
+                raise _unreachable(failure, leader) from failure
+
+
+def _unreachable(failure: grpc.aio.AioRpcError, leader: KnownLeader) -> FairwayError:
+    if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return NoLeader(f"the scheduler at {leader.address} does not answer")
+    return from_rpc_error(failure)
+
+
+def _why(error: FairwayError | None) -> str:
+    return "none is known; start a scheduler" if error is None else error.message

@@ -1,0 +1,62 @@
+"""The registry over gRPC. Implements ``ports.registry.VersionSource``; what it returns is verified."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import grpc
+
+from fairway.v1 import registry_pb2, registry_pb2_grpc
+from services.core.errors import IntegrityError, InvalidInput
+from services.core.manifest import Manifest, check_manifest, digest_of, is_digest
+from services.core.records import VersionRecord
+from services.rpc.channel import auth_metadata
+from services.rpc.convert.registry import manifest_from_proto, record_from_proto
+from services.rpc.status import from_rpc_error
+
+CALL_TIMEOUT_S: Final = 15.0
+CHUNK_TIMEOUT_S: Final = 120.0
+
+
+class RegistryClient:
+    """Owns nothing: whoever opened the channel closes it. ``token`` is the internal token or an admin key."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        self._metadata = auth_metadata(token)
+
+    async def get_version(self, model: str, version: str) -> tuple[VersionRecord, Manifest]:
+        """Return a version by digest or tag. The manifest has the digest that names the version.
+
+        Raises NotFound, IntegrityError for an answer that is not the version asked for, Unavailable.
+        """
+        request = registry_pb2.GetVersionRequest(model=model, version=version)
+        try:
+            answer = await self._stub.GetVersion(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc) from exc
+        record, manifest = record_from_proto(answer.version), manifest_from_proto(answer.version.manifest)
+        if digest_of(manifest) != record.digest or (is_digest(version) and version != record.digest):
+            raise IntegrityError(
+                f"the registry's answer for {model} {version} has another digest", model=model
+            )
+        try:
+            check_manifest(manifest)
+        except InvalidInput as exc:
+            raise IntegrityError(
+                f"the registry's manifest of {model} is refused: {exc}", model=model
+            ) from exc
+        return record, manifest
+
+    async def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a chunk from an offset on, unverified. Raises NotFound, Unavailable."""
+        request = registry_pb2.DownloadChunkRequest(digest=digest, offset_bytes=offset_bytes)
+        call = self._stub.DownloadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
+        try:
+            async for part in call:
+                yield part.data
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc) from exc
+        finally:
+            call.cancel()

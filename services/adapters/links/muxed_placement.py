@@ -1,0 +1,393 @@
+"""Placements of a gateway over one link to whichever scheduler leads.
+
+One task keeps the link: it opens one, sends again everything that is pending with its original arrival and
+what is left of its time to wait, receives outcomes until the link breaks, and starts over with backoff. One
+writer per link gathers what callers ask for into few messages. Callers wait on futures. A leader answers
+each placement at the latest when its time to wait is over; one that beats and says nothing does not hear.
+
+A placement ends exactly once for its caller: with a grant, an error, or its own cancellation. A grant that
+finds no caller any more is given back.
+
+While no leader is heard, a ``FallbackPlacer`` may place what waits: by class and arrival, several times a
+second. A placement that it took is withdrawn from a leader that may still have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from typing import Final, Protocol, TypeAlias
+
+import structlog
+
+from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_linked
+from services.core.backoff import Backoff
+from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
+from services.core.fleet import Granted, PlacementFrame
+from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
+from services.core.shares import share_of
+from services.ports.clock import Clock
+from services.ports.placement import FallbackPlacer
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+_BATCH: Final = 512  # placements in one message
+_CANCELS: Final = 8192  # withdrawals in one message
+_PRESSURE_AGE_S: Final = 5.0
+_ALONE_TURN_S: Final = 0.05  # between two turns without a leader
+_ALONE_LOOK_S: Final = 1.0  # at the latest, whether a leader is still heard
+_BACKOFF: Final = Backoff(first_s=0.05, max_s=2.0)
+
+
+class PlacementLink(LeaderLink[PlacementFrame], Protocol):
+    """The leader hears of what is asked; an empty frame is a heartbeat."""
+
+    async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
+        """Send (placement id, spec, queue time left) and withdrawn ids. Raises FairwayError when broken."""
+
+
+PlacementLinks: TypeAlias = LeaderLinks[PlacementLink]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """``answer_grace_s``: how much longer than the queue's time to live an answer may take."""
+
+    max_pending: int = 16384
+    answer_grace_s: float = 2.0
+    backoff: Backoff = _BACKOFF
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    spec: PlaceSpec
+    future: asyncio.Future[AnyGrant]
+    deadline_s: float
+    sent_s: float | None = None  # on the present link
+
+
+class MuxedPlacement:
+    """Implements ``ports.placement.PlacementClient``. Starts by itself with the first placement."""
+
+    def __init__(
+        self,
+        links: PlacementLinks,
+        clock: Clock,
+        supervisor: Supervisor,
+        rng: Random,
+        settings: PlacementSettings | None = None,
+        *,
+        fallback: FallbackPlacer | None = None,
+    ) -> None:
+        self._links = links
+        self._fallback = fallback
+        self._alone_task: asyncio.Task[None] | None = None
+        self._placed_alone = 0
+        self._alone = False  # and nothing was heard since
+        self._clock = clock
+        self._supervisor = supervisor
+        self._rng = rng
+        self._settings = settings if settings is not None else PlacementSettings()
+        self._pending: dict[int, _Pending] = {}
+        self._of_tenant: Counter[str] = Counter()
+        self._unsent: dict[int, None] = {}
+        self._cancelled: list[int] = []
+        self._granted: dict[tuple[str, int, int], tuple[int, float]] = {}
+        self._link: PlacementLink | None = None
+        self._answered_s = -math.inf  # when an outcome of whatever placement came last
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        # The link outlives the request that starts it: what it logs must not carry that request's names.
+        self._context = contextvars.copy_context()
+        self._numbers = 0
+        self._last_epoch = 0
+        self._pressures: dict[str, float] = {}
+        self._pressed_s = clock.monotonic_s()
+        self._last_error: FairwayError | None = None
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def connected(self) -> bool:
+        """A leader was heard on a link that is not known to be broken."""
+        return self._link is not None
+
+    @property
+    def placed_alone(self) -> int:
+        """How many placements were made without a leader."""
+        return self._placed_alone
+
+    def pressure(self, digest: str) -> float:
+        """Return how hard the leader last said that a version is pressed, 0..1; 0 when that was long ago."""
+        if self._clock.monotonic_s() - self._pressed_s > _PRESSURE_AGE_S:
+            return 0.0
+        return self._pressures.get(digest, 0.0)
+
+    def start(self) -> None:
+        """Begin to look for the leader. Idempotent."""
+        if self._task is None:
+            self._task = self._context.run(self._supervisor.spawn, "placement.link", self._run())
+            if self._fallback is not None:
+                self._alone_task = self._context.run(
+                    self._supervisor.spawn, "placement.alone", self._place_alone_forever(self._fallback)
+                )
+
+    async def close(self) -> None:
+        """Stop; what is pending ends with NoLeader."""
+        tasks = [task for task in (self._task, self._alone_task) if task is not None]
+        self._task = self._alone_task = None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5.0)
+        for pending in list(self._pending.values()):
+            if not pending.future.done():
+                pending.future.set_exception(NoLeader("the gateway is stopping"))
+        await self._links.close()
+
+    async def place(self, spec: PlaceSpec) -> AnyGrant:
+        """See ``ports.placement.PlacementClient.place``."""
+        self.start()
+        if not self._pending and (grant := self._place_alone(spec, self._clock.monotonic_s())) is not None:
+            return grant
+        tenant_id, most = spec.tenant_id, share_of(self._settings.max_pending)
+        if self._of_tenant[tenant_id] >= most:
+            raise ShareExceeded(
+                f"{most} placements of this tenant are pending at this gateway, the most that may; "
+                "wait until some have begun, or send it to another gateway",
+                retry_after_s=1.0,
+                limit=most,
+            )
+        if len(self._pending) >= self._settings.max_pending:
+            raise QueueFull(f"{len(self._pending)} placements are pending here", retry_after_s=1.0)
+        self._numbers += 1
+        number = self._numbers
+        pending = _Pending(
+            spec,
+            asyncio.get_running_loop().create_future(),
+            self._clock.monotonic_s() + spec.queue_ttl_s,
+        )
+        self._pending[number] = pending
+        self._of_tenant[tenant_id] += 1
+        self._unsent[number] = None
+        self._woken.set()
+        try:
+            return await self._outcome(pending)
+        except asyncio.CancelledError:
+            self._return_crossed(pending)
+            raise
+        finally:
+            del self._pending[number]
+            self._of_tenant[tenant_id] -= 1
+            if not self._of_tenant[tenant_id]:
+                del self._of_tenant[tenant_id]
+            if self._unsent.pop(number, _SENT) is _SENT and not pending.future.done():
+                self._withdraw(number)
+
+    def give_back(self, grant: AnyGrant) -> None:
+        """Return the room of a grant that will not be used; without effect on one of another leader, and on
+        one of nobody's, which ``over`` ends."""
+        if isinstance(grant, FallbackGrant):
+            return
+        found = self._granted.pop((grant.worker_id, grant.epoch, grant.sequence), None)
+        if found is not None and self._link is not None and grant.epoch == self._link.epoch:
+            self._withdraw(found[0])
+
+    def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None:
+        """See ``ports.placement.PlacementClient.over``. What a leader granted, its worker reports."""
+        if isinstance(grant, FallbackGrant) and self._fallback is not None:
+            self._fallback.over(grant, refusal, self._clock.monotonic_s())
+
+    # --- without a leader -------------------------------------------------------------------------
+
+    async def _place_alone_forever(self, fallback: FallbackPlacer) -> None:
+        while True:
+            now_s = self._clock.monotonic_s()
+            wait_s = fallback.wait_s(now_s)
+            if wait_s <= 0:
+                self._place_waiting(now_s)
+            await self._clock.sleep(min(max(wait_s, _ALONE_TURN_S), _ALONE_LOOK_S))
+
+    def _place_waiting(self, now_s: float) -> None:
+        """Place what waits, the higher class and the earlier arrival first, as far as there is room."""
+        waiting = [(number, found) for number, found in self._pending.items() if not found.future.done()]
+        waiting.sort(key=lambda one: (-one[1].spec.priority.rank, one[1].spec.arrival_unix_us, one[0]))
+        for number, pending in waiting[:_BATCH]:
+            grant = self._place_alone(pending.spec, now_s)
+            if grant is None:
+                continue
+            pending.future.set_result(grant)
+            if self._unsent.pop(number, _SENT) is _SENT:
+                self._withdraw(number)
+
+    def _place_alone(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
+        grant = None if self._fallback is None else self._fallback.place(spec, now_s)
+        if grant is not None:
+            self._placed_alone += 1
+            if not self._alone:
+                self._alone = True
+                log.warning("placement.alone", last_epoch=grant.last_epoch, waiting=len(self._pending))
+        return grant
+
+    def _heard(self, frame: PlacementFrame | None = None) -> None:
+        """The leader spoke."""
+        if self._fallback is None:
+            return
+        now_s = self._clock.monotonic_s()
+        self._fallback.heard(now_s)
+        if frame is not None and frame.members is not None:
+            self._fallback.learn(frame.epoch, frame.members, now_s)
+        if self._alone:
+            self._alone = False
+            log.info("placement.led_again", epoch=self._last_epoch, placed_alone=self._placed_alone)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    async def _outcome(self, pending: _Pending) -> AnyGrant:
+        """Wait for the scheduler's answer: it enforces the time to live, unless it stays silent."""
+        future = pending.future
+        await asyncio.wait((future,), timeout=pending.spec.queue_ttl_s)
+        if not future.done() and self._link is not None:
+            await asyncio.wait((future,), timeout=self._settings.answer_grace_s)
+        if future.done():
+            return future.result()
+        spec = pending.spec
+        if self._link is None or pending.sent_s is None:  # nobody was there to ask
+            why = f": {self._last_error.message}" if self._last_error is not None else ""
+            raise NoLeader(f"no scheduler led within {spec.queue_ttl_s:g} s{why}", retry_after_s=1.0)
+        await self._give_up_deaf(self._link, pending.sent_s)
+        raise QueueTimeout(f"no answer within {spec.queue_ttl_s:g} s", retry_after_s=1.0, model=spec.model)
+
+    async def _give_up_deaf(self, link: PlacementLink, sent_s: float) -> None:
+        """Close a link whose leader beats and let a placement's time pass without a word.
+
+        While it answers others it is late and not deaf: another link would make it later.
+        """
+        if self._answered_s < sent_s:
+            silent_s = self._clock.monotonic_s() - sent_s
+            log.warning("placement.leader_deaf", epoch=link.epoch, unanswered_s=round(silent_s, 1))
+            await link.close()
+
+    def _return_crossed(self, pending: _Pending) -> None:
+        """The caller was cancelled after its grant came and before it saw it."""
+        future = pending.future
+        if future.done() and not future.cancelled() and future.exception() is None:
+            self.give_back(future.result())
+            self.over(future.result())
+
+    def _withdraw(self, number: int) -> None:
+        """Tell the leader, if there is one: without a link nobody knows of the placement."""
+        if self._link is not None:
+            self._cancelled.append(number)
+            self._woken.set()
+
+    async def _run(self) -> None:
+        backoff = self._settings.backoff
+        await keep_linked(self._links, self._use, self._missed, self._clock, backoff=backoff, rng=self._rng)
+
+    def _missed(self, error: FairwayError) -> None:
+        log.info("placement.leader_missed", reason=error.reason, error=error.message)
+        self._last_error = error
+
+    async def _use(self, link: PlacementLink) -> None:
+        """Serve the pending over a new link until it breaks; note why."""
+        lost = self._last_error = await self._use_until_lost(link)
+        log.info("placement.link_lost", epoch=link.epoch, reason=lost.reason, error=lost.message)
+
+    async def _use_until_lost(self, link: PlacementLink) -> FairwayError:
+        if link.epoch < self._last_epoch:
+            await link.close()
+            return NoLeader(f"epoch {link.epoch} is over; {self._last_epoch} was heard already")
+        self._resubmit(link)
+        self._heard()
+        writer = self._supervisor.spawn("placement.writer", self._write(link))
+        try:
+            while True:
+                frame = await link.receive()
+                self._heard(frame)
+                self._settle(frame)
+        except FairwayError as error:
+            return error
+        finally:
+            self._link = None
+            writer.cancel()
+            await asyncio.wait((writer,), timeout=5.0)
+            await link.close()
+
+    def _resubmit(self, link: PlacementLink) -> None:
+        """Everything pending is unknown to the new stream, in the order in which it came."""
+        self._last_epoch = link.epoch
+        self._last_error = None
+        self._cancelled.clear()
+        self._granted.clear()  # grants of an earlier stream lapse by themselves
+        for pending in self._pending.values():
+            pending.sent_s = None
+        self._unsent = dict.fromkeys(number for number, p in self._pending.items() if not p.future.done())
+        self._link = link
+        self._woken.set()
+
+    async def _write(self, link: PlacementLink) -> None:
+        """The link's only writer. One that it cannot write to is closed, which ends its reader's wait."""
+        try:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                while self._unsent or self._cancelled:
+                    places, cancelled = self._take_outgoing()
+                    await link.send(places, cancelled)
+        except FairwayError as error:
+            log.info("placement.write_failed", reason=error.reason)
+            await link.close()
+
+    def _take_outgoing(self) -> tuple[list[tuple[int, PlaceSpec, float]], list[int]]:
+        now_s = self._clock.monotonic_s()
+        places: list[tuple[int, PlaceSpec, float]] = []
+        for number in tuple(islice(self._unsent, _BATCH)):
+            del self._unsent[number]
+            pending = self._pending[number]
+            pending.sent_s = now_s
+            places.append((number, pending.spec, max(0.0, pending.deadline_s - now_s)))
+        cancelled, self._cancelled = self._cancelled[:_CANCELS], self._cancelled[_CANCELS:]
+        return places, cancelled
+
+    def _settle(self, frame: PlacementFrame) -> None:
+        now_s = self._clock.monotonic_s()
+        self._forget_lapsed(now_s)
+        if frame.pressures is not None:
+            self._pressures = {found.digest: found.pressure_ratio for found in frame.pressures}
+            self._pressed_s = now_s
+        if frame.outcomes:
+            self._answered_s = now_s
+        for outcome in frame.outcomes:
+            pending = self._pending.get(outcome.placement_id)
+            wanted = pending is not None and not pending.future.done()
+            if isinstance(outcome, Granted):
+                grant = outcome.grant
+                key = grant.worker_id, grant.epoch, grant.sequence
+                if pending is not None and wanted:
+                    self._granted[key] = outcome.placement_id, now_s + grant.ttl_s
+                    pending.future.set_result(grant)
+                else:
+                    self._withdraw(outcome.placement_id)
+            elif pending is not None and wanted:
+                pending.future.set_exception(outcome.error)
+
+    def _forget_lapsed(self, now_s: float) -> None:
+        """Grants that may no longer be used need no giving back. They lapse in the order of their coming."""
+        while self._granted:
+            key = next(iter(self._granted))
+            if self._granted[key][1] > now_s:
+                return
+            del self._granted[key]
+
+
+_SENT: Final = object()

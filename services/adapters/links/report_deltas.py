@@ -1,0 +1,203 @@
+"""What a worker told of in reports that no leader answered yet. Pure; ``Reporter`` drives it.
+
+Snapshots hand deltas over: from then on they are here until an answer confirms the report that carried them.
+When the stream breaks, the unconfirmed ones go into the first reports of the next: tokens and last words as
+they were, one report's in each and under the number that they had, so that a leader that took them over knows
+them again; grants seen all together. Prefix blocks are the exception: the first report of a stream carries
+all that are cached, so what an earlier stream left is void.
+
+A report has bounds. What does not fit goes into the next one; what does not fit here either is dropped, the
+oldest first: last words are counted in ``usage_dropped``, tenants' tokens in ``tokens_dropped``, prefix
+changes end the stream (``overflowed``), so that the next one begins with the whole set. It takes a leader
+that answers no report over many streams, or tens of thousands of tenants at once on one worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Final
+
+from services.adapters.links.prefix_backlog import PrefixBacklog
+from services.core.fleet import ReportSnapshot, SequenceUsage, TenantTokens
+from services.core.records import Priority
+
+MAX_SEEN: Final = 65536
+MAX_TENANTS: Final = 4096
+MAX_USAGE: Final = 4096
+MAX_USAGE_KEPT: Final = 65536
+MAX_TENANTS_KEPT: Final = 65536  # entries: a tenant has one for each version and class
+
+TenantKey = tuple[str, str, Priority]
+
+
+@dataclass(slots=True)
+class Deltas:
+    """Grants seen of one epoch; tokens (prefill, output, cached) by tenant, version and class; the last word
+    on each sequence by request id and choice, the oldest first. ``number`` is that of tokens and words."""
+
+    epoch: int = 0
+    number: int = 0
+    seen: dict[int, None] = field(default_factory=dict)
+    tokens: dict[TenantKey, tuple[int, int, int]] = field(default_factory=dict)
+    usage: dict[tuple[str, int], SequenceUsage] = field(default_factory=dict)
+
+    @staticmethod
+    def of(snapshot: ReportSnapshot) -> Deltas:
+        found = Deltas(snapshot.epoch, seen=dict.fromkeys(snapshot.grants_seen))
+        for use in snapshot.tenants:
+            found.add_tokens((use.tenant, use.digest, use.priority), use.prefill, use.output, use.cached)
+        for word in snapshot.usage:
+            found.add_usage(word)
+        return found
+
+    def add_tokens(self, key: TenantKey, prefill: int, output: int, cached: int) -> None:
+        had = self.tokens.get(key, (0, 0, 0))
+        self.tokens[key] = had[0] + prefill, had[1] + output, had[2] + cached
+
+    def add_usage(self, word: SequenceUsage) -> None:
+        key = word.request_id, word.choice
+        self.usage.pop(key, None)
+        self.usage[key] = word
+
+    def add(self, other: Deltas) -> None:
+        """Take the newer other's along. Grants of the older epoch are dropped: that leader is gone."""
+        self.add_seen(other)
+        for key, tokens in other.tokens.items():
+            self.add_tokens(key, *tokens)
+        for word in other.usage.values():
+            self.add_usage(word)
+
+    def add_seen(self, other: Deltas) -> None:
+        if other.epoch > self.epoch:
+            self.epoch, self.seen = other.epoch, {}
+        if other.epoch == self.epoch:
+            self.seen.update(other.seen)
+
+    def split_seen(self, max_seen: int) -> dict[int, None]:
+        """Take out as many grants as fit into one report."""
+        return {number: self.seen.pop(number) for number in tuple(islice(self.seen, max_seen))}
+
+    def split(self, max_tenants: int, max_usage: int) -> Deltas:
+        """Take out the tokens and last words that fit into one report."""
+        fits = Deltas()
+        for key in tuple(islice(self.tokens, max_tenants)):
+            fits.tokens[key] = self.tokens.pop(key)
+        for name in tuple(islice(self.usage, max_usage)):
+            fits.usage[name] = self.usage.pop(name)
+        return fits
+
+
+class DeltaKeeper:
+    """One owner. Reports in flight are bounded by the owner, which waits for answers, and with them what is
+    told again."""
+
+    def __init__(
+        self,
+        *,
+        max_seen: int = MAX_SEEN,
+        max_tenants: int = MAX_TENANTS,
+        max_usage: int = MAX_USAGE,
+        max_usage_kept: int = MAX_USAGE_KEPT,
+        max_tenants_kept: int = MAX_TENANTS_KEPT,
+        prefixes: PrefixBacklog | None = None,
+    ) -> None:
+        self._max_seen = max_seen
+        self._max_tenants = max_tenants
+        self._max_usage = max_usage
+        self._max_usage_kept = max_usage_kept
+        self._max_tenants_kept = max_tenants_kept
+        self._prefixes = prefixes if prefixes is not None else PrefixBacklog()
+        self._unconfirmed: deque[tuple[int, Deltas]] = deque()
+        self._again: deque[Deltas] = deque()  # the oldest first; their grants are in what is carried
+        self._carried = Deltas()
+        self._deltas_number = 0
+        self._number = 0
+        self.usage_dropped = 0
+        self.tokens_dropped = 0
+
+    @property
+    def unconfirmed(self) -> int:
+        """Reports of this stream without an answer."""
+        return len(self._unconfirmed)
+
+    @property
+    def behind(self) -> bool:
+        """The next report says again what an earlier stream left without an answer."""
+        return bool(self._again)
+
+    @property
+    def first(self) -> bool:
+        """The next report is the first of its stream, for which the snapshot has to be whole."""
+        return self._number == 0
+
+    @property
+    def overflowed(self) -> bool:
+        """Prefix changes were dropped: this stream's leader cannot be told any more what is cached."""
+        return self._prefixes.overflowed
+
+    def stream_opened(self) -> None:
+        """Nothing was sent on the new stream; what the last one left unanswered goes first."""
+        seen = Deltas()
+        for _, deltas in self._unconfirmed:
+            seen.add_seen(deltas)
+        seen.add_seen(self._carried)
+        self._carried.epoch, self._carried.seen = seen.epoch, seen.seen
+        left = (deltas for _, deltas in self._unconfirmed if deltas.tokens or deltas.usage)
+        self._again.extendleft(reversed(list(left)))
+        self._unconfirmed.clear()
+        self._prefixes.clear()
+        self._number = 0
+
+    def keep(self, snapshot: ReportSnapshot) -> None:
+        """Keep the deltas of a snapshot that is not sent. It has to be the first of its stream."""
+        assert self.first, "prefix changes of a snapshot that is not sent are lost"
+        self._carry(snapshot)
+
+    def next_report(self, snapshot: ReportSnapshot) -> tuple[int, ReportSnapshot]:
+        """Return the number of the next report and the snapshot with the deltas that it is to carry."""
+        self._number += 1
+        self._carry(snapshot)
+        if self._again:
+            deltas = self._again.popleft()
+        else:
+            deltas = self._carried.split(self._max_tenants, self._max_usage)
+            if deltas.tokens or deltas.usage:
+                self._deltas_number += 1
+                deltas.number = self._deltas_number
+        deltas.epoch, deltas.seen = self._carried.epoch, self._carried.split_seen(self._max_seen)
+        self._unconfirmed.append((self._number, deltas))
+        return self._number, replace(
+            snapshot,
+            pools=self._prefixes.next_pools(snapshot.pools),
+            grants_seen=tuple(deltas.seen),
+            tenants=tuple(_tokens(key, *tokens) for key, tokens in deltas.tokens.items()),
+            usage=tuple(deltas.usage.values()),
+            deltas_number=deltas.number,
+        )
+
+    def confirm(self, number: int) -> bool:
+        """Forget what reports up to ``number`` carried; whether there was any."""
+        before = len(self._unconfirmed)
+        while self._unconfirmed and self._unconfirmed[0][0] <= number:
+            self._unconfirmed.popleft()
+        return len(self._unconfirmed) < before
+
+    def _carry(self, snapshot: ReportSnapshot) -> None:
+        self._carried.add(Deltas.of(snapshot))
+        self._bound_carried()
+
+    def _bound_carried(self) -> None:
+        usage, tokens = self._carried.usage, self._carried.tokens
+        while len(usage) > self._max_usage_kept:
+            del usage[next(iter(usage))]
+            self.usage_dropped += 1
+        while len(tokens) > self._max_tenants_kept:
+            prefill, output, _ = tokens.pop(next(iter(tokens)))
+            self.tokens_dropped += prefill + output
+
+
+def _tokens(key: TenantKey, prefill: int, output: int, cached: int) -> TenantTokens:
+    tenant, digest, priority = key
+    return TenantTokens(tenant, digest, prefill, output, priority, cached)

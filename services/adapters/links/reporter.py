@@ -1,0 +1,258 @@
+"""The worker's side of Report over any link: tells the leading scheduler what room there is, hears who leads.
+
+The argument, in the terms of ``scheduler/fleet/view.py``:
+
+- A link is opened, the leader says its epoch, ``hear_leader`` fences every older leader's grants, and only
+  then the first snapshot is taken. So what an earlier leader granted has either started, and is in
+  ``kv_blocks_reserved``, or can no longer start. The levels of the first report are authoritative.
+- Snapshots hand deltas over. A delta stays here until the leader answered the report that carried it. When
+  the link breaks, the unanswered ones are told on the next. The grants that were seen under the same epoch go
+  into its first report, because that leader may still count them as outstanding; they are numbers, so a
+  second time has no effect. Tenants' tokens and the last words on sequences go into its first reports, what
+  one report carried in one again and under the number that it had: a leader that took them over drops them.
+  None is lost within the bounds of ``report_deltas``; a later leader may count those twice that the one
+  before took over and told other workers of. Prefix blocks are told as a whole in the first report of a link,
+  and as changes after it.
+- A snapshot that is never sent is not lost either: its deltas go into the next one, whose levels are newer.
+  Levels are never mixed with the grants of a later instant: both come from one ``snapshot`` call, and adding
+  *older* seen grants to it keeps every grant counted once, since the levels hold what they reserve.
+
+A leader that beats and answers nothing may not hear: half a connection is gone, or its reader is. Beats alone
+keep no link: one on which no answer came for ``answer_s``, over several beats, is given up.
+
+Reports are sent on change, at most one per ``gap_s`` and the first of a burst at once, and at least every
+``beat_s``. While a pool is tight somebody may wait for what is freed: then the gap is ``tight_gap_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import structlog
+
+from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_linked
+from services.adapters.links.report_deltas import DeltaKeeper
+from services.core.backoff import Backoff
+from services.core.errors import FairwayError, NoLeader
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter
+from services.ports.clock import Clock
+from services.ports.report_stream import ReportAnswer
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+_BACKOFF: Final = Backoff(first_s=0.05, max_s=1.0)
+_UNHEARD_BEATS: Final = 3
+
+
+class ReportLink(LeaderLink[ReportAnswer], Protocol):
+    """The leader hears of what is sent; an answer to report 0 is a mere heartbeat."""
+
+    async def send(self, number: int, report: ReportSnapshot) -> None:
+        """Send a report; ``number`` counts those of this link from 1. Raises FairwayError when broken."""
+
+
+ReportLinks: TypeAlias = LeaderLinks[ReportLink]
+
+
+@dataclass(frozen=True, slots=True)
+class ReporterSettings:
+    """``max_unanswered``: reports in flight; more are not sent, since later ones say more. ``answer_s``: for
+    how long a leader may beat without an answer to any of them; it does not hear this worker then."""
+
+    gap_s: float = 0.02
+    tight_gap_s: float = 0.004
+    beat_s: float = 1.0
+    max_unanswered: int = 64
+    answer_s: float = 4.0
+    backoff: Backoff = _BACKOFF
+
+
+class Reporter:
+    """Keeps one link to whichever scheduler leads, from ``start`` to ``close``.
+
+    ``snapshot`` is called right before a report is sent and hands its deltas over; True asks for a whole one,
+    the first of a link. ``hear_leader`` is called with the epoch of each answer, before any snapshot for
+    that leader, ``hear_counters`` with what it says of tenants. All run in the event loop, must not block
+    and must not raise.
+    """
+
+    def __init__(
+        self,
+        links: ReportLinks,
+        clock: Clock,
+        supervisor: Supervisor,
+        snapshot: Callable[[bool], ReportSnapshot],
+        *,
+        hear_leader: Callable[[int], None] | None = None,
+        hear_counters: Callable[[Sequence[TenantCounter]], None] | None = None,
+        settings: ReporterSettings | None = None,
+        rng: random.Random | None = None,
+        deltas: DeltaKeeper | None = None,
+    ) -> None:
+        self._links = links
+        self._clock = clock
+        self._supervisor = supervisor
+        self._snapshot = snapshot
+        self._hear_leader = hear_leader
+        self._hear_counters = hear_counters
+        self._settings = settings if settings is not None else ReporterSettings()
+        self._rng = rng if rng is not None else random.Random()
+        self._deltas = deltas if deltas is not None else DeltaKeeper()
+        self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._tight = False
+        self._unheard_since_s = math.inf  # reports wait for an answer, and none has come since
+        self._unheard_beats = 0
+        self._task: asyncio.Task[None] | None = None
+        self._last_epoch = 0
+        self._leader_heard_s = -math.inf
+
+    @property
+    def last_epoch(self) -> int:
+        """The newest leader heard of; 0 before the first."""
+        return self._last_epoch
+
+    @property
+    def leader_heard_s(self) -> float:
+        """When a leader was heard last, by the clock's monotonic seconds; minus infinity before the first."""
+        return self._leader_heard_s
+
+    def start(self) -> None:
+        """Begin to look for the leader. Idempotent."""
+        if self._task is None:
+            self._task = self._supervisor.spawn("reporter.stream", self._run())
+
+    def changed(self) -> None:
+        """The worker's state changed: a report goes out soon."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Stop reporting; the scheduler places nothing more on this worker."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,), timeout=5.0)
+        await self._links.close()
+
+    # --- the stream -------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff = self._settings.backoff
+        await keep_linked(self._links, self._use, self._missed, self._clock, backoff=backoff, rng=self._rng)
+
+    def _missed(self, error: FairwayError) -> None:
+        log.info("reporter.leader_missed", reason=error.reason, error=error.message)
+
+    async def _use(self, link: ReportLink) -> None:
+        """Report over a new link until it breaks."""
+        lost = await self._report_until_lost(link)
+        log.info(
+            "reporter.stream_lost",
+            epoch=self._last_epoch,
+            reason=lost.reason,
+            error=lost.message,
+            words_dropped=self._deltas.usage_dropped,
+            tokens_dropped=self._deltas.tokens_dropped,
+        )
+
+    async def _report_until_lost(self, link: ReportLink) -> FairwayError:
+        """Return why the link broke."""
+        writer: asyncio.Task[None] | None = None
+        try:
+            self._deltas.stream_opened()
+            self._await_answer()
+            self._heard(ReportAnswer(link.epoch))
+            writer = self._supervisor.spawn("reporter.writer", self._write(link))
+            while True:
+                self._heard(await link.receive())
+        except FairwayError as error:
+            return error
+        finally:
+            if writer is not None:
+                writer.cancel()
+                await asyncio.wait((writer,), timeout=5.0)
+            await link.close()
+
+    def _heard(self, answer: ReportAnswer) -> None:
+        """Note who leads and which reports are answered. Raises NoLeader for a leader of the past."""
+        if answer.epoch < self._last_epoch:
+            raise NoLeader(f"epoch {answer.epoch} is over; {self._last_epoch} was heard already")
+        self._last_epoch = answer.epoch
+        self._leader_heard_s = self._clock.monotonic_s()
+        if self._hear_leader is not None:
+            self._hear_leader(answer.epoch)
+        if self._hear_counters is not None and answer.counters:
+            self._hear_counters(answer.counters)
+        if self._deltas.confirm(answer.report):
+            self._answered.set()
+            self._await_answer()
+        else:
+            self._not_answered()
+
+    def _await_answer(self) -> None:
+        """An answer is due to what is unconfirmed now, and to nothing while there is none."""
+        self._unheard_since_s = self._clock.monotonic_s() if self._deltas.unconfirmed else math.inf
+        self._unheard_beats = 0
+
+    def _not_answered(self) -> None:
+        """Count a beat that answers nothing. Raises NoLeader when the leader does not seem to hear.
+
+        Several beats, since after a pause of this process the first ones are of its past.
+        """
+        self._unheard_beats += 1
+        waited_s = self._clock.monotonic_s() - self._unheard_since_s
+        if self._unheard_beats >= _UNHEARD_BEATS and waited_s >= self._settings.answer_s:
+            raise NoLeader(
+                f"the leader beats, and answered no report for {waited_s:.1f} s", retry_after_s=1.0
+            )
+
+    async def _write(self, link: ReportLink) -> None:
+        """The link's only writer: a whole report, then reports on change and beats.
+
+        A link that it cannot write to, or whose leader missed prefix changes, is closed: that ends its
+        reader's wait.
+        """
+        try:
+            while not self._deltas.overflowed:
+                self._changed.clear()
+                snapshot = self._snapshot(self._deltas.first)
+                self._tight = any(_is_tight(pool) for pool in snapshot.pools)
+                if snapshot.incarnation:
+                    number, report = self._deltas.next_report(snapshot)
+                    if self._deltas.unconfirmed == 1:
+                        self._await_answer()
+                    await link.send(number, report)
+                else:  # not registered yet
+                    self._deltas.keep(snapshot)
+                await self._pause()
+            log.info("reporter.prefixes_overflowed", epoch=link.epoch)
+        except FairwayError as error:
+            log.info("reporter.write_failed", reason=error.reason)
+        await link.close()
+
+    async def _pause(self) -> None:
+        """Return when the next report is due."""
+        settings = self._settings
+        await self._clock.sleep(settings.tight_gap_s if self._tight else settings.gap_s)
+        if not self._changed.is_set() and not self._deltas.behind:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(settings.beat_s):
+                    await self._changed.wait()
+        while self._deltas.unconfirmed >= settings.max_unanswered:
+            self._answered.clear()
+            await self._answered.wait()  # ends with the link, whose reader waits for a bounded time
+
+
+def _is_tight(pool: PoolSnapshot) -> bool:
+    """Somebody may wait for what this pool sets free."""
+    return (
+        pool.kv_blocks_reserved * 4 >= pool.kv_blocks_total * 3
+        or pool.running + pool.waiting >= pool.max_sequences
+    )

@@ -1,0 +1,82 @@
+"""Where the scheduler's leader is, from the store's leader key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from services.core.records import Leader, leader_key, load
+from services.ports.clock import Clock
+from services.ports.store import Entry, Store
+from services.runtime.fleet_state.informer import Informer
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLeader:
+    """``epoch`` is the key's create_revision. It is a hint: only what the leader says itself counts."""
+
+    leader_id: str
+    address: str
+    epoch: int
+
+
+class LeaderDirectory(Protocol):
+    """Who leads, as far as is known here; may be late."""
+
+    @property
+    def leader(self) -> KnownLeader | None: ...
+
+    async def wait_changed(self, seen: KnownLeader | None, timeout_s: float) -> KnownLeader | None:
+        """Return the leader once it is another than ``seen``, or as it is after the timeout."""
+
+
+class SchedulerDirectory:
+    """Implements ``LeaderDirectory`` over an informer on the leader key. Someone runs ``run``.
+
+    While the store is away the last leader known stays.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        role: str = "scheduler",
+        shard: str = "0",
+        rng: Random | None = None,
+    ) -> None:
+        self._key = leader_key(role, shard)
+        self._informer: Informer[Leader] = Informer(store, self._key, _decode, clock, rng=rng)
+
+    @property
+    def informer(self) -> Informer[Leader]:
+        """The view that this reads."""
+        return self._informer
+
+    @property
+    def leader(self) -> KnownLeader | None:
+        found = self._informer.view.get(self._key)
+        if found is None:
+            return None
+        return KnownLeader(found.record.leader_id, found.record.address, found.create_revision)
+
+    async def wait_changed(self, seen: KnownLeader | None, timeout_s: float) -> KnownLeader | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    revision, leader = self._informer.revision, self.leader
+                    if leader != seen:
+                        break
+                    await self._informer.wait_changed(revision, timeout_s)
+        return self.leader
+
+    async def run(self) -> None:
+        """Follow the store until cancelled."""
+        await self._informer.run()
+
+
+def _decode(entry: Entry) -> Leader:
+    return load(entry.value, Leader)

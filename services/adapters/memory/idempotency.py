@@ -1,0 +1,209 @@
+"""Idempotency records in this process: the same rules as the Redis scripts, by the injected clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
+from services.adapters.memory.limiter import MemoryLimiter
+from services.core.generation import Usage
+from services.ports.clock import Clock
+from services.ports.idempotency import (
+    Addition,
+    Claim,
+    Ended,
+    Expired,
+    Hold,
+    OtherBody,
+    Owned,
+    RecordKey,
+    RecordLimits,
+    RecordState,
+    Running,
+    Tail,
+    Written,
+)
+from services.ports.limiter import Reservation
+
+
+@dataclass(slots=True)
+class _Record:
+    """Times are monotonic seconds. ``state`` is RUNNING, FREE, ENDED or, without its log, EXPIRED."""
+
+    fingerprint: str
+    owner: str
+    epoch: int
+    state: RecordState
+    lease_s: float
+    expire_s: float
+    body_expire_s: float = 0.0
+    watched_s: float = 0.0
+    chunks: list[bytes] = field(default_factory=list)
+    expected: int = 0  # chunks that there have to be: fewer are a log with a hole
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.chunks))
+
+
+class MemoryIdempotency:
+    """``IdempotencyStore`` in one event loop; settles with the limiter that it is given."""
+
+    def __init__(self, clock: Clock, limiter: MemoryLimiter, limits: RecordLimits | None = None) -> None:
+        self._clock = clock
+        self._limiter = limiter
+        self._limits = limits if limits is not None else RecordLimits()
+        self._tenants: dict[str, dict[str, _Record]] = {}
+        self._epoch = 0
+
+    async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
+        now_s, limits = self._clock.monotonic_s(), self._limits
+        records = self._lapse(key.tenant_id, now_s)
+        record = records.get(key.digest)
+        if record is None:
+            if len(records) >= limits.max_tenant_keys:
+                oldest_s = min(held.expire_s for held in records.values())
+                raise keys_exceeded(limits, oldest_s - now_s)
+            self._epoch += 1
+            records[key.digest] = _Record(
+                fingerprint,
+                owner,
+                self._epoch,
+                RecordState.RUNNING,
+                now_s + limits.lease_s,
+                now_s + limits.tombstone_s,
+            )
+            return Owned(Hold(key, owner, self._epoch), 0)
+        if record.fingerprint != fingerprint:
+            return OtherBody()
+        state = self._state(record, now_s)
+        if state is RecordState.RUNNING:
+            return Running()
+        if state is not RecordState.FREE:
+            return Ended() if state is RecordState.ENDED else Expired()
+        self._epoch += 1
+        record.owner, record.epoch, record.state = owner, self._epoch, RecordState.RUNNING
+        record.lease_s, record.expire_s = now_s + limits.lease_s, now_s + limits.tombstone_s
+        record.expected = len(record.chunks)
+        return Owned(Hold(key, owner, self._epoch), len(record.chunks))
+
+    async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
+        return tuple(self._append(addition) for addition in additions)
+
+    async def finish(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._end(hold, chunk, RecordState.ENDED, reservation, usage)
+
+    async def release(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._end(hold, chunk, RecordState.FREE, reservation, usage)
+
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+        now_s = self._clock.monotonic_s()
+        record = self._lapse(key.tenant_id, now_s).get(key.digest)
+        if record is None:
+            return Tail(RecordState.GONE)
+        if watch:
+            record.watched_s = now_s + WATCH_S
+        end = start + READ_CHUNKS
+        return Tail(
+            self._state(record, now_s), tuple(record.chunks[start:end]), more=len(record.chunks) > end
+        )
+
+    def _append(self, addition: Addition) -> Written:
+        now_s = self._clock.monotonic_s()
+        records = self._lapse(addition.hold.key.tenant_id, now_s)
+        record = records.get(addition.hold.key.digest)
+        refused = _refused(record, addition.hold)
+        if refused is not None or record is None:
+            return refused or Written.GONE
+        record.lease_s = now_s + self._limits.lease_s
+        if not self._put(records, record, addition.chunk, now_s):
+            return Written.TOO_LARGE
+        return Written.WATCHED if record.watched_s > now_s else Written.KEPT
+
+    async def _end(
+        self,
+        hold: Hold,
+        chunk: bytes,
+        state: RecordState,
+        reservation: Reservation | None,
+        usage: Usage,
+    ) -> Written:
+        now_s = self._clock.monotonic_s()
+        records = self._lapse(hold.key.tenant_id, now_s)
+        record = records.get(hold.key.digest)
+        refused = _refused(record, hold)
+        if refused is not None or record is None:
+            return refused or Written.GONE
+        fits = self._put(records, record, chunk, now_s)
+        record.expire_s = now_s + self._limits.tombstone_s
+        dropped = state is RecordState.FREE and fits and not record.chunks
+        if dropped:
+            del records[hold.key.digest]
+        elif fits:
+            record.state = state
+        # Marked before the limiter is called: nobody comes between the record's end and its charge.
+        record.owner = ""
+        if reservation is not None:
+            await self._limiter.settle(replace(reservation, record=hold.key.digest), usage)
+        if dropped:
+            self._limiter.forget(hold.key.tenant_id, hold.key.digest)
+        return Written.KEPT if fits else Written.TOO_LARGE
+
+    def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
+        """Whether the record has its log, now with the chunk. Older bodies make room for it."""
+        if record.state is RecordState.EXPIRED:
+            return False
+        if not chunk:
+            return True
+        limits, size = self._limits, len(chunk)
+        total = sum(held.size for held in records.values())
+        for held in sorted(records.values(), key=lambda held: held.body_expire_s):
+            if total + size <= limits.max_tenant_bytes:
+                break
+            if held is not record and held.chunks and self._state(held, now_s) is not RecordState.RUNNING:
+                total -= held.size
+                _drop(held)
+        has_hole = len(record.chunks) != record.expected
+        too_large = record.size + size > limits.max_record_bytes or total + size > limits.max_tenant_bytes
+        if has_hole or too_large:
+            _drop(record)
+            record.state = RecordState.EXPIRED
+            return False
+        record.chunks.append(chunk)
+        record.expected += 1
+        record.body_expire_s = now_s + limits.body_s
+        return True
+
+    def _state(self, record: _Record, now_s: float) -> RecordState:
+        if record.state is RecordState.RUNNING and record.lease_s <= now_s:
+            return RecordState.FREE
+        if record.state is RecordState.ENDED and not record.chunks:
+            return RecordState.EXPIRED
+        return record.state
+
+    def _lapse(self, tenant_id: str, now_s: float) -> dict[str, _Record]:
+        records = self._tenants.setdefault(tenant_id, {})
+        for digest in [digest for digest, held in records.items() if held.expire_s <= now_s]:
+            del records[digest]
+            self._limiter.forget(tenant_id, digest)
+        for held in records.values():
+            if held.chunks and held.body_expire_s <= now_s:
+                _drop(held)
+        return records
+
+
+def _drop(record: _Record) -> None:
+    record.chunks.clear()
+
+
+def _refused(record: _Record | None, hold: Hold) -> Written | None:
+    if record is None:
+        return Written.GONE
+    if (record.owner, record.epoch) != (hold.owner, hold.epoch):
+        return Written.FENCED
+    return None

@@ -1,0 +1,381 @@
+"""Verified model files on the local disk, fetched from the registry once and kept within a bound.
+
+What is verified, and when: every chunk while it is received, before it is written; every file's digest
+before its folder appears; every chunk of a kept folder again at its first use in a process, and whenever
+a caller is about to load it (``recheck``); presence and sizes at each use. A chunk that is found damaged is
+fetched again once, then it is an IntegrityError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from services.adapters.model_files import folders as model_folders
+from services.adapters.model_files.check import chunks_are_good
+from services.adapters.model_files.chunks import ChunkFetcher
+from services.adapters.model_files.folders import ModelFolders
+from services.adapters.threads import in_thread
+from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
+from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
+from services.ports.clock import Clock
+from services.ports.registry import VersionSource
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+Progress = Callable[[float], None]
+Chooser = Callable[[str], bool]
+
+_HEX_DIGITS: Final = 64  # of the version, at the beginning of a folder's name
+_STALE_PARTIALS: Final = 8
+_RESERVE_BYTES: Final = 64 * 1024 * 1024
+_OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A complete folder. ``use`` orders by last use; ``checked``: its chunks were read in this process."""
+
+    size_bytes: int
+    use: int
+    pins: int = 0
+    checked: bool = False
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One fetch of a folder at a time; ``waiting`` counts who is in or before the lock."""
+
+    lock: asyncio.Lock
+    waiting: int = 0
+
+
+class ModelFiles:
+    """Owns everything below ``root``, which no other process may use at the same time.
+
+    ``max_bytes`` bounds the complete folders together; the least recently used that is not pinned goes
+    first. A returned folder stays while pinned: call ``pin`` before the next await.
+    """
+
+    def __init__(
+        self,
+        registry: VersionSource,
+        root: Path,
+        clock: Clock,
+        *,
+        max_bytes: int,
+        found_damaged: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``found_damaged`` is called for each folder that is not what it was."""
+        self._registry = registry
+        self._folders = ModelFolders(root)
+        self._chunks = ChunkFetcher(registry, clock)
+        self._max_bytes = max_bytes
+        self._found_damaged = found_damaged
+        self._kept: dict[str, _Kept] = {}
+        self._turns: dict[str, _Turn] = {}
+        self._reserved: dict[str, int] = {}
+        self._uses = 0
+        self._opened = False
+        self._room = asyncio.Lock()
+
+    async def own(self) -> None:
+        """The root is ours, if its disk answers; a disk that does not is met again at the first fetch.
+
+        Raises FailedPrecondition when another process owns it.
+        """
+        try:
+            await self._open()
+        except BlockingIOError as exc:
+            raise FailedPrecondition(_OWNED) from exc
+        except OSError as exc:
+            log.warning("model_files.unusable", error=repr(exc))
+
+    async def fetch(
+        self,
+        model: str,
+        digest: str,
+        *,
+        only: Chooser | None = None,
+        progress: Progress | None = None,
+        recheck: bool = False,
+    ) -> Path:
+        """Return a folder with the verified files of a version, or those whose path ``only`` chooses.
+
+        Callers of one folder share one download; it resumes from the chunks that an earlier one left,
+        in this process or a killed one. ``progress`` receives 0..1 of the bytes. ``recheck``: every chunk
+        is read again, also where that was done before. Raises NotFound,
+        IntegrityError, FailedPrecondition (larger than the bound), StoreUnavailable (disk), Unavailable.
+        """
+        if not is_digest(digest):
+            raise NotFound(f"{digest[:80]} is no digest of a version", digest=digest[:80])
+        try:
+            await self._open()
+            await in_thread(self._folders.make)
+            manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+            files = tuple(file for file in manifest.files if only is None or only(file.path))
+            if not files:
+                raise NotFound(f"no file of {digest} is asked for", digest=digest)
+            name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
+            return await self._in_turn(name, partial(self._have, name, files, progress or _silent, recheck))
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
+
+    async def max_context_tokens(self, model: str, digest: str) -> int:
+        """Return the context that the version's manifest allows, 0 for any. Raises as ``fetch`` does."""
+        try:
+            await self._open()
+            manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
+        return manifest.max_context_tokens
+
+    def pin(self, folder: Path) -> None:
+        """Keep the folder until as many ``unpin`` calls. Raises NotFound when it was evicted already."""
+        kept = self._kept.get(folder.name)
+        if kept is None:
+            raise NotFound(f"{folder.name} is not kept here any more")
+        kept.pins += 1
+
+    def unpin(self, folder: Path) -> None:
+        """Give one pin back."""
+        kept = self._kept[folder.name]
+        assert kept.pins > 0, "unpinned more often than pinned"
+        kept.pins -= 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the complete folders and of those being fetched."""
+        return sum(kept.size_bytes for kept in self._kept.values()) + sum(self._reserved.values())
+
+    def check_integrity(self) -> None:
+        assert self.kept_bytes <= self._max_bytes, "more is kept than the bound allows"
+        assert all(kept.pins >= 0 for kept in self._kept.values())
+        assert not set(self._reserved) & set(self._kept), "a folder counts twice"
+
+    def close(self) -> None:
+        """Give the root back to other processes. Nothing may be fetched any more."""
+        self._folders.close()
+
+    async def _open(self) -> None:
+        async with self._room:
+            if self._opened:
+                return
+            found = await in_thread(self._folders.open)
+            for name, _ in sorted(found.items(), key=lambda item: item[1]):
+                self._uses += 1
+                self._kept[name] = _Kept(await in_thread(self._folders.size_bytes, name), self._uses)
+            self._opened = True
+
+    async def _manifest(self, model: str, digest: str) -> Manifest:
+        """The kept manifest, else the registry's: a worker restarts without the registry."""
+        body = await in_thread(self._folders.read_manifest, digest)
+        if body is not None:
+            try:
+                return parse(body, digest)
+            except IntegrityError:
+                log.warning("model_manifest.found_damaged", digest=digest)
+        record, manifest = await self._registry.get_version(model, digest)
+        body = canonical_json(manifest)
+        if record.digest != digest or sha256_of(body) != digest:
+            raise IntegrityError(f"the registry answered for {digest} with another version", digest=digest)
+        await in_thread(self._folders.write_manifest, digest, body)
+        return parse(body, digest)
+
+    async def _in_turn(self, name: str, have: Callable[[], Awaitable[T]]) -> T:
+        turn = self._turns.setdefault(name, _Turn(asyncio.Lock()))
+        turn.waiting += 1
+        try:
+            async with turn.lock:
+                return await have()
+        finally:
+            turn.waiting -= 1
+            if not turn.waiting:
+                del self._turns[name]
+
+    async def _have(
+        self, name: str, files: Sequence[ManifestFile], progress: Progress, recheck: bool
+    ) -> Path:
+        if await self._is_good(name, files, recheck=recheck):
+            await in_thread(self._folders.touch, name)
+        else:
+            await self._download(name, files, progress)
+        self._uses += 1
+        self._kept[name].use = self._uses
+        progress(1.0)
+        return self._folders.ready(name)
+
+    async def _is_good(self, name: str, files: Sequence[ManifestFile], *, recheck: bool) -> bool:
+        kept = self._kept.get(name)
+        if kept is None:
+            return False
+        good = await in_thread(self._folders.present, name, files)
+        if good and (recheck or not kept.checked):
+            kept.pins += 1  # not evicted while it is read
+            try:
+                good = await chunks_are_good(self._folders.ready(name), files)
+            finally:
+                kept.pins -= 1
+        kept.checked = good
+        if good:
+            return True
+        log.warning("model_folder.found_damaged", folder=name)
+        self._found_damaged()
+        if kept.pins:
+            raise IntegrityError(f"the files of {name} are damaged while in use", folder=name)
+        del self._kept[name]
+        await in_thread(self._folders.demote, name)
+        return False
+
+    async def _download(self, name: str, files: Sequence[ManifestFile], progress: Progress) -> None:
+        total = sum(file.size_bytes for file in files)
+        await self._make_room(name, total)
+        try:
+            meter = _Meter(total, progress)
+            for file in files:
+                await self._fetch_file(name, file, meter)
+            try:
+                await in_thread(self._folders.promote, name, files)
+            finally:
+                # Cancelled just then: the folder is there all the same, and counts.
+                if self._folders.ready(name).exists():
+                    self._uses += 1
+                    self._kept[name] = _Kept(total, self._uses, checked=True)
+        except OSError:
+            # A full disk keeps nothing half-made. After a kill or a lost connection verified chunks stay.
+            await in_thread(self._folders.drop_partial, name)
+            raise
+        finally:
+            del self._reserved[name]
+        log.info("model_folder.completed", folder=name, size_bytes=total)
+
+    async def _fetch_file(self, name: str, file: ManifestFile, meter: _Meter) -> None:
+        path = await in_thread(self._folders.begin_file, name, file)
+        whole = hashlib.sha256()
+        index = 0
+        while index < len(file.chunks) and await in_thread(
+            model_folders.chunk_is_good, path, file, index, whole
+        ):
+            meter.add(file.chunk_bytes(index))
+            index += 1
+        for missing in range(index, len(file.chunks)):
+            data = await self._chunks.fetch(file, missing)
+            await in_thread(model_folders.append_chunk, path, missing, data, whole)
+            meter.add(len(data))
+        await in_thread(model_folders.cut, path, file.size_bytes)
+        if "sha256:" + whole.hexdigest() != file.digest:
+            raise IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
+
+    async def _make_room(self, name: str, size_bytes: int) -> None:
+        """Reserve the size, evicting what is least recently used. Raises when it can never fit."""
+        if size_bytes > self._max_bytes:
+            raise FailedPrecondition(
+                f"the version has {size_bytes} bytes; the cache of model files holds {self._max_bytes}: "
+                "raise FAIRWAY_MODEL_CACHE_BYTES",
+                size_bytes=size_bytes,
+                max_bytes=self._max_bytes,
+            )
+        async with self._room:
+            while self.kept_bytes + size_bytes > self._max_bytes:
+                await self._evict_one(size_bytes)
+            self._reserved[name] = size_bytes
+        try:
+            await self._require_disk(name, size_bytes)
+        except BaseException:
+            del self._reserved[name]
+            raise
+
+    async def _evict_one(self, needed_bytes: int) -> None:
+        idle = [
+            (kept.use, name) for name, kept in self._kept.items() if not kept.pins and name not in self._turns
+        ]
+        if not idle:
+            raise StoreUnavailable(
+                f"no room for {needed_bytes} bytes: of the {self._max_bytes} of the cache of model files "
+                f"{self.kept_bytes} are in use; take a version off this worker or raise "
+                "FAIRWAY_MODEL_CACHE_BYTES",
+                retry_after_s=10.0,
+                needed_bytes=needed_bytes,
+                used_bytes=self.kept_bytes,
+                max_bytes=self._max_bytes,
+            )
+        name = min(idle)[1]
+        kept = self._kept.pop(name)
+        try:
+            await in_thread(self._folders.drop, name)
+        except OSError:
+            if self._folders.ready(name).exists():  # the disk refused: it counts as before
+                self._kept[name] = kept
+            raise
+        log.info("model_folder.evicted", folder=name)
+        version = name[:_HEX_DIGITS]
+        if not any(other.startswith(version) for other in (*self._kept, *self._reserved)):
+            await in_thread(self._folders.forget_manifest, version)
+
+    async def _require_disk(self, name: str, size_bytes: int) -> None:
+        """Drop what unfinished downloads left, oldest first, while there are many or the disk is short."""
+        idle = [other for other in await in_thread(self._folders.partials) if other not in self._reserved]
+        for position, other in enumerate(idle):
+            free = await in_thread(self._folders.free_bytes)
+            if len(idle) - position > _STALE_PARTIALS or free < size_bytes + _RESERVE_BYTES:
+                await in_thread(self._folders.drop_partial, other)
+        free = await in_thread(self._folders.free_bytes)
+        if free < size_bytes + _RESERVE_BYTES and name not in await in_thread(self._folders.partials):
+            raise _disk_full(free, size_bytes)
+
+    def _disk_error(self, exc: OSError) -> StoreUnavailable:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = -1
+            with suppress(OSError):
+                free = self._folders.free_bytes()
+            return _disk_full(free, 0)
+        if isinstance(exc, BlockingIOError):
+            return StoreUnavailable(_OWNED, retry_after_s=10.0)
+        name = errno.errorcode.get(exc.errno or 0, "EIO")
+        return StoreUnavailable(f"the disk of the model files answered {name}", errno=name)
+
+
+class _Meter:
+    """Turns bytes into a ratio for whoever watches."""
+
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._total = total_bytes
+        self._done = 0
+        self._progress = progress
+
+    def add(self, size_bytes: int) -> None:
+        self._done += size_bytes
+        self._progress(self._done / max(1, self._total))
+
+
+def _silent(_: float) -> None:
+    return
+
+
+def _disk_full(free_bytes: int, needed_bytes: int) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"the disk of the model files is full: {free_bytes} bytes free"
+        + (f", {needed_bytes} needed" if needed_bytes else "")
+        + "; free some, or point FAIRWAY_STATE_DIR to a larger disk",
+        retry_after_s=30.0,
+        free_bytes=free_bytes,
+        needed_bytes=needed_bytes,
+    )
+
+
+def _folder_name(digest: str, files: Sequence[ManifestFile], *, whole: bool) -> str:
+    name = digest.removeprefix("sha256:")
+    if whole:
+        return name
+    chosen = hashlib.sha256("\0".join(file.path for file in files).encode()).hexdigest()
+    return f"{name}-{chosen[:16]}"

@@ -1,0 +1,226 @@
+"""What the limits do while the shared store is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.core.errors import (
+    ConcurrencyExceeded,
+    FailedPrecondition,
+    StoreUnavailable,
+    Unavailable,
+)
+from services.core.generation import Usage
+from services.ports.clock import Clock
+from services.ports.limiter import Limiter, Limits, Reservation
+
+log = structlog.get_logger()
+_MAX_UNSETTLED: Final = 100_000
+_SETTLE_BATCH: Final = 256
+_LOG_EVERY_S: Final = 10.0
+_FULL_RETRY_S: Final = 5.0
+_SETTLE_RETRY_S: Final = 1.0
+
+
+class FallbackLimiter:
+    """``Limiter`` that never raises StoreUnavailable. Per limit, while the shared store is away:
+
+    requests per minute: fails open to this gateway's share of the limit, from an empty bucket.
+    max concurrency: fails open to this gateway's share; slots held in the shared store are not counted.
+    usage: what cannot be counted waits in memory and in the spool, and is counted when the store is back.
+    When no more can wait, nothing new is admitted.
+
+    The share is the limit by the number of gateways, and at least 1. A slot is given back where it was given:
+    ``local`` says where. Tokens always count in the shared store.
+    """
+
+    def __init__(
+        self,
+        primary: Limiter,
+        local: Limiter,
+        clock: Clock,
+        *,
+        gateways: Callable[[], int] = lambda: 1,
+        spool: SettlementSpool | None = None,
+    ) -> None:
+        """``local`` is always there and marks what it gives, such as ``MemoryLimiter(clock, local=True)``.
+
+        ``gateways`` returns how many there are, as far as is known. Without a ``spool`` what waits ends with
+        the process.
+        """
+        self._primary = primary
+        self._local = local
+        self._clock = clock
+        self._gateways = gateways
+        self._spool = spool
+        self._unsettled: OrderedDict[Reservation, Usage] = OrderedDict()
+        self._settling = asyncio.Lock()
+        self._waiting = asyncio.Event()  # set while a settlement waits
+        self._log_next_s = 0.0
+
+    async def recover(self) -> None:
+        """What an earlier process could not settle waits here from now on. Raises FailedPrecondition."""
+        if self._spool is None:
+            return
+        try:
+            self._unsettled.update(await self._spool.load())
+        except BlockingIOError as error:
+            raise FailedPrecondition(
+                "another gateway keeps its settlements in this FAIRWAY_STATE_DIR: give each gateway its own"
+            ) from error
+        except OSError as error:
+            raise FailedPrecondition(
+                f"the settlements of an earlier process cannot be read ({error.strerror}): mend the disk of "
+                "FAIRWAY_STATE_DIR, or move the file away and lose them"
+            ) from error
+        if self._unsettled:
+            self._waiting.set()
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        self._require_room(tenant_id)
+        try:
+            return await self._admit_shared(tenant_id, request_id, limits)
+        except StoreUnavailable as error:
+            self._tell("admit", error)
+            return await self._local.admit(tenant_id, request_id, self._share(limits))
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        try:
+            await self._primary.spend(tenant_id, limits)
+        except StoreUnavailable as error:
+            self._tell("spend", error)
+            await self._local.spend(tenant_id, self._share(limits))
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None:
+        await self._local.renew([r for r in reservations if r.local])
+        try:
+            await self._primary.renew([r for r in reservations if not r.local])
+            async with self._settling:
+                await self._settle_kept()
+        except StoreUnavailable as error:
+            self._tell("renew", error)
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        if reservation.local:
+            await self._local.settle(reservation, usage)
+        try:
+            await self._primary.settle(reservation, usage, spooled=spooled)
+        except StoreUnavailable as error:
+            self._tell("settle", error)
+            self._keep(reservation, usage)
+        except asyncio.CancelledError:
+            self._keep(reservation, usage)
+            raise
+
+    async def settle_forever(self) -> None:
+        """What waits is settled within seconds of the return of the store, where it holds slots."""
+        while True:
+            await self._waiting.wait()
+            await self._clock.sleep(_SETTLE_RETRY_S)
+            async with self._settling:
+                await self._settle_kept()
+
+    async def concurrency(self, tenant_id: str) -> int:
+        local = await self._local.concurrency(tenant_id)
+        try:
+            return local + await self._primary.concurrency(tenant_id)
+        except StoreUnavailable as error:
+            self._tell("concurrency", error)
+            return local
+
+    @property
+    def unsettled(self) -> int:
+        """How many settlements wait for the store; ``renew`` and ``settle_forever`` try them again."""
+        return len(self._unsettled)
+
+    async def _admit_shared(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        """Admit in the shared store; first give back what ended requests hold there, should it refuse."""
+        try:
+            return await self._primary.admit(tenant_id, request_id, limits)
+        except ConcurrencyExceeded:
+            if not self._unsettled:
+                raise
+        async with self._settling:
+            await self._settle_kept()
+        return await self._primary.admit(tenant_id, request_id, limits)
+
+    async def _settle_kept(self) -> None:
+        """Return once what waited was tried. What failed waits on behind the rest, and holds none of it back.
+
+        Where nothing of a batch could be settled, the store is taken to be away and the rest is not tried.
+        """
+        settled = 0
+        waiting = list(self._unsettled.items())
+        try:
+            for start in range(0, len(waiting), _SETTLE_BATCH):
+                batch = waiting[start : start + _SETTLE_BATCH]
+                tries = [self._primary.settle(*kept, spooled=True) for kept in batch]
+                outcomes = await asyncio.gather(*tries, return_exceptions=True)
+                failed: list[StoreUnavailable] = []
+                for (reservation, _), outcome in zip(batch, outcomes, strict=True):
+                    if isinstance(outcome, StoreUnavailable):
+                        self._unsettled.move_to_end(reservation)
+                        failed.append(outcome)
+                    elif outcome is None:
+                        del self._unsettled[reservation]
+                        settled += 1
+                for outcome in outcomes:
+                    if outcome is not None and not isinstance(outcome, StoreUnavailable):
+                        raise outcome
+                if failed:
+                    self._tell("settle", failed[0])
+                if len(failed) == len(batch):
+                    return
+        finally:
+            if not self._unsettled:
+                self._waiting.clear()
+            if self._spool is not None and (settled or self._spool.stale):
+                self._spool.rewrite(self._unsettled.items())
+
+    def _keep(self, reservation: Reservation, usage: Usage) -> None:
+        self._unsettled[reservation] = usage
+        self._waiting.set()
+        if self._spool is not None:
+            self._spool.add(reservation, usage)
+
+    def _require_room(self, tenant_id: str) -> None:
+        """Raises Unavailable when the settlement of one request more could not wait."""
+        problem = self._spool.problem if self._spool is not None and self._unsettled else ""
+        if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
+            problem = "as many settlements wait as may"
+        if (
+            not problem
+            and self._unsettled
+            and self._spool is not None
+            and self._spool.is_share_full(tenant_id)
+        ):
+            problem = (
+                "this tenant's settlements are half of what may wait; send it later, or to another gateway"
+            )
+        if problem:
+            raise Unavailable(
+                f"usage cannot be recorded while the quota store is away: {problem}",
+                retry_after_s=_FULL_RETRY_S,
+            )
+
+    def _share(self, limits: Limits) -> Limits:
+        """Return this gateway's part of the limits; none stays none."""
+        gateways = max(1, self._gateways())
+        rate, concurrency = limits.requests_per_minute, limits.max_concurrency
+        return Limits(
+            max(1, rate // gateways) if rate > 0 else 0,
+            max(1, concurrency // gateways) if concurrency > 0 else 0,
+        )
+
+    def _tell(self, operation: str, error: StoreUnavailable) -> None:
+        """Once in ten seconds: an outage is one event, not one per request."""
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._log_next_s:
+            self._log_next_s = now_s + _LOG_EVERY_S
+            log.warning("limiter.store_lost", operation=operation, error=error.message)

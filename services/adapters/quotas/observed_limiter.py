@@ -1,0 +1,82 @@
+"""A limiter whose calls are timed and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from services.core.errors import StoreUnavailable
+from services.core.generation import Usage
+from services.ports.clock import Clock
+from services.ports.limiter import Limiter, Limits, Reservation
+from services.runtime.telemetry.metrics import SHORT_S, Metrics
+
+T = TypeVar("T")
+
+
+class ObservedLimiter:
+    """``Limiter`` in front of another. A refusal is an answer; only a store that is away is a failure."""
+
+    def __init__(
+        self,
+        inner: Limiter,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        breaker_open: Callable[[], bool],
+        unsettled: Callable[[], int],
+        spool_bytes: Callable[[], int],
+    ) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._seconds = metrics.histogram(
+            "fairway_limiter_call_seconds",
+            "From the call of the quota store until its answer, its refusal or its failure",
+            ("operation",),
+            bounds=SHORT_S,
+        )
+        self._failures = metrics.counter(
+            "fairway_limiter_failures_total",
+            "Calls of the quota store that it did not answer; limits are then held by each gateway",
+            ("operation",),
+        )
+        metrics.level(
+            "fairway_limiter_breaker_open",
+            "1 while the quota store counts as away and is asked once a second only, else 0",
+            lambda: float(breaker_open()),
+        )
+        metrics.level(
+            "fairway_limiter_unsettled",
+            "Requests that ended and whose usage waits for the quota store",
+            lambda: float(unsettled()),
+        )
+        metrics.level(
+            "fairway_limiter_spool_bytes",
+            "Bytes on disk, or to be written there, of usage that waits for the quota store",
+            lambda: float(spool_bytes()),
+        )
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits))
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        await self._timed("spend", self._inner.spend(tenant_id, limits))
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None:
+        await self._timed("renew", self._inner.renew(reservations))
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        await self._timed("settle", self._inner.settle(reservation, usage, spooled=spooled))
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return await self._timed("concurrency", self._inner.concurrency(tenant_id))
+
+    async def _timed(self, operation: str, call: Awaitable[T]) -> T:
+        began_s = self._clock.monotonic_s()
+        try:
+            return await call
+        except StoreUnavailable:
+            self._failures.add(operation)
+            raise
+        finally:
+            self._seconds.observe(self._clock.monotonic_s() - began_s, operation)

@@ -1,0 +1,209 @@
+"""Idempotency records in Redis, shared by all gateways: one Lua script per operation, time by Redis.
+
+Keys of a tenant share a hash tag with its quotas, so that one script ends a record and settles it:
+
+    fw:{tenant}:idem:DIGEST      hash   head of a record; what is left of it is its tombstone
+    fw:{tenant}:idem:DIGEST:log  list   chunks
+    fw:{tenant}:idem.index       zset   records, and when their heads are forgotten
+    fw:{tenant}:idem.bodies      zset   records that have a log, and when it lapses
+    fw:{tenant}:idem.sizes       hash   bytes of each log, and of all of them
+
+Every key expires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
+from services.adapters.quotas.quota import SETTLED_KEEP_S
+from services.adapters.redis.limiter import USAGE_KEEP_DAYS
+from services.adapters.redis.scripts import RedisScripts
+from services.core.generation import Usage
+from services.ports.clock import Clock
+from services.ports.idempotency import (
+    Addition,
+    Claim,
+    Ended,
+    Expired,
+    Hold,
+    OtherBody,
+    Owned,
+    RecordKey,
+    RecordLimits,
+    RecordState,
+    Running,
+    Tail,
+    Written,
+)
+from services.ports.limiter import Reservation
+
+_FOUND: Final[Mapping[str, Claim]] = {
+    "running": Running(),
+    "ended": Ended(),
+    "expired": Expired(),
+    "other": OtherBody(),
+}
+_APPEND_BATCH: Final = 64
+_APPEND_BYTES: Final = 1024**2
+
+
+class RedisIdempotency:
+    """``IdempotencyStore`` on Redis 6.2 or later. The caller closes it."""
+
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        limits: RecordLimits | None = None,
+        *,
+        timeout_s: float = 0.25,
+        password: str | None = None,
+    ) -> None:
+        self._limits = limits if limits is not None else RecordLimits()
+        self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password)
+        self._claim = self._scripts.script("idem_common", "idem_claim")
+        self._append = self._scripts.script("idem_common", "idem_append")
+        self._end = self._scripts.script("idem_common", "usage", "idem_end")
+        self._read = self._scripts.script("idem_common", "idem_read")
+
+    async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
+        limits = self._limits
+        answer = await self._scripts.run(
+            key.tenant_id,
+            self._claim,
+            (*_record(key), *_books(key.tenant_id)),
+            (
+                key.digest,
+                fingerprint,
+                owner,
+                _us(limits.lease_s),
+                _us(limits.tombstone_s),
+                limits.max_tenant_keys,
+            ),
+        )
+        word = answer[0].decode()
+        if word == "owned":
+            return Owned(Hold(key, owner, int(answer[1])), int(answer[2]))
+        if word == "full":
+            raise keys_exceeded(limits, int(answer[1]) / 1e6)
+        return _FOUND[word]
+
+    async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
+        answers: dict[int, Written] = {}
+        for tenant_id, numbers in _by_tenant(additions).items():
+            for batch in _batches(numbers, additions):
+                words = await self._append_to(tenant_id, [additions[number] for number in batch])
+                answers.update(zip(batch, words, strict=True))
+        return tuple(answers[number] for number in range(len(additions)))
+
+    async def finish(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._settle(hold, chunk, "d", reservation, usage)
+
+    async def release(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._settle(hold, chunk, "i", reservation, usage)
+
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+        state, chunks, length = await self._scripts.run(
+            key.tenant_id, self._read, _record(key), (start, READ_CHUNKS, _us(WATCH_S) if watch else 0)
+        )
+        return Tail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
+
+    async def connect(self) -> None:
+        """Return once Redis answered and has the scripts. Raises StoreUnavailable."""
+        await self._scripts.connect()
+
+    async def close(self) -> None:
+        await self._scripts.close()
+
+    async def _append_to(self, tenant_id: str, additions: Sequence[Addition]) -> list[Written]:
+        limits = self._limits
+        _, bodies, sizes = _books(tenant_id)
+        keys = [name for addition in additions for name in _record(addition.hold.key)]
+        arguments: list[str | int | bytes] = [
+            _prefix(tenant_id),
+            _us(limits.lease_s),
+            _us(limits.body_s),
+            limits.max_record_bytes,
+            limits.max_tenant_bytes,
+            _us(limits.tombstone_s),
+        ]
+        for addition in additions:
+            hold = addition.hold
+            arguments += [hold.key.digest, hold.owner, hold.epoch, addition.chunk]
+        words = await self._scripts.run(tenant_id, self._append, (bodies, sizes, *keys), arguments)
+        return [Written(word.decode()) for word in words]
+
+    async def _settle(
+        self, hold: Hold, chunk: bytes, state: str, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        limits, tenant_id = self._limits, hold.key.tenant_id
+        quotas = [f"fw:{{{tenant_id}}}:{name}" for name in ("slots", "settled", "usage")]
+        word = await self._scripts.run(
+            tenant_id,
+            self._end,
+            (*_record(hold.key), *_books(tenant_id), *quotas),
+            (
+                _prefix(tenant_id),
+                hold.key.digest,
+                hold.owner,
+                hold.epoch,
+                chunk,
+                state,
+                _us(limits.body_s),
+                limits.max_record_bytes,
+                limits.max_tenant_bytes,
+                _us(limits.tombstone_s),
+                reservation.request_id if reservation is not None else "",
+                SETTLED_KEEP_S * 1_000_000,
+                USAGE_KEEP_DAYS,
+                usage.prompt_tokens,
+                usage.output_tokens,
+                usage.cached_tokens,
+            ),
+        )
+        return Written(word.decode())
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _prefix(tenant_id: str) -> str:
+    return f"fw:{{{tenant_id}}}:idem:"
+
+
+def _record(key: RecordKey) -> tuple[str, str]:
+    head = _prefix(key.tenant_id) + key.digest
+    return head, head + ":log"
+
+
+def _books(tenant_id: str) -> tuple[str, str, str]:
+    base = f"fw:{{{tenant_id}}}:idem."
+    return base + "index", base + "bodies", base + "sizes"
+
+
+def _by_tenant(additions: Sequence[Addition]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number, addition in enumerate(additions):
+        found.setdefault(addition.hold.key.tenant_id, []).append(number)
+    return found
+
+
+def _batches(numbers: Sequence[int], additions: Sequence[Addition]) -> list[list[int]]:
+    """Return the numbers in calls of a bounded size: one script holds up everyone else's."""
+    batches: list[list[int]] = []
+    size = 0
+    for number in numbers:
+        length = len(additions[number].chunk)
+        if not batches or len(batches[-1]) >= _APPEND_BATCH or size + length > _APPEND_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(number)
+        size += length
+    return batches

@@ -1,0 +1,173 @@
+"""Quotas in Redis, shared by all gateways: one Lua script per operation, time by Redis.
+
+Keys of a tenant share a hash tag, so that one script may touch them in a cluster, and all expire:
+
+    fw:{tenant}:rate     hash   the bucket of requests per minute
+    fw:{tenant}:work     hash   the bucket of other work per minute, such as counting tokens
+    fw:{tenant}:slots    zset   running requests and when their slots lapse
+    fw:{tenant}:settled  zset   requests that were counted: for ten minutes, a week while that is unconfirmed
+    fw:{tenant}:usage    hash   counts per day, for 62 days
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from services.adapters.quotas.quota import MAX_REQUESTS_PER_MINUTE, SETTLED_KEEP_S, rejection
+from services.adapters.redis.scripts import RedisScripts
+from services.core.errors import RequestRateExceeded
+from services.core.generation import Usage
+from services.ports.clock import Clock
+from services.ports.limiter import Limits, Reservation
+
+# A Redis that syncs every write answers nobody while its disk syncs: a third of a second on a busy disk.
+# A limit that opens for that is not exact.
+TIMEOUT_S: Final = 1.0
+USAGE_KEEP_DAYS: Final = 62
+# Calls to admit of one tenant that wait at one gateway; more are refused at once.
+MAX_ADMITTING: Final = 256
+_UNCONFIRMED_KEEP_S: Final = 7 * 86400
+_RENEW_BATCH: Final = 200
+_CONFIRM_BATCH: Final = 200
+_ADMITTED: Final = 0
+_OVER_RATE: Final = 1
+
+
+class RedisLimiter:
+    """``Limiter`` on Redis 6.2 or later. The caller closes it.
+
+    A slot lapses ``lease_s`` after it was given or last renewed. An outage costs the first few calls
+    twice ``timeout_s``; then calls fail at once, and one a second tries again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        *,
+        password: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        lease_s: float = 60.0,
+        settled_keep_s: float = SETTLED_KEEP_S,
+    ) -> None:
+        """``settled_keep_s``: for how long a settlement whose answer arrived is remembered.
+
+        A password in the URL goes before ``password``, which keeps it out of the environment.
+        """
+        self._lease_us = round(lease_s * 1e6)
+        self._settled_keep_us = round(settled_keep_s * 1e6)
+        self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
+        self._admit = self._scripts.script("bucket", "admit")
+        self._spend = self._scripts.script("bucket", "spend")
+        self._renew = self._scripts.script("renew")
+        self._settle = self._scripts.script("usage", "settle")
+        self._confirm = self._scripts.script("confirm")
+        self._concurrency = self._scripts.script("concurrency")
+        self._admitting: Counter[str] = Counter()
+        self._unconfirmed: dict[str, list[str]] = {}  # by tenant, as many as settled within a renewal
+
+    async def connect(self) -> None:
+        """Return once Redis answered and has the scripts. Raises StoreUnavailable."""
+        await self._scripts.connect()
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+        if self._admitting[tenant_id] >= MAX_ADMITTING:
+            raise RequestRateExceeded(
+                f"{MAX_ADMITTING} requests of this tenant wait to be admitted here, the most that may",
+                retry_after_s=1.0,
+                limit=MAX_ADMITTING,
+            )
+        self._admitting[tenant_id] += 1
+        try:
+            outcome, wait_us = await self._scripts.run(
+                tenant_id,
+                self._admit,
+                _keys(tenant_id, "rate", "slots", "settled"),
+                (request_id, rate, limits.max_concurrency, self._lease_us),
+            )
+        finally:
+            self._admitting[tenant_id] -= 1
+            if not self._admitting[tenant_id]:
+                del self._admitting[tenant_id]
+        if outcome == _ADMITTED:
+            return Reservation(tenant_id, request_id)
+        raise rejection(outcome == _OVER_RATE, wait_us / 1e6, limits)
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+        if rate <= 0:
+            return
+        wait_us = await self._scripts.run(tenant_id, self._spend, _keys(tenant_id, "work"), (rate,))
+        if wait_us:
+            raise rejection(True, wait_us / 1e6, limits)
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None:
+        by_tenant: dict[str, list[str]] = {}
+        for reservation in reservations:
+            by_tenant.setdefault(reservation.tenant_id, []).append(reservation.request_id)
+        for tenant_id, ids in by_tenant.items():
+            for start in range(0, len(ids), _RENEW_BATCH):
+                batch = ids[start : start + _RENEW_BATCH]
+                keys = _keys(tenant_id, "slots", "settled")
+                await self._scripts.run(tenant_id, self._renew, keys, (self._lease_us, *batch))
+        for tenant_id in list(self._unconfirmed):
+            while ids := self._take_unconfirmed(tenant_id):
+                keys = _keys(tenant_id, "settled")
+                await self._scripts.run(tenant_id, self._confirm, keys, (self._settled_keep_us, *ids))
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        tenant_id = reservation.tenant_id
+        names = ["slots", "settled", "usage"]
+        if reservation.record:
+            names.append(f"idem:{reservation.record}")
+        await self._scripts.run(
+            tenant_id,
+            self._settle,
+            _keys(tenant_id, *names),
+            (
+                reservation.request_id,
+                _UNCONFIRMED_KEEP_S * 1_000_000,
+                self._settled_keep_us,
+                USAGE_KEEP_DAYS,
+                usage.prompt_tokens,
+                usage.output_tokens,
+                usage.cached_tokens,
+                *self._take_unconfirmed(tenant_id),
+            ),
+        )
+        if not spooled:
+            self._unconfirmed.setdefault(tenant_id, []).append(reservation.request_id)
+
+    def _take_unconfirmed(self, tenant_id: str) -> list[str]:
+        """Return settlements to confirm. Those of a call that fails stay remembered for long."""
+        ids = self._unconfirmed.pop(tenant_id, [])
+        if len(ids) > _CONFIRM_BATCH:
+            self._unconfirmed[tenant_id] = ids[_CONFIRM_BATCH:]
+        return ids[:_CONFIRM_BATCH]
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return int(await self._scripts.run(tenant_id, self._concurrency, _keys(tenant_id, "slots"), ()))
+
+    async def usage(self, tenant_id: str) -> Usage:
+        """Return what was counted for the tenant over the days that are kept."""
+        (key,) = _keys(tenant_id, "usage")
+        counts = await self._scripts.hash(tenant_id, key)
+        totals = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "requests": 0}
+        for name, count in counts.items():
+            totals[name.decode().partition(":")[2]] += int(count)
+        return Usage(totals["prompt_tokens"], totals["output_tokens"], totals["cached_tokens"])
+
+    @property
+    def breaker_open(self) -> bool:
+        """Redis counts as away: it is asked once a second only."""
+        return self._scripts.breaker_open
+
+    async def close(self) -> None:
+        await self._scripts.close()
+
+
+def _keys(tenant_id: str, *names: str) -> list[str]:
+    return [f"fw:{{{tenant_id}}}:{name}" for name in names]

@@ -1,0 +1,85 @@
+"""What is told of deployments that the planner cannot place: once when it begins, once when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from services.controlplane.policy.assign import Unplaced
+from services.controlplane.policy.events import Happening
+from services.controlplane.resources.status import unplaced_message
+from services.core.records import EventKind
+from services.ports.store import Condition, CreateRevisionIs
+
+UNPLACED: Final = "DEPLOYMENT_UNPLACED"
+PLACED: Final = "DEPLOYMENT_PLACED"
+_BY_ANOTHER: Final = ""  # an earlier leader told it; its reasons are not known
+
+
+class Chronicle(Protocol):
+    """``event_log.EventRecorder``."""
+
+    async def tell(self, told: Sequence[Happening], revision: int, *, fence: Condition) -> None: ...
+
+    async def latest(self, reasons: Collection[str]) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was told in a term: the reasons of each deployment that is short of workers."""
+
+    epoch: int
+    reasons: Mapping[str, str]
+
+
+class PlacementNews:
+    """Owner of what was told. A new leader goes on where the last one was."""
+
+    def __init__(self, chronicle: Chronicle) -> None:
+        self._chronicle = chronicle
+        self._told = _Told(0, {})
+
+    async def tell(
+        self,
+        unplaced: Sequence[Unplaced],
+        fence: CreateRevisionIs,
+        revision: int,
+        *,
+        deployments: Collection[str],
+    ) -> None:
+        """Tell what changed since the last call; ``deployments`` are those that there are.
+
+        ``fence`` holds while the term lasts. Raises StoreUnavailable; then the next call tells it.
+        """
+        epoch = fence.revision
+        if self._told.epoch != epoch:
+            last = await self._chronicle.latest((UNPLACED, PLACED))
+            open_ = {name: _BY_ANOTHER for name, reason in last.items() if reason == UNPLACED}
+            self._told = _Told(epoch, open_)
+        reasons, news = news_of(self._told.reasons, unplaced, deployments)
+        if news:
+            await self._chronicle.tell(news, revision, fence=fence)
+        self._told = _Told(epoch, reasons)
+
+
+def news_of(
+    told: Mapping[str, str], unplaced: Sequence[Unplaced], deployments: Collection[str]
+) -> tuple[dict[str, str], tuple[Happening, ...]]:
+    """Return the reasons that are known from now on, and what is to be told. Moving figures are no news."""
+    now = {
+        one.deployment: f"{one.missing}:"
+        + ",".join(sorted({why.partition(":")[0] for _, why in one.rejected}))
+        for one in unplaced
+    }
+    news = [
+        Happening(EventKind.DEPLOYMENT, one.deployment, UNPLACED, unplaced_message(one), warning=True)
+        for one in unplaced
+        if told.get(one.deployment) not in (_BY_ANOTHER, now[one.deployment])
+    ]
+    news += [
+        Happening(EventKind.DEPLOYMENT, name, PLACED, "every replica has a worker")
+        for name in sorted(told)
+        if name not in now and name in deployments
+    ]
+    return now, tuple(news)

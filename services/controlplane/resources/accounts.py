@@ -1,0 +1,267 @@
+"""Tenants and their API keys, as operators make them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from services.controlplane.resources.resources import Resources, Stored
+from services.controlplane.resources.sealing import Sealer
+from services.core.errors import (
+    FailedPrecondition,
+    IntegrityError,
+    InvalidInput,
+    ModelNotFound,
+    UnsupportedFeature,
+)
+from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.ports.clock import Clock
+from services.ports.store import Delete, ModRevisionIs, Put, Store
+from services.runtime import secrets
+from services.runtime.requests import Request, Together
+
+log = structlog.get_logger()
+
+# What a key, a placement and a limit can name.
+_TENANT_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?")
+_DEPLOYMENT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?")
+_KEYS_OF_TENANT: Final = ROOT + "guards/tenant-keys/"
+
+
+class Accounts:
+    """Stateless: every answer comes from the store, every write is conditional on what was read."""
+
+    def __init__(
+        self, store: Store, clock: Clock, sealer: Sealer, *, new_secret: Callable[[], bytes]
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._sealer = sealer
+        self._new_secret = new_secret
+        self._tenants = Resources(store, clock, TENANTS, Tenant, with_meta=_tenant_meta)
+        self._keys = Resources(store, clock, KEYS, ApiKey, with_meta=_key_meta)
+
+    # --- tenants ---------------------------------------------------------------------------------
+
+    async def create_tenant(self, tenant: Tenant, *, request_id: str = "") -> Stored[Tenant]:
+        if not _TENANT_NAME.fullmatch(tenant.meta.name):
+            raise InvalidInput(
+                "a tenant's name has at most 64 lower-case letters, digits and hyphens",
+                field="tenant.metadata.name",
+            )
+        _require_offered(tenant)
+        request = self._tenants.request("create", tenant, request_id)
+        if await self._tenants.replayed(request) is None:
+            await self._require_deployed(_degraded_models(tenant), field="tenant.degrade.smaller_models")
+        created = await self._tenants.create(tenant, request)
+        log.info("tenant.created", tenant=tenant.meta.name)
+        return created
+
+    async def get_tenant(self, name: str) -> Stored[Tenant]:
+        return await self._tenants.get(name)
+
+    async def list_tenants(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[Tenant], ...], str]:
+        return await self._tenants.page(size=size, token=token)
+
+    async def update_tenant(self, tenant: Tenant, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
+        """Replace a tenant. Its limits hold for the next request that a gateway admits.
+
+        A disabled tenant's next request is refused as soon as a gateway has heard of it; what runs goes on
+        to its end. Raises ModelNotFound for a model of its policy that it did not have and that is not
+        deployed.
+        """
+        _require_offered(tenant)
+        request = self._tenants.request("update", tenant, request_id, etag=etag)
+        if await self._tenants.replayed(request) is None:
+            had = _degraded_models((await self._tenants.get(tenant.meta.name)).record)
+            added = [model for model in _degraded_models(tenant) if model not in had]
+            await self._require_deployed(added, field="tenant.degrade.smaller_models")
+        updated = await self._tenants.update(tenant.meta.name, lambda _: tenant, request, etag=etag)
+        log.info("tenant.updated", tenant=tenant.meta.name, disabled=tenant.disabled)
+        return updated
+
+    async def delete_tenant(self, name: str, *, etag: str = "", request_id: str = "") -> None:
+        """Remove a tenant. Raises FailedPrecondition while it has keys."""
+        request = self._tenants.request("delete", name, request_id, etag=etag)
+        if await self._tenants.done(request):
+            return
+        guard = await self._store.get(_KEYS_OF_TENANT + name)
+        owned = [key.record.meta.name for key in await self._keys.all() if key.record.tenant == name]
+        if owned:
+            raise FailedPrecondition(
+                f"tenant {name} has {len(owned)} keys, {owned[0]} among them; delete them first",
+                name=name,
+                keys=len(owned),
+            )
+        # A key made since the look at the keys moved the guard, and the commit fails.
+        unmoved = ModRevisionIs(_KEYS_OF_TENANT + name, guard.mod_revision if guard else 0)
+        together = Together((unmoved,), (Delete(_KEYS_OF_TENANT + name),))
+        await self._tenants.delete(name, request, etag=etag, together=together)
+        log.info("tenant.deleted", tenant=name)
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    async def create_key(self, key: ApiKey, *, request_id: str = "") -> tuple[Stored[ApiKey], str]:
+        """Return a new key and its text, of which only the hash stays.
+
+        For the ten minutes of a request id the text is kept sealed, so that its repetition has it again.
+        """
+        name = key.meta.name
+        request = self._keys.request("create", _bare(key), request_id)
+        if (found := await self._keys.replayed(request)) is not None:
+            return self._unsealed(found, request)
+        if key.expire_unix_s and key.expire_unix_s <= self._clock.unix_s():
+            raise InvalidInput("expire_time is in the past", field="key.expire_time")
+        together = await self._owner_of(key)
+        await self._require_deployed(key.models, field="key.models")
+        secret = self._new_secret()
+        text, hashed = secrets.new_key(name, secret)
+        made = await self._keys.create(
+            replace(_bare(key), secret_hash=hashed),
+            request,
+            together=together,
+            sealed=self._seal(secret, request),
+        )
+        if made.replayed:
+            return self._unsealed(made, request)
+        log.info("key.created", key=name, role=key.role.value, tenant=key.tenant)
+        return made, text
+
+    async def get_key(self, name: str) -> Stored[ApiKey]:
+        return await self._keys.get(name)
+
+    async def list_keys(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[ApiKey], ...], str]:
+        return await self._keys.page(size=size, token=token)
+
+    async def delete_key(self, name: str, *, etag: str = "", request_id: str = "") -> None:
+        """Remove a key; gateways refuse it as soon as they hear of it."""
+        await self._keys.delete(name, self._keys.request("delete", name, request_id, etag=etag), etag=etag)
+        log.info("key.deleted", key=name)
+
+    async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
+        """Replace a key's models, expiry and labels. Its role, tenant and secret stay; others are refused.
+
+        Raises ModelNotFound for a model that it did not have and that is not deployed.
+        """
+
+        def changed(key: ApiKey) -> ApiKey:
+            if wanted.role is not key.role or wanted.tenant != key.tenant:
+                raise InvalidInput("the role and the tenant of a key never change", field="key.role")
+            if key.role is KeyRole.ADMIN and wanted.models:
+                raise InvalidInput("an admin key has no models", field="key.models")
+            meta = replace(key.meta, labels=wanted.meta.labels)
+            return replace(key, meta=meta, models=wanted.models, expire_unix_s=wanted.expire_unix_s)
+
+        request = self._keys.request("update", wanted, request_id, etag=etag)
+        if wanted.role is KeyRole.TENANT and await self._keys.replayed(request) is None:
+            had = (await self._keys.get(wanted.meta.name)).record.models
+            added = [model for model in wanted.models if model not in had]
+            await self._require_deployed(added, field="key.models")
+        stored = await self._keys.update(wanted.meta.name, changed, request, etag=etag)
+        log.info("key.updated", key=wanted.meta.name)
+        return stored
+
+    async def rotate_key(
+        self, name: str, *, grace_s: float, etag: str = "", request_id: str = ""
+    ) -> tuple[Stored[ApiKey], str]:
+        """Return the key with a new text; the old one is good for ``grace_s`` more seconds.
+
+        The same request id again has the same text and does not rotate again, so a retry costs nobody the
+        grace of the old one. Without an id each call rotates.
+        """
+        request = self._keys.request("rotate", (name, grace_s), request_id, etag=etag)
+        secret = self._new_secret()
+        text, hashed = secrets.new_key(name, secret)
+
+        def rotated(key: ApiKey) -> ApiKey:
+            return replace(
+                key,
+                secret_hash=hashed,
+                previous_secret_hash=key.secret_hash if grace_s > 0 else "",
+                previous_expire_unix_s=self._clock.unix_s() + grace_s if grace_s > 0 else 0.0,
+            )
+
+        stored = await self._keys.update(
+            name, rotated, request, etag=etag, sealed=self._seal(secret, request)
+        )
+        if stored.replayed:
+            return self._unsealed(stored, request)
+        log.info("key.rotated", key=name, grace_s=grace_s)
+        return stored, text
+
+    async def _require_deployed(self, models: Iterable[str], *, field: str) -> None:
+        """Raises ModelNotFound for the first name that is no deployment's: most often it is misspelt."""
+        for model in models:
+            if not (_DEPLOYMENT.fullmatch(model) and await self._store.get(DEPLOYMENTS + model)):
+                raise ModelNotFound(
+                    f"there is no deployment {model[:128]!r}: create it first, and name it then",
+                    model=model[:128],
+                    field=field,
+                )
+
+    def _seal(self, secret: bytes, request: Request) -> str:
+        if not request.request_id:
+            return ""
+        return self._sealer.seal(secret, request.key, self._new_secret())
+
+    def _unsealed(self, stored: Stored[ApiKey], request: Request) -> tuple[Stored[ApiKey], str]:
+        text, hashed = secrets.new_key(stored.record.meta.name, self._sealer.open(stored.sealed, request.key))
+        if hashed != stored.record.secret_hash:
+            raise IntegrityError("the sealed secret is not the one that was given: rotate the key again")
+        return stored, text
+
+    async def _owner_of(self, key: ApiKey) -> Together:
+        """What ties a key to its tenant: the tenant is there, and whoever deletes it learns of the key."""
+        if key.role is KeyRole.ADMIN:
+            if key.tenant or key.models:
+                raise InvalidInput("an admin key has no tenant and no models", field="key.tenant")
+            return Together()
+        if not key.tenant:
+            raise InvalidInput("a tenant key needs its tenant", field="key.tenant")
+        entry = await self._store.get(TENANTS + key.tenant)
+        if entry is None:
+            raise FailedPrecondition(f"there is no tenant {key.tenant}", tenant=key.tenant)
+        return Together(
+            conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
+            operations=(Put(_KEYS_OF_TENANT + key.tenant, key.meta.name.encode()),),
+        )
+
+
+def _require_offered(tenant: Tenant) -> None:
+    """Raises UnsupportedFeature for a limit that nothing would hold: a promise is refused, not ignored.
+
+    Raises InvalidInput for a policy that can never apply.
+    """
+    if tenant.tokens_per_minute:
+        raise UnsupportedFeature("token rates are not offered yet", field="tenant.tokens_per_minute")
+    for model, smaller in tenant.degrade.smaller_models.items():
+        if not (_DEPLOYMENT.fullmatch(model) and _DEPLOYMENT.fullmatch(smaller)):
+            raise InvalidInput(
+                f"{model} and {smaller} must both be names of deployments",
+                field="tenant.degrade.smaller_models",
+            )
+        if model == smaller:
+            raise InvalidInput(
+                f"{model} would be answered by itself; name a smaller model",
+                field="tenant.degrade.smaller_models",
+            )
+
+
+def _degraded_models(tenant: Tenant) -> tuple[str, ...]:
+    return tuple(name for pair in tenant.degrade.smaller_models.items() for name in pair)
+
+
+def _bare(key: ApiKey) -> ApiKey:
+    return replace(key, secret_hash="", previous_secret_hash="", previous_expire_unix_s=0.0)
+
+
+def _tenant_meta(record: Tenant, meta: Meta) -> Tenant:
+    return replace(record, meta=meta)
+
+
+def _key_meta(record: ApiKey, meta: Meta) -> ApiKey:
+    return replace(record, meta=meta)

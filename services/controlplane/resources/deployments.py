@@ -1,0 +1,122 @@
+"""Deployments as operators make and see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import structlog
+
+from services.controlplane.fleet import read_snapshot
+from services.controlplane.resources.resources import Resources, Stored
+from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
+from services.core.errors import InvalidInput, NotFound
+from services.core.manifest import is_digest, is_tag
+from services.core.paging import page_of
+from services.core.records import (
+    DEPLOYMENTS,
+    Deployment,
+    Meta,
+    Tag,
+    load,
+    model_users_key,
+    tag_key,
+    version_key,
+)
+from services.ports.clock import Clock
+from services.ports.store import ModRevisionIs, Put, Store
+from services.runtime.requests import Together
+
+log = structlog.get_logger()
+
+
+class Deployments:
+    """Stateless. A tag is resolved when a deployment is created or updated, never by itself: a tag that
+    moves changes what the next create or update means, and nothing that runs."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._kind = Resources(store, clock, DEPLOYMENTS, Deployment, with_meta=_with_meta)
+
+    async def create(self, deployment: Deployment, *, request_id: str = "") -> DeploymentView:
+        """Store a deployment whose version is pinned to a digest. Raises NotFound for an unknown version."""
+        request = self._kind.request("create", deployment, request_id)
+        stored = await self._kind.replayed(request)
+        if stored is None:
+            pinned, together = await self._pinned(deployment)
+            stored = await self._kind.create(pinned, request, together=together)
+            log.info(
+                "deployment.created", deployment=deployment.meta.name, digest=stored.record.version_digest
+            )
+        return await self._view(stored)
+
+    async def get(self, name: str) -> DeploymentView:
+        snapshot = await read_snapshot(self._store)
+        entry = snapshot.entries.get(self._kind.key(name))
+        if entry is None:
+            raise self._kind.not_found(name)
+        return deployment_view(self._kind.stored(entry), snapshot, unplaced_in(snapshot.fleet))
+
+    async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[DeploymentView, ...], str]:
+        """Return a page with what the fleet makes of each, all as of one revision."""
+        snapshot = await read_snapshot(self._store)
+        found = self._kind.by_name(snapshot.under(DEPLOYMENTS))
+        page, following = page_of(found, lambda stored: stored.record.meta.name, size=size, token=token)
+        unplaced = unplaced_in(snapshot.fleet)
+        return tuple(deployment_view(stored, snapshot, unplaced) for stored in page), following
+
+    async def update(self, deployment: Deployment, *, etag: str = "", request_id: str = "") -> DeploymentView:
+        """Replace a deployment. A tag is resolved again, so naming it again follows where it moved."""
+        request = self._kind.request("update", deployment, request_id, etag=etag)
+        stored = await self._kind.replayed(request)
+        if stored is None:
+            pinned, together = await self._pinned(deployment)
+            stored = await self._kind.update(
+                deployment.meta.name, lambda _: pinned, request, etag=etag, together=together
+            )
+            log.info(
+                "deployment.updated", deployment=deployment.meta.name, digest=stored.record.version_digest
+            )
+        return await self._view(stored)
+
+    async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
+        """Remove a deployment; its replicas are taken off their workers."""
+        await self._kind.delete(name, self._kind.request("delete", name, request_id, etag=etag), etag=etag)
+        log.info("deployment.deleted", deployment=name)
+
+    async def names_by_version(self) -> dict[str, list[str]]:
+        """Return the deployments of each version digest, by name."""
+        names: dict[str, list[str]] = {}
+        for stored in await self._kind.all():
+            names.setdefault(stored.record.version_digest, []).append(stored.record.meta.name)
+        return names
+
+    async def _view(self, stored: Stored[Deployment]) -> DeploymentView:
+        snapshot = await read_snapshot(self._store)
+        return deployment_view(stored, snapshot, unplaced_in(snapshot.fleet))
+
+    async def _pinned(self, deployment: Deployment) -> tuple[Deployment, Together]:
+        """Return the deployment with its digest, and what keeps the version from being deleted meanwhile."""
+        digest = deployment.version
+        if not is_digest(digest):
+            if not is_tag(digest):
+                raise InvalidInput("version is neither a digest nor a tag", field="deployment.version")
+            tag = await self._store.get(tag_key(deployment.model, digest))
+            if tag is None:
+                raise NotFound(
+                    f"model {deployment.model} has no tag {digest}", model=deployment.model, tag=digest
+                )
+            digest = load(tag.value, Tag).digest
+        version = await self._store.get(version_key(deployment.model, digest))
+        if version is None:
+            raise NotFound(
+                f"model {deployment.model} has no version {digest}", model=deployment.model, digest=digest
+            )
+        together = Together(
+            conditions=(ModRevisionIs(version.key, version.mod_revision),),
+            operations=(Put(model_users_key(deployment.model), b""),),
+        )
+        return replace(deployment, version_digest=digest), together
+
+
+def _with_meta(record: Deployment, meta: Meta) -> Deployment:
+    return replace(record, meta=meta)

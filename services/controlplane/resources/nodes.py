@@ -1,0 +1,135 @@
+"""Nodes: what operators say of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from services.controlplane.fleet import read_snapshot
+from services.controlplane.resources.resources import require_etag
+from services.controlplane.resources.status import NodeView, node_names, node_view, unplaced_in
+from services.core.errors import Conflict, FailedPrecondition, NotFound
+from services.core.paging import page_of
+from services.core.records import ASSIGNMENTS, NODES, WORKERS, Node, dump, load
+from services.ports.store import (
+    Committed,
+    Condition,
+    CreateRevisionIs,
+    Delete,
+    ModRevisionIs,
+    Operation,
+    Put,
+    Store,
+)
+from services.runtime.requests import Answer, Answered, Request, RequestLog, Together, fingerprint_of
+
+log = structlog.get_logger()
+
+_TRIES: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A verb and what it makes of a node; the etag of a node that nobody spoke of is "0"."""
+
+    verb: str
+    apply: Callable[[Node], Node]
+
+
+_CORDON: Final = _Change("cordon", lambda node: replace(node, cordoned=True))
+_UNCORDON: Final = _Change("uncordon", lambda node: replace(node, cordoned=False, draining=False))
+_DRAIN: Final = _Change("drain", lambda node: replace(node, cordoned=True, draining=True))
+
+
+class Nodes:
+    """Stateless: every answer is one read, every write is conditional on it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._requests = RequestLog(store)
+
+    async def get(self, name: str) -> NodeView:
+        """Return a worker that lives, that operators spoke of or that has work. Raises NotFound."""
+        snapshot = await read_snapshot(self._store)
+        found = node_view(name, snapshot, unplaced_in(snapshot.fleet))
+        if found is None:
+            raise _not_found(name)
+        return found
+
+    async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[NodeView, ...], str]:
+        """Return a page, all as of one revision."""
+        snapshot = await read_snapshot(self._store)
+        names, following = page_of(node_names(snapshot), lambda name: name, size=size, token=token)
+        unplaced = unplaced_in(snapshot.fleet)
+        views = (node_view(name, snapshot, unplaced) for name in names)
+        return tuple(view for view in views if view is not None), following
+
+    async def cordon(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
+        """Give a node no new work."""
+        return await self._change(name, _CORDON, etag, request_id)
+
+    async def uncordon(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
+        """Let a node have work again; a drain that goes on ends."""
+        return await self._change(name, _UNCORDON, etag, request_id)
+
+    async def drain(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
+        """Give a node no new work and move what it has; returns at once, the view's drain tells how far."""
+        return await self._change(name, _DRAIN, etag, request_id)
+
+    async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
+        """Forget a node that is gone, and its assignment.
+
+        Raises NotFound, FailedPrecondition while it holds its lease, EtagMismatch, Conflict.
+        """
+        request = _request("delete", name, request_id, etag)
+        if await self._requests.answered(request) is not None:
+            return
+        view = await self.get(name)
+        require_etag(f"node {name}", view.mod_revision, etag)
+        if view.worker is not None:
+            raise FailedPrecondition(
+                f"node {name} lives at {view.worker.address}: drain it, stop it, then delete it", name=name
+            )
+        gone: list[Operation] = [Delete(NODES + name), Delete(ASSIGNMENTS + name)]
+        # It may come back at this moment; then it keeps what it has.
+        conditions: list[Condition] = [
+            CreateRevisionIs(WORKERS + name, 0),
+            ModRevisionIs(NODES + name, view.mod_revision),
+        ]
+        done = await self._requests.commit(Together(conditions, gone), request, Answer())
+        if not isinstance(done, Committed) and await self._requests.answered(request) is None:
+            raise Conflict(f"node {name} changed meanwhile; try again", name=name)
+        log.info("node.deleted", node=name)
+
+    async def _change(self, name: str, change: _Change, etag: str, request_id: str) -> NodeView:
+        request = _request(change.verb, name, request_id, etag)
+        for _ in range(_TRIES):
+            if (found := await self._requests.answered(request)) is not None:
+                return await self._again(name, found)
+            view = await self.get(name)
+            require_etag(f"node {name}", view.mod_revision, etag)
+            node = change.apply(view.node)
+            data = dump(node)
+            write = Together([ModRevisionIs(NODES + name, view.mod_revision)], [Put(NODES + name, data)])
+            if isinstance(await self._requests.commit(write, request, Answer(data)), Committed):
+                log.info("node.updated", node=name, cordoned=node.cordoned, draining=node.draining)
+                return await self.get(name)
+        raise Conflict(f"node {name} is being changed by others; try again", name=name)
+
+    async def _again(self, name: str, found: Answered) -> NodeView:
+        """Return what was answered before, with the worker as it is now; the node may be forgotten since."""
+        snapshot = await read_snapshot(self._store)
+        node = load(found.answer.record, Node)
+        view = node_view(name, snapshot, unplaced_in(snapshot.fleet)) or NodeView(node, 0, None, 0)
+        return replace(view, node=node, mod_revision=found.revision)
+
+
+def _request(verb: str, name: str, request_id: str, etag: str) -> Request:
+    return Request("node", request_id, fingerprint_of(verb, name.encode(), etag))
+
+
+def _not_found(name: str) -> NotFound:
+    return NotFound(f"there is no node {name}", name=name)

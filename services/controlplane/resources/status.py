@@ -1,0 +1,204 @@
+"""What is told of deployments and nodes: the operator's wish beside what the fleet makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.controlplane.fleet import Fleet, Replica, Snapshot, readable, replicas_of
+from services.controlplane.policy.assign import Unplaced, plan
+from services.controlplane.resources.resources import Stored
+from services.core.errors import DoesNotFit
+from services.core.manifest import is_digest
+from services.core.records import (
+    ASSIGNMENTS,
+    NODES,
+    WORKERS,
+    Assignment,
+    Deployment,
+    Node,
+    Tag,
+    VersionState,
+    Worker,
+    tag_key,
+)
+
+MAX_MESSAGE_CHARS: Final = 1024
+_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)  # the message is about what is not served
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentView:
+    """A deployment with what the fleet makes of it. ``message`` says why it is not at its replicas, and what
+    those that are READY do not serve.
+
+    ``tag_digest``: what its tag names now; empty when its version is a digest or the tag is gone.
+    """
+
+    stored: Stored[Deployment]
+    replicas: tuple[Replica, ...]
+    message: str
+    tag_digest: str = ""
+
+    @property
+    def ready(self) -> int:
+        """Return how many replicas of its version serve; those that an update replaces do not count."""
+        return sum(replica.ready and replica not in self.before for replica in self.replicas)
+
+    @property
+    def before(self) -> tuple[Replica, ...]:
+        """Return the replicas that an update replaces."""
+        digest = self.stored.record.version_digest
+        return tuple(one for one in self.replicas if one.assigned.version_digest != digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """How far a node is with giving up what it runs. ``waiting_for``: per assigned version, why it stays."""
+
+    assigned: int
+    ending: int
+    waiting_for: tuple[str, ...]
+
+    @property
+    def done(self) -> bool:
+        return not self.assigned and not self.ending
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A worker as operators see it: what they said of it, and what it says of itself while it lives.
+
+    ``drain`` is there while the operator or the worker itself drains it.
+    """
+
+    node: Node
+    mod_revision: int
+    worker: Worker | None
+    incarnation: int
+    drain: Drain | None = None
+
+
+def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
+    """Return what the planner cannot place, by deployment: one plan for the whole fleet."""
+    actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
+    return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
+
+
+def deployment_view(
+    stored: Stored[Deployment], snapshot: Snapshot, unplaced: Mapping[str, Unplaced]
+) -> DeploymentView:
+    """Join a deployment with its replicas, and with the planner's reason for those it cannot place."""
+    name = stored.record.meta.name
+    replicas = replicas_of(snapshot.fleet, name)
+    parts = [] if name not in unplaced else [unplaced_message(unplaced[name])]
+    for replica in replicas:
+        loaded = replica.loaded
+        if loaded is not None and loaded.message and loaded.state in _EXPLAINED:
+            parts.append(f"{replica.worker_id}: {loaded.message}")
+    parts += _update_parts(stored.record, replicas, is_unplaced=name in unplaced)
+    message = "; ".join(parts)[:MAX_MESSAGE_CHARS]
+    return DeploymentView(stored, replicas, message, _tag_digest(stored.record, snapshot))
+
+
+def _update_parts(deployment: Deployment, replicas: Sequence[Replica], *, is_unplaced: bool) -> list[str]:
+    """Return what serves while an update goes on, and what an operator can do where it cannot go on."""
+    digest, name = deployment.version_digest, deployment.meta.name
+    serving = [one for one in replicas if one.assigned.version_digest != digest and one.ready]
+    if not serving:
+        return []
+    versions = ", ".join(sorted({one.assigned.version_digest[:19] for one in serving}))
+    parts = [f"{versions} serves on {len(serving)} workers until {digest[:19]} does"]
+    short = {
+        one.worker_id
+        for one in replicas
+        if one.assigned.version_digest == digest
+        and one.loaded is not None
+        and one.loaded.state is VersionState.FAILED
+        and one.loaded.reason == DoesNotFit.reason
+    }
+    new = [one for one in replicas if one.assigned.version_digest == digest]
+    is_stuck = len(serving) == 1 and len(short) == len(new)  # nobody else serves, and nobody loads
+    if is_stuck and (short or is_unplaced):
+        parts.append(
+            "no worker has memory for both and no other serves meanwhile, so nothing changes; to load it, "
+            f"with a time without answers: `fairway deployments update {name} --replicas 0`, then "
+            f"--replicas {deployment.replicas}"
+        )
+    return parts
+
+
+def unplaced_message(unplaced: Unplaced) -> str:
+    """Return how many replicas have no worker, and why, with the figures of the first of each reason."""
+    counts: dict[str, int] = {}
+    figures: dict[str, str] = {}
+    for worker_id, why in unplaced.rejected:
+        word, _, rest = why.partition(": ")
+        counts[word] = counts.get(word, 0) + 1
+        if rest:
+            figures.setdefault(word, f" ({worker_id} {rest})")
+    told = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
+    return f"no worker for {unplaced.missing} replicas: {told or 'there is none'}"
+
+
+def node_names(snapshot: Snapshot) -> list[str]:
+    """Return every worker that lives, that operators spoke of, or that something is assigned to."""
+    return sorted(
+        {
+            entry.key.removeprefix(prefix)
+            for prefix in (NODES, WORKERS, ASSIGNMENTS)
+            for entry in snapshot.under(prefix)
+        }
+    )
+
+
+def node_view(name: str, snapshot: Snapshot, unplaced: Mapping[str, Unplaced]) -> NodeView | None:
+    """Return a node as it stands in the snapshot, None when nothing is known of it.
+
+    Of a record that cannot be read nothing is known.
+    """
+    node, worker, assignment = (
+        snapshot.entries.get(prefix + name) for prefix in (NODES, WORKERS, ASSIGNMENTS)
+    )
+    if node is None and worker is None and assignment is None:
+        return None
+    record = (readable(node, Node) if node is not None else None) or Node(name)
+    loaded = readable(worker, Worker) if worker is not None else None
+    assigned = (readable(assignment, Assignment) if assignment is not None else None) or Assignment(name)
+    draining = record.draining or (loaded is not None and loaded.draining)
+    return NodeView(
+        record,
+        0 if node is None else node.mod_revision,
+        loaded,
+        0 if worker is None else worker.create_revision,
+        drain_of(assigned, loaded, snapshot.fleet, unplaced) if draining else None,
+    )
+
+
+def drain_of(
+    assigned: Assignment, worker: Worker | None, fleet: Fleet, unplaced: Mapping[str, Unplaced]
+) -> Drain:
+    """Return what keeps a draining node from being done."""
+    held = {version.version_digest for version in assigned.versions}
+    ending = {version.version_digest for version in worker.versions} - held if worker is not None else set()
+    waiting: list[str] = []
+    for version in assigned.versions:
+        if version.deployment in unplaced:
+            waiting.append(f"{version.deployment}: {unplaced_message(unplaced[version.deployment])}"[:512])
+            continue
+        elsewhere = [
+            f"{replica.worker_id} {'assigned' if replica.loaded is None else replica.loaded.state}"
+            for replica in replicas_of(fleet, version.deployment)
+            if replica.worker_id != assigned.worker_id
+        ]
+        waiting.append(f"{version.deployment}: until READY elsewhere: {', '.join(elsewhere)}"[:512])
+    return Drain(len(assigned.versions), len(ending), tuple(waiting))
+
+
+def _tag_digest(deployment: Deployment, snapshot: Snapshot) -> str:
+    if is_digest(deployment.version):
+        return ""
+    entry = snapshot.entries.get(tag_key(deployment.model, deployment.version))
+    tag = readable(entry, Tag) if entry is not None else None
+    return "" if tag is None else tag.digest

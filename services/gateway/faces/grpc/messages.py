@@ -1,0 +1,82 @@
+"""The gateway's events as messages of fairway.v1."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fairway.v1 import inference_pb2
+from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
+from services.gateway.policy.degrade import DegradationKind
+from services.gateway.requests.completion import Completion
+from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
+
+_DEGRADATIONS: Final = {
+    DegradationKind.OUTPUT_CAPPED: inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED,
+    DegradationKind.SMALLER_MODEL: inference_pb2.DEGRADATION_KIND_SMALLER_MODEL,
+}
+
+
+def accepted_message(event: Accepted) -> inference_pb2.Accepted:
+    return inference_pb2.Accepted(
+        request_id=event.request_id,
+        model=event.model,
+        version_digest=event.version_digest,
+        route_revision=event.route_revision,
+        seed=event.seed,
+        prompt_tokens=event.prompt_tokens,
+        replayed=event.replayed,
+        degradations=[
+            inference_pb2.Degradation(
+                kind=_DEGRADATIONS[found.kind],
+                original=found.original,
+                applied=found.applied,
+                pressure_ratio=found.pressure_ratio,
+            )
+            for found in event.degradations
+        ],
+    )
+
+
+def finished_message(event: Finished) -> inference_pb2.Finished:
+    return inference_pb2.Finished(
+        choices=[
+            inference_pb2.ChoiceResult(
+                choice=result.choice,
+                finish_reason=FINISH_REASONS[result.finish_reason],
+                stop=result.stop,
+                output_tokens=result.output_tokens,
+            )
+            for result in event.choices
+        ],
+        usage=usage(event.usage),
+        clock=stage_clock(event.clock),
+        resumes=event.resumes,
+    )
+
+
+def generate_response(event: Event) -> inference_pb2.GenerateResponse:
+    if isinstance(event, Tokens):
+        chunk = inference_pb2.TokenChunk(
+            choice=event.choice, offset=event.offset, ids=event.ids, text=event.text
+        )
+        if event.logprobs:
+            chunk.logprobs.extend(token_logprobs(event.logprobs))
+        return inference_pb2.GenerateResponse(chunk=chunk)
+    if isinstance(event, Accepted):
+        return inference_pb2.GenerateResponse(accepted=accepted_message(event))
+    if isinstance(event, Heartbeat):
+        return inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())
+    return inference_pb2.GenerateResponse(finished=finished_message(event))
+
+
+def complete_response(completion: Completion) -> inference_pb2.CompleteResponse:
+    return inference_pb2.CompleteResponse(
+        accepted=accepted_message(completion.accepted),
+        choices=[
+            inference_pb2.CompletedChoice(
+                choice=choice, text=text, ids=ids, logprobs=token_logprobs(completion.logprobs[choice])
+            )
+            for choice, (text, ids) in enumerate(zip(completion.texts, completion.ids, strict=True))
+        ],
+        finished=finished_message(completion.finished),
+    )

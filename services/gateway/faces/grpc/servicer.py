@@ -1,0 +1,142 @@
+"""InferenceService over gRPC: thin handlers over GatewayService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import grpc
+
+from fairway.task_group import TaskGroup
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+from services.core.errors import Unimplemented, first_failure
+from services.gateway.events import Received
+from services.gateway.faces.grpc.messages import complete_response, generate_response
+from services.gateway.faces.grpc.session import MuxedSession
+from services.gateway.service import GatewayService
+from services.rpc.bounded_writes import BoundedWrites
+from services.rpc.interceptors.access import principal
+from services.rpc.interceptors.arrival import many_requests
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+WRITE_TIMEOUT_S: Final = 30.0
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(
+        self,
+        service: GatewayService,
+        received: Callable[[], Received],
+        *,
+        heartbeat_s: float,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        """A client that takes nothing of its stream for ``write_timeout_s``, up to twice that, is cut off."""
+        self._service = service
+        self._received = received
+        self._heartbeat_s = heartbeat_s
+        self._write_timeout_s = write_timeout_s
+
+    async def Generate(  # type: ignore[override]  # the stubs know generators only
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        # A coroutine that writes: when the client goes away it is cancelled at an await, and aclosing
+        # frees the request at once.
+        events = self._service.stream(
+            principal(),
+            request.generation,
+            received=self._received(),
+            timeout_s=context.time_remaining(),
+        )
+        with BoundedWrites(context, self._write_timeout_s) as writes:
+            async with aclosing(events):
+                async for event in events:
+                    await writes.write(generate_response(event))
+
+    async def Complete(
+        self, request: inference_pb2.CompleteRequest, context: Context
+    ) -> inference_pb2.CompleteResponse:
+        completion = await self._service.complete(
+            principal(),
+            request.generation,
+            received=self._received(),
+            timeout_s=context.time_remaining(),
+        )
+        return complete_response(completion)
+
+    async def Session(  # type: ignore[override]  # the stubs know generators only
+        self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context
+    ) -> None:
+        many_requests()
+        session = MuxedSession(self._service, principal(), self._received)
+        try:
+            with BoundedWrites(context, self._write_timeout_s) as writes:
+                await writes.open()
+                async with TaskGroup() as group:
+                    group.create_task(self._read(session, request_iterator, context))
+                    await self._write(session, writes)
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        finally:
+            session.close()
+
+    async def CountTokens(
+        self, request: inference_pb2.CountTokensRequest, context: Context
+    ) -> inference_pb2.CountTokensResponse:
+        route, tokens = await self._service.count_tokens(principal(), request)
+        return inference_pb2.CountTokensResponse(
+            model=route.model, version_digest=route.version_digest, prompt_tokens=tokens
+        )
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        models = await self._service.list_models(principal())
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.ServedModel(
+                    name=model.name,
+                    version_digest=model.version_digest,
+                    max_context_tokens=model.max_context_tokens,
+                    ready_replicas=model.ready_replicas,
+                    created_unix_s=model.created_unix_s,
+                )
+                for model in models
+            ]
+        )
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        raise Unimplemented("this server has no embedding models yet; Generate and Complete work")
+
+    async def Infer(
+        self, request: inference_pb2.InferRequest, context: Context
+    ) -> inference_pb2.InferResponse:
+        raise Unimplemented("this server has no tensor models yet; Generate and Complete work")
+
+    async def _read(
+        self, session: MuxedSession, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context
+    ) -> None:
+        """Apply what the client sends. What is wrong with it ends the session, by way of its writer."""
+        try:
+            async for message in requests:
+                session.handle(message, context.time_remaining())
+                await session.readable()
+        except Exception as error:
+            session.fail(error)
+        else:
+            session.end_requests()
+
+    async def _write(self, session: MuxedSession, writes: BoundedWrites) -> None:
+        """Write until the client closed its side and every generation ended.
+
+        The only one that writes or ends the RPC: what the session failed with comes between two writes.
+        """
+        while not session.over:
+            message = await session.next_message(self._heartbeat_s)
+            if message.ByteSize():
+                await writes.write(message)
+                session.sent(message)

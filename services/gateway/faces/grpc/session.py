@@ -1,0 +1,279 @@
+"""Many generations on one stream; the tokens of one step for all of them share a message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+from fairway.v1 import common_pb2, inference_pb2
+from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
+from services.core.generation import Principal, TokenLogprobs
+from services.gateway.events import Accepted, Finished, Handle, Received
+from services.gateway.faces.grpc.messages import accepted_message, finished_message
+from services.gateway.service import GatewayService
+from services.rpc import bounds
+from services.rpc.convert.inference import token_logprobs
+from services.rpc.status import to_proto
+
+CHOICE_BITS: Final = 4
+MAX_STREAMS: Final = 1024
+# What a client that does not read may make wait: events, beyond which it is not read either, and tokens of
+# one message. A token with log probabilities counts as so many.
+MAX_UNREAD: Final = 4096
+MAX_MESSAGE_TOKENS: Final = 32_768
+LOGPROBS_WEIGHT: Final = 32
+
+
+class SessionStream:
+    """The sink of one generation of a session: appends to the session's next message."""
+
+    __slots__ = ("_base", "_session", "_stream_id", "manual", "request")
+
+    def __init__(self, session: MuxedSession, stream_id: int, manual: bool) -> None:
+        self._session = session
+        self._stream_id = stream_id
+        self._base = stream_id << CHOICE_BITS
+        self.manual = manual
+        self.request: Handle | None = None
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        self._session.accepted.append(
+            inference_pb2.SessionAccepted(stream_id=self._stream_id, accepted=accepted_message(accepted))
+        )
+        self._session.wake()
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        self._session.add_tokens(self._base + choice, offset, ids, text, logprobs)
+
+    def on_finished(self, finished: Finished) -> None:
+        self._end(
+            inference_pb2.SessionFinished(stream_id=self._stream_id, finished=finished_message(finished))
+        )
+
+    def on_failed(self, error: FairwayError) -> None:
+        self._end(inference_pb2.SessionFinished(stream_id=self._stream_id, error=to_proto(error)))
+
+    def _end(self, message: inference_pb2.SessionFinished) -> None:
+        self._session.finished.append(message)
+        self._session.streams.pop(self._stream_id, None)
+        self._session.wake()
+
+
+class MuxedSession:
+    """State of one Session RPC: its streams and the message being put together.
+
+    Token columns are bounded by the gateway's window of each choice: credit is given when tokens were handed
+    to the transport, so a reader that stops stops its streams, whatever window it opened itself.
+    """
+
+    def __init__(
+        self, service: GatewayService, principal: Principal, received: Callable[[], Received]
+    ) -> None:
+        self._service = service
+        self._principal = principal
+        self._received = received
+        self.streams: dict[int, SessionStream] = {}
+        self.accepted: list[inference_pb2.SessionAccepted] = []
+        self.finished: list[inference_pb2.SessionFinished] = []
+        self._handles: list[int] = []
+        self._offsets: list[int] = []
+        self._ids: list[Sequence[int]] = []
+        self._texts: list[str] = []
+        self._logprobs: list[common_pb2.FrameLogprobs] = []
+        self._weight = 0
+        self._half_closed = False
+        self._failure: Exception | None = None
+        self._wanted = asyncio.Event()
+        self._read = asyncio.Event()
+
+    # --- what the client asks ----------------------------------------------------------------------
+
+    def handle(self, message: inference_pb2.SessionRequest, time_left_s: float | None) -> None:
+        """Apply one request message. A generation's own errors end that generation, not the session.
+
+        Raises InvalidInput for a message that makes no sense on this stream.
+        """
+        kind = message.WhichOneof("kind")
+        if kind == "start":
+            self._start(message.start, time_left_s)
+            return
+        bounds.check(message)
+        if kind == "credit":
+            if len(message.credit.stream_ids) != len(message.credit.tokens):
+                raise InvalidInput("credit has not one token count per stream id", field="credit.tokens")
+            for stream_id, tokens in zip(message.credit.stream_ids, message.credit.tokens, strict=True):
+                self._credit(stream_id, tokens)
+        elif kind == "cancel":
+            for stream_id in message.cancel.stream_ids:
+                stream = self.streams.get(stream_id)
+                if stream is not None and stream.request is not None:
+                    stream.request.withdraw()
+        else:
+            raise InvalidInput("the message is none of start, credit and cancel", field="kind")
+
+    def _start(self, start: inference_pb2.SessionStart, time_left_s: float | None) -> None:
+        if start.stream_id in self.streams:
+            raise InvalidInput(f"stream_id {start.stream_id} is in use", field="start.stream_id")
+        stream = SessionStream(self, start.stream_id, start.initial_credit_tokens > 0)
+        try:
+            bounds.check(start, "start.")
+            if len(self.streams) >= MAX_STREAMS:
+                raise ConcurrencyExceeded(
+                    f"a session runs at most {MAX_STREAMS} generations at once; wait for one to end, "
+                    "or open another session",
+                    retry_after_s=1.0,
+                    limit=MAX_STREAMS,
+                )
+            self.streams[start.stream_id] = stream
+            stream.request = self._service.submit(
+                self._principal,
+                start.generation,
+                stream,
+                received=replace(self._received(), attempt=start.attempt),
+                timeout_s=time_left_s,
+                client_window=start.initial_credit_tokens or None,
+            )
+        except FairwayError as error:
+            stream.on_failed(error)
+
+    def _credit(self, stream_id: int, tokens: int) -> None:
+        stream = self.streams.get(stream_id)
+        if stream is None or stream.request is None:
+            return  # it ended while the credit was on its way
+        if not stream.manual:
+            raise InvalidInput(f"stream {stream_id} was started without a window", field="credit.stream_ids")
+        stream.request.allow(tokens)
+
+    def end_requests(self) -> None:
+        """The client sends nothing more; what runs goes on."""
+        self._half_closed = True
+        self.wake()
+
+    def fail(self, error: Exception) -> None:
+        """End every generation now; who waits for the next message gets ``error``."""
+        self._failure = error
+        self.close()
+        self.wake()
+
+    async def readable(self) -> None:
+        """Return once the client has read enough of what it was told to be told more."""
+        while len(self.accepted) + len(self.finished) >= MAX_UNREAD:
+            self._read.clear()
+            await self._read.wait()
+
+    # --- what the client is sent -------------------------------------------------------------------
+
+    def add_tokens(
+        self, handle: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        if logprobs:
+            entry = common_pb2.FrameLogprobs(entry=len(self._handles), tokens=token_logprobs(logprobs))
+            self._logprobs.append(entry)
+        self._handles.append(handle)
+        self._offsets.append(offset)
+        self._ids.append(ids)
+        self._texts.append(text)
+        self._weight += len(ids) + LOGPROBS_WEIGHT * len(logprobs)
+        self._wanted.set()
+
+    def wake(self) -> None:
+        self._wanted.set()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing is left to send."""
+        return not (self.streams or self._handles or self.accepted or self.finished)
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to send and nothing can come."""
+        return self._half_closed and self.idle
+
+    async def next_message(self, heartbeat_s: float) -> inference_pb2.SessionResponse:
+        """Return what came since the last message, up to its size, or a heartbeat after a silence.
+
+        Raises what the session failed with.
+        """
+        if not self._wanted.is_set():
+            try:
+                async with asyncio.timeout(heartbeat_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                return inference_pb2.SessionResponse(heartbeat=inference_pb2.Heartbeat())
+        if self._failure is not None:
+            raise self._failure
+        self._wanted.clear()
+        message = inference_pb2.SessionResponse(accepted=self.accepted)
+        self.accepted = []
+        if self._handles:
+            self._take_tokens(message.tokens)
+        if self._handles:  # the rest goes into the next message, and only then the ends
+            self._wanted.set()
+        else:
+            message.finished.extend(self.finished)
+            self.finished = []
+        self._read.set()
+        return message
+
+    def sent(self, message: inference_pb2.SessionResponse) -> None:
+        """The transport took the message: its tokens may be followed by as many."""
+        handles, counts = message.tokens.handles, message.tokens.counts
+        for handle, count in zip(handles, counts, strict=True):
+            stream = self.streams.get(handle >> CHOICE_BITS)
+            if stream is not None and stream.request is not None:
+                stream.request.credit(handle & ((1 << CHOICE_BITS) - 1), count)
+
+    def close(self) -> None:
+        """Cancel every generation that still runs."""
+        for stream in list(self.streams.values()):
+            if stream.request is not None:
+                stream.request.cancel()
+
+    def _take_tokens(self, frame: common_pb2.TokenFrame) -> None:
+        if self._weight > MAX_MESSAGE_TOKENS:
+            self._take_first_tokens(frame)
+            return
+        frame.handles.extend(self._handles)
+        frame.offsets.extend(self._offsets)
+        frame.counts.extend([len(ids) for ids in self._ids])
+        frame.ids.extend([token for ids in self._ids for token in ids])
+        frame.texts.extend(self._texts)
+        if self._logprobs:
+            frame.logprobs.extend(self._logprobs)
+        self._handles, self._offsets, self._ids, self._texts, self._logprobs = [], [], [], [], []
+        self._weight = 0
+
+    def _take_first_tokens(self, frame: common_pb2.TokenFrame) -> None:
+        """Take the entries that fit into one message, at least one; the others stay."""
+        handles, offsets, ids, texts = self._handles, self._offsets, self._ids, self._texts
+        logprobs = {found.entry: found for found in self._logprobs}
+        weights = [
+            len(found) + (LOGPROBS_WEIGHT * len(found) if entry in logprobs else 0)
+            for entry, found in enumerate(ids)
+        ]
+        fit = max(1, sum(1 for total in accumulate(weights) if total <= MAX_MESSAGE_TOKENS))
+        self._handles, self._offsets, self._ids, self._texts = (
+            handles[:fit],
+            offsets[:fit],
+            ids[:fit],
+            texts[:fit],
+        )
+        self._logprobs = [found for entry, found in logprobs.items() if entry < fit]
+        self._weight = 0
+        self._take_tokens(frame)
+        self._handles, self._offsets, self._ids, self._texts = (
+            handles[fit:],
+            offsets[fit:],
+            ids[fit:],
+            texts[fit:],
+        )
+        for entry, found in logprobs.items():
+            if entry >= fit:
+                found.entry = entry - fit
+                self._logprobs.append(found)
+        self._weight = sum(weights[fit:])

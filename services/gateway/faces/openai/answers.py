@@ -1,0 +1,287 @@
+"""Answers of the OpenAI dialects: whole, and as the frames of a stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.gateway.events import Finished, Tokens
+from services.gateway.faces.openai.requests import Dialect, Wanted
+from services.gateway.policy.degrade import Degradation
+from services.gateway.service_interface import Completed
+from services.runtime.ids import ANSWER_PREFIXES
+
+_LOWEST_LOGPROB: Final = -9999.0
+_REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_OBJECTS: Final = {
+    "chat": ("chat.completion", "chat.completion.chunk"),
+    "completions": ("text_completion", "text_completion"),
+}
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class _PromptDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class UsageBody(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: _PromptDetails
+
+
+class _TopToken(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class _TokenEntry(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[_TopToken]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[_TokenEntry]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class _Message(Struct, frozen=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class _Delta(Struct, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class _ChatChoice(Struct, frozen=True):
+    index: int
+    message: _Message
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class _ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: _Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class _TextChoice(Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class DegradedBody(Struct, frozen=True):
+    """Ours: in what the answer is less than what was asked for."""
+
+    kind: str
+    original: str
+    applied: str
+
+
+class _Head(Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    degraded: list[DegradedBody] | UnsetType = UNSET
+
+
+class _Whole(Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[_ChatChoice] | list[_TextChoice]
+    usage: UsageBody
+    stage_clock: list[StageClock] | UnsetType = UNSET
+    degraded: list[DegradedBody] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every part of one answer repeats."""
+
+    request_id: str
+    created_unix_s: int
+    model: str
+    version_digest: str
+    degradations: tuple[Degradation, ...] = ()
+
+    def head(self, dialect: Dialect, *, chunk: bool) -> _Head:
+        return _Head(
+            id=ANSWER_PREFIXES[dialect] + self.request_id,
+            object=_OBJECTS[dialect][chunk],
+            created=self.created_unix_s,
+            model=self.model,
+            system_fingerprint="fp_" + self.version_digest.removeprefix("sha256:")[:12],
+            degraded=_degraded(self.degradations),
+        )
+
+
+def _degraded(degradations: Sequence[Degradation]) -> list[DegradedBody] | UnsetType:
+    found = [DegradedBody(one.kind.value, one.original, one.applied) for one in degradations]
+    return found or UNSET
+
+
+def usage_body(usages: Sequence[Usage]) -> UsageBody:
+    """Return the sum over the generations of one answer."""
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    output = sum(usage.output_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages)
+    return UsageBody(prompt, output, prompt + output, _PromptDetails(cached))
+
+
+def finish_reasons(finished: Finished) -> dict[int, str]:
+    return {result.choice: _REASONS.get(result.finish_reason, "stop") for result in finished.choices}
+
+
+def whole_answer(
+    wanted: Wanted, completions: Sequence[Completed], created_unix_s: int, request_id: str
+) -> bytes:
+    """Return the JSON of an answer that is not streamed."""
+    first = completions[0].accepted
+    identity = Identity(request_id, created_unix_s, first.model, first.version_digest)
+    head = identity.head(wanted.dialect, chunk=False)
+    chat: list[_ChatChoice] = []
+    text: list[_TextChoice] = []
+    for number, completion in enumerate(completions):
+        reasons = finish_reasons(completion.finished)
+        for choice, content in enumerate(completion.texts):
+            index = number * wanted.choices + choice
+            reason = reasons.get(choice, "stop")
+            entries = completion.logprobs[choice] if wanted.logprobs else ()
+            if wanted.dialect == "chat":
+                found = chat_logprobs(entries) if wanted.logprobs else None
+                chat.append(_ChatChoice(index, _Message("assistant", content), found, reason))
+            else:
+                listed = completion_logprobs(entries, 0) if wanted.logprobs else None
+                text.append(_TextChoice(index, content, listed, reason))
+    usage = usage_body([completion.finished.usage for completion in completions])
+    answer = _Whole(
+        id=head.id,
+        object=head.object,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.system_fingerprint,
+        choices=chat if wanted.dialect == "chat" else text,
+        usage=usage,
+        stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
+        degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
+    )
+    return _encode(answer)
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    content = []
+    for entry in entries:
+        tops = [
+            _TopToken(token, _finite(value), list(token.encode()))
+            for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True)
+        ]
+        content.append(_TokenEntry(entry.token, _finite(entry.sampled), list(entry.token.encode()), tops))
+    return ChatLogprobs(content)
+
+
+def completion_logprobs(entries: Sequence[TokenLogprobs], offset_chars: int) -> CompletionLogprobs:
+    """``offset_chars`` is where the first token's text begins in the choice's output."""
+    offsets = []
+    for entry in entries:
+        offsets.append(offset_chars)
+        offset_chars += len(entry.token)
+    return CompletionLogprobs(
+        tokens=[entry.token for entry in entries],
+        token_logprobs=[_finite(entry.sampled) for entry in entries],
+        top_logprobs=[_tops(entry) for entry in entries],
+        text_offset=offsets,
+    )
+
+
+def _tops(entry: TokenLogprobs) -> dict[str, float]:
+    """By text, as the dialect has it: of two tokens with one text the likelier stays. The sampled one too."""
+    found: dict[str, float] = {}
+    for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
+        found.setdefault(token, _finite(value))
+    found.setdefault(entry.token, _finite(entry.sampled))
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no minus infinity."""
+    return max(logprob, _LOWEST_LOGPROB) if math.isfinite(logprob) else _LOWEST_LOGPROB
+
+
+class Frames:
+    """Writes the frames of one streamed answer: one JSON head, made once, around each choice."""
+
+    def __init__(self, wanted: Wanted, identity: Identity) -> None:
+        self._wanted = wanted
+        head = _encode(identity.head(wanted.dialect, chunk=True))
+        self._before = b"data: " + head[:-1] + b',"choices":['
+        # With usage asked for, every frame but the last says that its own is null.
+        self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
+        self._offsets: dict[int, int] = {}
+
+    def role(self, index: int) -> bytes:
+        """The first frame of a chat choice."""
+        return self._frame(_ChatChunkChoice(index, _Delta(role="assistant", content="")))
+
+    def tokens(self, index: int, event: Tokens) -> bytes:
+        """The frame of new output; empty while text is held back and nobody asked for log probabilities."""
+        wants = self._wanted.logprobs and bool(event.logprobs)
+        if not event.text and not wants:
+            return b""
+        if self._wanted.dialect == "chat":
+            found = chat_logprobs(event.logprobs) if wants else None
+            return self._frame(_ChatChunkChoice(index, _Delta(content=event.text), found))
+        listed = completion_logprobs(event.logprobs, self._offsets.get(index, 0)) if wants else None
+        if wants:
+            length = sum(len(entry.token) for entry in event.logprobs)
+            self._offsets[index] = self._offsets.get(index, 0) + length
+        return self._frame(_TextChoice(index, event.text, listed))
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """The last frame of a choice."""
+        if self._wanted.dialect == "chat":
+            return self._frame(_ChatChunkChoice(index, _Delta(), finish_reason=reason))
+        return self._frame(_TextChoice(index, "", finish_reason=reason))
+
+    def usage(self, usages: Sequence[Usage]) -> bytes:
+        """The frame of the whole answer's usage; empty unless it was asked for."""
+        if not self._wanted.include_usage:
+            return b""
+        return self._before + b'],"usage":' + _encode(usage_body(usages)) + b"}\n\n"
+
+    def stage_clock(self, clocks: Sequence[StageClock]) -> bytes:
+        """The frame that says where the time went, per generation; empty unless it was asked for."""
+        if not self._wanted.stage_clock:
+            return b""
+        return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"
+
+    def _frame(self, choice: _ChatChunkChoice | _TextChoice) -> bytes:
+        return self._before + _encode(choice) + self._after

@@ -1,0 +1,129 @@
+"""A streamed answer: the events of one or several generations as server-sent events.
+
+The order is OpenAI's: a role frame per chat choice, content, a finish frame per choice, usage if asked
+for, ``[DONE]``. An error in the middle is raised, and the exchange's owner ends the stream with its frame
+(``Reply.error``).
+
+A write waits while the client does not read; the next event is taken only after it, so that the service
+merges what piles up meanwhile and withholds credit from the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from fairway.task_group import TaskGroup
+from services.core.generation import StageClock, Usage
+from services.gateway.events import Accepted, Event, Finished, Tokens
+from services.gateway.faces.openai.answers import Frames, Identity, finish_reasons
+from services.gateway.faces.openai.exchange import Reply, foremost
+from services.gateway.faces.openai.requests import Wanted
+from services.gateway.policy.degrade import Degradation, header_value
+
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+# The answer is that of an earlier request with the same idempotency key.
+REPLAYED: Final = (b"idempotent-replayed", b"true")
+
+
+def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
+    """Return the header that says in what the answer is less than what was asked for."""
+    distinct = tuple(dict.fromkeys(degradations))
+    return b"x-fairway-degraded", header_value(distinct).encode("ascii", "replace")
+
+
+class EventStream:
+    """Writes one answer. ``relay`` runs once per generation; they share the connection."""
+
+    def __init__(self, wanted: Wanted, reply: Reply, *, request_id: str, created_unix_s: int) -> None:
+        self._wanted = wanted
+        self._reply = reply
+        self._request_id = request_id
+        self._created_unix_s = created_unix_s
+        self._turn = asyncio.Lock()
+        self._frames: Frames | None = None
+        self._opening: list[bytes] = []
+        self._accepted = 0
+        self._usages: list[Usage] = []
+        self._clocks: list[StageClock] = []
+
+    async def run(self, sources: Sequence[AsyncGenerator[Event, None]]) -> None:
+        """Return once the answer is complete. Raises the first error of a generation, the others ended."""
+        if len(sources) == 1:
+            await self._relay(0, sources[0])
+            return
+        try:
+            async with TaskGroup() as group:
+                for number, source in enumerate(sources):
+                    group.create_task(self._relay(number, source))
+        except BaseExceptionGroup as failures:
+            raise foremost(failures) from None
+
+    async def _relay(self, number: int, source: AsyncGenerator[Event, None]) -> None:
+        async with aclosing(source) as events:
+            async for event in events:
+                async with self._turn:
+                    await self._write(number, event)
+
+    async def _write(self, number: int, event: Event) -> None:
+        if isinstance(event, Accepted):
+            await self._on_accepted(number, event)
+            return
+        if self._frames is None:  # a heartbeat while it is still being admitted: the status is open
+            return
+        await self._open()
+        if isinstance(event, Tokens):
+            data = self._frames.tokens(number * self._wanted.choices + event.choice, event)
+            if data:
+                await self._reply.write(data)
+        elif isinstance(event, Finished):
+            await self._on_finished(number, event, self._frames)
+        else:
+            await self._reply.write(KEEP_ALIVE)
+
+    async def _on_accepted(self, number: int, event: Accepted) -> None:
+        if self._frames is None:
+            request_id, created_unix_s = self._request_id, self._created_unix_s
+            if event.received_unix_us:
+                request_id, created_unix_s = original(event, number)
+            if event.replayed:
+                self._reply.add_header(*REPLAYED)
+            if event.degradations:
+                self._reply.add_header(*degraded_header(event.degradations))
+            identity = Identity(
+                request_id, created_unix_s, event.model, event.version_digest, event.degradations
+            )
+            self._frames = Frames(self._wanted, identity)
+        if self._wanted.dialect == "chat":
+            first = number * self._wanted.choices
+            self._opening += [self._frames.role(first + choice) for choice in range(self._wanted.choices)]
+        self._accepted += 1
+        # Until all are accepted a refusal can still be a plain status.
+        if self._accepted == len(self._wanted.generations):
+            await self._open()
+
+    async def _open(self) -> None:
+        """Begin the answer, and send the role frames that wait. Called with the turn held."""
+        if not self._reply.started:
+            await self._reply.start_events()
+        if self._opening:
+            opening, self._opening = b"".join(self._opening), []
+            await self._reply.write(opening)
+
+    async def _on_finished(self, number: int, event: Finished, frames: Frames) -> None:
+        self._usages.append(event.usage)
+        self._clocks.append(event.clock)
+        first = number * self._wanted.choices
+        parts = [frames.finish(first + choice, reason) for choice, reason in finish_reasons(event).items()]
+        last = len(self._usages) == len(self._wanted.generations)
+        if last:
+            parts += [frames.stage_clock(self._clocks), frames.usage(self._usages), DONE]
+        await self._reply.write(b"".join(parts), last=last)
+
+
+def original(accepted: Accepted, number: int) -> tuple[str, int]:
+    """Return id and time of the request that was accepted, of which this was generation ``number``."""
+    return accepted.request_id.removesuffix(f"-{number}"), accepted.received_unix_us // 1_000_000

@@ -1,0 +1,300 @@
+"""One HTTP exchange: the body read under limits, the answer written under a timeout, a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from fairway.task_group import TaskGroup
+from services.core.errors import FairwayError, InvalidInput, SlowReader
+from services.gateway.events import MAX_ATTEMPT
+from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
+
+T = TypeVar("T")
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+BODY_TIMEOUT_S: Final = 30.0
+WRITE_TIMEOUT_S: Final = 30.0
+MAX_TIMEOUT_S: Final = 86_400.0
+_LENGTH: Final = re.compile(rb"\d{1,15}")
+_SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
+_VISIBLE: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_ATTEMPT: Final = re.compile(rb"\d{1,6}")
+_JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Times in seconds, sizes in bytes."""
+
+    max_body_bytes: int
+    body_timeout_s: float = BODY_TIMEOUT_S
+    write_timeout_s: float = WRITE_TIMEOUT_S
+
+
+class Headers:
+    """Request headers; a name that must be unique and is not is a 400."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._pairs: Iterable[Header] = scope["headers"]
+        self._version: str = scope.get("http_version", "1.1")
+
+    def one(self, name: bytes) -> bytes | None:
+        found = [value for key, value in self._pairs if key == name]
+        if len(found) > 1:
+            raise HttpProblem(400, f"the header {name.decode()} is there more than once")
+        return found[0] if found else None
+
+    def check_stream(self) -> None:
+        """Return if the answer may be a stream. Raises HttpProblem for HTTP/1.0, which has no chunks."""
+        if self._version == "1.0":
+            raise HttpProblem(400, "a stream needs HTTP/1.1; without `stream` the answer comes whole")
+
+    def client_request_id(self) -> bytes | None:
+        """What the client calls its request: echoed and logged, never used as a key. None unless harmless."""
+        for name in (b"x-request-id", b"x-client-request-id"):
+            for key, value in self._pairs:
+                if key == name and _CLIENT_ID.fullmatch(value):
+                    return value
+        return None
+
+    def session_key(self) -> str | None:
+        """Return ``x-session-key``, which makes a version split sticky. Raises InvalidInput."""
+        value = self.one(b"x-session-key")
+        if value is None:
+            return None
+        if not _VISIBLE.fullmatch(value):
+            raise InvalidInput(
+                "x-session-key must be 1 to 128 visible ASCII characters", field="x-session-key"
+            )
+        return value.decode()
+
+    def idempotency_key(self) -> str:
+        """Return ``idempotency-key``, or an empty text without one. Raises InvalidInput."""
+        value = self.one(b"idempotency-key")
+        if value is None:
+            return ""
+        if not _VISIBLE.fullmatch(value):
+            raise InvalidInput(
+                "idempotency-key must be 1 to 128 visible ASCII characters", field="idempotency-key"
+            )
+        return value.decode()
+
+    def traceparent(self) -> str:
+        """Return the trace context that the client sends, or anything else; empty without one."""
+        found = [value for key, value in self._pairs if key == b"traceparent" and len(value) <= 64]
+        return found[0].decode("latin-1") if len(found) == 1 else ""
+
+    def attempt(self) -> int:
+        """Return how often the client sent the request before, as far as it says so: 0 without a number."""
+        for name in (b"x-fairway-attempt", b"x-stainless-retry-count"):
+            for key, value in self._pairs:
+                if key == name and _ATTEMPT.fullmatch(value):
+                    return min(int(value), MAX_ATTEMPT)
+        return 0
+
+    def wants_stage_clock(self) -> bool:
+        """Whether the answer is to say where the time went. Raises InvalidInput unless it is 0 or 1."""
+        value = self.one(b"x-stage-clock")
+        if value not in (None, b"0", b"1"):
+            raise InvalidInput("x-stage-clock must be 0 or 1", field="x-stage-clock")
+        return value == b"1"
+
+    def timeout_s(self) -> float | None:
+        """Return ``x-request-timeout-s``. Raises InvalidInput unless it is a number of seconds above 0."""
+        value = self.one(b"x-request-timeout-s")
+        if value is None:
+            return None
+        seconds = float(value) if _SECONDS.fullmatch(value) else 0.0
+        if not 0.0 < seconds <= MAX_TIMEOUT_S:
+            raise InvalidInput(
+                f"x-request-timeout-s must be a number of seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
+                field="x-request-timeout-s",
+            )
+        return seconds
+
+
+async def read_body(
+    headers: Headers, receive: Receive, limits: HttpLimits, hold: Callable[[int], None]
+) -> bytes:
+    """Return the body. Raises HttpProblem before it holds more than the limit, or after the timeout.
+
+    ``hold`` is called with the size it has reached; what it raises ends the reading. Raises ClientGone when
+    the client leaves in the middle.
+    """
+    content_type = headers.one(b"content-type")
+    if content_type is not None and not _JSON_TYPE.fullmatch(content_type.strip()):
+        raise HttpProblem(415, "the content type must be application/json", close=True)
+    if headers.one(b"content-encoding") not in (None, b"identity"):
+        raise HttpProblem(415, "a compressed body is not taken", close=True)
+    length = headers.one(b"content-length")
+    if length is not None and (not _LENGTH.fullmatch(length) or int(length) > limits.max_body_bytes):
+        raise _too_large(limits)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _read_all(receive, limits, hold)
+    except TimeoutError:
+        raise HttpProblem(
+            408, f"the body did not arrive within {limits.body_timeout_s:g} s", close=True
+        ) from None
+
+
+async def _read_all(receive: Receive, limits: HttpLimits, hold: Callable[[int], None]) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limits.max_body_bytes:
+            raise _too_large(limits)
+        hold(size)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(limits: HttpLimits) -> HttpProblem:
+    return HttpProblem(413, f"the body is larger than {limits.max_body_bytes} bytes", close=True)
+
+
+def mark_authenticated(scope: Scope) -> None:
+    """Keep the connection open while this exchange lasts, however many others come. Needs HttpServer."""
+    offered: Mapping[str, Callable[[], None]] = scope.get("extensions", {}).get("fairway.connection", {})
+    if (mark := offered.get("authenticated")) is not None:
+        mark()
+
+
+class Reply:
+    """The answer of one exchange. Writes wait for the client: what it does not read is not made."""
+
+    def __init__(
+        self, scope: Scope, send: Send, headers: list[Header], *, write_timeout_s: float = WRITE_TIMEOUT_S
+    ) -> None:
+        self.started = False
+        self.complete = False
+        self.status = 0  # until the answer begins
+        self._send = send
+        self._headers = headers
+        self._write_timeout_s = write_timeout_s
+        # Offered by HttpServer; elsewhere the server closes the connection when the application ends.
+        offered: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.connection", {})
+        self._abort: Callable[[], None] | None = offered.get("cut")
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Send a header with the answer, which has not begun."""
+        self._headers = [*self._headers, (name, value)]
+
+    async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
+        """Send a whole answer."""
+        await self._start(
+            status,
+            [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"cache-control", b"no-store"),
+                *headers,
+            ],
+        )
+        await self.write(body, last=True)
+
+    async def error(self, error: FairwayError) -> None:
+        """Send an error: the whole answer, or the last frame of a stream that has begun.
+
+        The frame is not followed by ``[DONE]``: clients take a stream that merely stops for a complete one.
+        """
+        if self.complete:
+            return
+        if self.started:
+            await self.write(b"data: " + error_body(error) + b"\n\n", last=True)
+        else:
+            await self.json(status_of(error), error_body(error), error_headers(error))
+
+    async def start_events(self) -> None:
+        """Begin a stream of server-sent events."""
+        await self._start(
+            200,
+            [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache, no-store"),
+                # Reverse proxies that buffer would hold the first token back.
+                (b"x-accel-buffering", b"no"),
+            ],
+        )
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        """Send bytes; returns when the connection takes more.
+
+        Raises SlowReader, with the connection aborted, when it takes none for the write timeout.
+        """
+        self.complete = self.complete or last
+        await self._put({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def abort(self) -> None:
+        """Cut the connection: nothing more can be said, and a plain end would read as success."""
+        self.complete = True
+        if self._abort is not None:
+            self._abort()
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            self.abort()
+            raise SlowReader(f"the client read nothing for {self._write_timeout_s:g} s") from None
+
+    async def _start(self, status: int, headers: list[Header]) -> None:
+        self.started, self.status = True, status
+        await self._put(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]}
+        )
+
+
+async def unless_gone(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns. Raises ClientGone when the client leaves; ``work`` has ended by then.
+
+    The body must have been read: from then on the server tells only of the end of the connection.
+    """
+    try:
+        async with TaskGroup() as group:
+            watcher = group.create_task(_watch(receive, reply))
+            try:
+                return await work
+            finally:
+                watcher.cancel()
+    except BaseExceptionGroup as failures:
+        raise foremost(failures) from None
+
+
+async def _watch(receive: Receive, reply: Reply) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    # The server reports the end of a complete answer in the same way.
+    if not reply.complete:
+        raise ClientGone
+
+
+def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """ClientGone if it is among them: the others are its consequences; else the first."""
+    leaves: list[BaseException] = []
+    groups: list[BaseExceptionGroup[BaseException]] = [failures]
+    while groups:
+        for found in groups.pop().exceptions:
+            if isinstance(found, BaseExceptionGroup):
+                groups.append(found)
+            else:
+                leaves.append(found)
+    return next((leaf for leaf in leaves if isinstance(leaf, ClientGone)), leaves[0])

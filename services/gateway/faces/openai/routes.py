@@ -1,0 +1,354 @@
+"""The OpenAI HTTP API over GatewayService. Every route states who may call it; nothing else is reachable.
+
+Authorisation looks at the route's rule and the authorization header alone, never at a URL or host that
+the client spells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Final
+
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from structlog.contextvars import bound_contextvars
+
+from fairway.task_group import TaskGroup
+from services.core.errors import FairwayError, InternalError, PermissionDenied
+from services.core.generation import Principal
+from services.core.records import KeyRole
+from services.gateway.events import Received
+from services.gateway.faces.openai.answers import whole_answer
+from services.gateway.faces.openai.bodies import BodyReader
+from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
+from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
+from services.gateway.faces.openai.exchange import (
+    ClientGone,
+    Headers,
+    HttpLimits,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    foremost,
+    mark_authenticated,
+    read_body,
+    unless_gone,
+)
+from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
+from services.gateway.service_interface import Completed, Generations, Identity, IdSource, Served
+from services.ports.clock import Clock
+from services.runtime.identity import model_not_found
+
+log = structlog.get_logger()
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Access(StrEnum):
+    PUBLIC = "public"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request on its way through a handler. ``principal`` is None on public routes."""
+
+    scope: Scope
+    receive: Receive
+    reply: Reply
+    headers: Headers
+    received: Received
+    principal: Principal | None
+
+    @property
+    def caller(self) -> Principal:
+        assert self.principal is not None, "a public route asks who calls"
+        return self.principal
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+# Route, status of the answer (0 when there was none) and seconds.
+ObserveExchange = Callable[[str, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A route and its rule."""
+
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+
+
+def build_app(
+    service: Generations,
+    identity: Identity,
+    clock: Clock,
+    ids: IdSource,
+    *,
+    max_body_bytes: int,
+    limits: HttpLimits | None = None,
+    not_ready: Callable[[], str] = lambda: "",
+    observe: ObserveExchange = lambda _route, _status, _elapsed_s: None,
+) -> Starlette:
+    """Return the ASGI application.
+
+    ``not_ready`` returns why no traffic should come now, or an empty text. ``observe`` hears of each exchange
+    when it is over. The endpoints with their rules are in ``app.state.endpoints``.
+    """
+    if limits is None:
+        limits = HttpLimits(max_body_bytes)
+    face = OpenAiFace(service, clock, limits, not_ready)
+    endpoints = face.endpoints()
+    problems = _Problems(ids)
+    guards = [_Guard(endpoint, identity, clock, ids, face.limits, observe) for endpoint in endpoints]
+    app = Starlette(
+        routes=[
+            Route(endpoint.path, guard, methods=[endpoint.method])
+            for endpoint, guard in zip(endpoints, guards, strict=True)
+        ],
+        exception_handlers={HTTPException: problems.answer},
+    )
+    # A redirect would be made from the Host header, which is the client's.
+    app.router.redirect_slashes = False
+    app.state.endpoints = endpoints
+    return app
+
+
+class OpenAiFace:
+    """The handlers."""
+
+    def __init__(
+        self, service: Generations, clock: Clock, limits: HttpLimits, not_ready: Callable[[], str]
+    ) -> None:
+        self.limits = limits
+        self._service = service
+        self._clock = clock
+        self._not_ready = not_ready
+        self._bodies = BodyReader(limits.max_body_bytes)
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return (
+            Endpoint("POST", "/v1/chat/completions", Access.TENANT, self.chat),
+            Endpoint("POST", "/v1/completions", Access.TENANT, self.completions),
+            Endpoint("GET", "/v1/models", Access.TENANT, self.models),
+            Endpoint("GET", "/v1/models/{model:path}", Access.TENANT, self.model),
+            Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy),
+            Endpoint("GET", "/readyz", Access.PUBLIC, self.ready),
+        )
+
+    async def chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, chat_request)
+
+    async def completions(self, exchange: Exchange) -> None:
+        await self._generate(exchange, completion_request)
+
+    async def models(self, exchange: Exchange) -> None:
+        served = await self._service.list_models(exchange.caller)
+        data = [_model(entry) for entry in served]
+        await exchange.reply.json(200, _encode({"object": "list", "data": data}))
+
+    async def model(self, exchange: Exchange) -> None:
+        name: str = exchange.scope["path_params"]["model"]
+        for entry in await self._service.list_models(exchange.caller):
+            if entry.name == name:
+                await exchange.reply.json(200, _encode(_model(entry)))
+                return
+        raise model_not_found(name)
+
+    async def healthy(self, exchange: Exchange) -> None:
+        await exchange.reply.json(200, b'{"status":"ok"}')
+
+    async def ready(self, exchange: Exchange) -> None:
+        reason = self._not_ready()
+        await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
+
+    async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
+        timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
+        key = exchange.headers.idempotency_key()
+        stage_clock = exchange.headers.wants_stage_clock()
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            body = await read_body(exchange.headers, exchange.receive, self.limits, hold)
+            wanted = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
+            del body
+        for generation in wanted.generations:
+            generation.idempotency_key = key
+            if session_key is not None:
+                generation.session_key = session_key
+        if wanted.stream:
+            exchange.headers.check_stream()
+            work = self._stream(exchange, wanted, timeout_s)
+            await unless_gone(exchange.receive, exchange.reply, work)
+            return
+        completions = await unless_gone(
+            exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
+        )
+        request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
+        first = completions[0].accepted
+        if first.received_unix_us:
+            request_id, created_unix_s = original(first, 0)
+        if first.replayed:
+            exchange.reply.add_header(*REPLAYED)
+        degraded = [found for one in completions for found in one.accepted.degradations]
+        if degraded:
+            exchange.reply.add_header(*degraded_header(degraded))
+        await exchange.reply.json(200, whole_answer(wanted, completions, created_unix_s, request_id))
+
+    async def _stream(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> None:
+        stream = EventStream(
+            wanted,
+            exchange.reply,
+            request_id=exchange.received.request_id,
+            created_unix_s=int(self._clock.unix_s()),
+        )
+        sources = [
+            self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
+            for generation, received in zip(wanted.generations, _numbered(exchange, wanted), strict=True)
+        ]
+        await stream.run(sources)
+
+    async def _complete(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> list[Completed]:
+        """Return one answer per generation; the first failure ends the others."""
+        try:
+            async with TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self._service.complete(
+                            exchange.caller, generation, received=received, timeout_s=timeout_s
+                        )
+                    )
+                    for generation, received in zip(
+                        wanted.generations, _numbered(exchange, wanted), strict=True
+                    )
+                ]
+        except BaseExceptionGroup as failures:
+            raise foremost(failures) from None
+        return [task.result() for task in tasks]
+
+
+def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
+    """Every generation is a request of its own, with an id of its own."""
+    received = exchange.received
+    if len(wanted.generations) == 1:
+        return [received]
+    # Under a key each has a record of its own; that they belong together is part of what they are.
+    whole = hashlib.sha256()
+    for generation in wanted.generations:
+        whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
+    return [
+        replace(received, request_id=f"{received.request_id}-{number}", part=number, whole=whole.hexdigest())
+        for number in range(len(wanted.generations))
+    ]
+
+
+def _model(entry: Served) -> dict[str, object]:
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": entry.created_unix_s,
+        "owned_by": "fairway",
+        "max_model_len": entry.max_context_tokens,
+    }
+
+
+class _Guard:
+    """The ASGI application of one endpoint: identifies, authorises, and turns errors into answers."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        identity: Identity,
+        clock: Clock,
+        ids: IdSource,
+        limits: HttpLimits,
+        observe: ObserveExchange,
+    ) -> None:
+        self._observe = observe
+        self._endpoint = endpoint
+        self._identity = identity
+        self._clock = clock
+        self._ids = ids
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope)
+        received = Received(
+            self._clock.monotonic_s(),
+            int(self._clock.unix_s() * 1e6),
+            self._ids.request_id(),
+            face="http",
+            traceparent=headers.traceparent(),
+            attempt=headers.attempt(),
+        )
+        client_id = headers.client_request_id()
+        own: list[Header] = [(b"x-request-id", received.request_id.encode())]
+        if client_id is not None:
+            own.append((b"x-client-request-id", client_id))
+        reply = Reply(scope, send, own, write_timeout_s=self._limits.write_timeout_s)
+        with bound_contextvars(
+            method=f"{self._endpoint.method} {self._endpoint.path}",
+            request_id=received.request_id,
+            client_request_id=client_id.decode() if client_id is not None else "",
+        ):
+            try:
+                await self._answer(Exchange(scope, receive, reply, headers, received, None))
+            finally:
+                elapsed_s = self._clock.monotonic_s() - received.monotonic_s
+                self._observe(self._endpoint.path, reply.status, elapsed_s)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            try:
+                await self._endpoint.handler(self._authorised(exchange))
+            except FairwayError as error:
+                log.info("http.rejected", reason=error.reason)
+                await exchange.reply.error(error)
+            except ClientGone:
+                log.info("http.client_left")
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException:  # a native library's panic is no Exception
+                incident = self._ids.incident_id()
+                log.exception("http.crashed", incident=incident)
+                await exchange.reply.error(InternalError("internal error", incident=incident))
+        except FairwayError as error:  # the error itself could not be sent
+            log.info("http.answer_lost", reason=error.reason)
+
+    def _authorised(self, exchange: Exchange) -> Exchange:
+        if self._endpoint.access is Access.PUBLIC:
+            return exchange
+        credentials = exchange.headers.one(b"authorization")
+        text = credentials.decode("latin-1") if credentials is not None else None
+        principal = self._identity.authenticate(text)
+        if principal.role is not KeyRole.TENANT:
+            raise PermissionDenied("this needs a tenant's API key", role=principal.role)
+        mark_authenticated(exchange.scope)
+        return Exchange(
+            exchange.scope, exchange.receive, exchange.reply, exchange.headers, exchange.received, principal
+        )
+
+
+class _Problems:
+    """Answers what the router refuses, in the API's error shape."""
+
+    def __init__(self, ids: IdSource) -> None:
+        self._ids = ids
+
+    async def answer(self, request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        texts = {404: "there is nothing at this path", 405: "this path does not take this method"}
+        text = texts.get(exc.status_code, "the request cannot be answered")
+        headers: dict[str, Any] = dict(exc.headers or {})
+        headers["x-request-id"] = self._ids.request_id()
+        body = error_body(HttpProblem(exc.status_code, text))
+        return Response(body, exc.status_code, headers, "application/json")

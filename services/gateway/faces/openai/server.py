@@ -1,0 +1,311 @@
+"""uvicorn in the running event loop, with the limits that it lacks.
+
+uvicorn bounds neither the head of a request, nor what follows it once the answer is sent, nor the time that
+either takes; it takes trailers for headers, lets one client open every connection, and offers no way to cut
+one. ``_Protocol`` and ``ConnectionTable`` add these. Signals stay with whoever runs the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from services.core.errors import FailedPrecondition
+from services.gateway.faces.openai.turns import Turns
+from services.runtime.connections import ConnectionTable
+
+MAX_HEAD_BYTES: Final = 32 * 1024
+MAX_BODY_BYTES: Final = 8 * 1024**2
+# What frames a chunked body: its chunk sizes and extensions, beside an eighth of what they frame.
+MAX_FRAMING_BYTES: Final = 64 * 1024
+HEAD_TIMEOUT_S: Final = 20.0
+BODY_TIMEOUT_S: Final = 35.0  # the application's own limit ends a request before, with an answer
+KEEP_ALIVE_S: Final = 75
+MAX_CONNECTIONS: Final = 4096
+# A reverse proxy is one source, so that a share of it must serve an installation.
+MAX_SOURCE_SHARE: Final = 0.5
+MAX_PIPELINED: Final = 32
+BACKLOG: Final = 1024
+# Connections on which no request showed a credential, half of them of one source: as many as wait to be
+# accepted at once, which do not push out one another before they are read.
+MAX_STRANGERS: Final = 2 * BACKLOG
+# One read of the event loop, and what the protocol keeps before it pauses reading.
+_IN_FLIGHT_BYTES: Final = 512 * 1024
+_BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_HEAD_TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+class _Refused(Exception):
+    """The request is not answered by the application. Raised in a callback, it stops the parser."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """One connection. At most one timer runs: for the head, for the body, or for the next request."""
+
+    head_timeout_s = HEAD_TIMEOUT_S
+    body_timeout_s = BODY_TIMEOUT_S
+    keep_alive_s: float = KEEP_ALIVE_S
+
+    def __init__(self, table: ConnectionTable, max_body_bytes: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._table = table
+        self._max_body_bytes = max_body_bytes
+        self._in_head = True
+        self._in_body = False
+        self._read_bytes = 0  # of the head, the body or what is between requests, but its first read
+        self._body_bytes = 0
+        self._known = False  # a request on this connection showed a credential
+        self._serving = False  # such a request has no complete answer yet
+        self._refusal = _BAD_REQUEST
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._table.remove(self.transport)
+        super().connection_lost(exc)
+        # Both refer to this protocol: without them a closed connection is gone without the cycle collector.
+        self.cycle = self.scope = cast(Any, None)
+        self.pipeline.clear()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        scope, in_head, in_body = self.scope, self._in_head, self._in_body
+        super().data_received(data)
+        if self.scope is scope and self._in_head is in_head and self._in_body is in_body:
+            self._read_bytes += len(data)
+            if in_body and self._is_body_too_large():
+                self._refuse(_BAD_REQUEST)
+            elif not in_body and self._read_bytes > MAX_HEAD_BYTES:
+                self._refuse(_HEAD_TOO_LARGE)
+        self._start_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._in_body = True, False
+        self._read_bytes = 0
+        self._stop_timer()
+        self.scope["extensions"] = {
+            "fairway.connection": {"cut": self.transport.abort, "authenticated": self._authenticated}
+        }
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            raise _Refused("trailers are not taken")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url)
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"transfer-encoding" and (
+                value.lower() != b"chunked" or self.parser.get_http_version() == "1.0"
+            ):
+                raise _Refused("a body has no other encoding than chunked")
+        if size > MAX_HEAD_BYTES:
+            self._refusal = _HEAD_TOO_LARGE
+            raise _Refused("the head is too large")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused("too many requests wait for an answer on this connection")
+        super().on_headers_complete()
+        self._in_head, self._in_body = False, True
+        self._read_bytes = self._body_bytes = 0
+        self._stop_timer()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._read_bytes = 0
+        self._stop_timer()
+        super().on_message_complete()
+        self._table.update(self.transport, busy=self._serving, known=self._known)
+
+    def on_response_complete(self) -> None:
+        self._serving = False
+        self._table.update(self.transport, busy=False, known=self._known)
+        super().on_response_complete()
+        self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal)
+
+    def _authenticated(self) -> None:
+        """The request that is served now is that of somebody known."""
+        self._known = self._serving = True
+        self._table.update(self.transport, busy=not self._in_body, known=True)
+        if not self._in_body and not self._in_head:
+            self._stop_timer()
+
+    def _is_body_too_large(self) -> bool:
+        framing_bytes = self._read_bytes - self._body_bytes
+        return (
+            self._body_bytes > self._max_body_bytes + _IN_FLIGHT_BYTES
+            or framing_bytes > MAX_FRAMING_BYTES + self._body_bytes // 8
+        )
+
+    def _start_timer(self) -> None:
+        """Bound the wait for the client, where it is the client who is waited for."""
+        if self._timer is not None or self.transport.is_closing():
+            return
+        if self._in_head:
+            limit_s = self.head_timeout_s
+        elif self._in_body:
+            if self.pipeline:  # it is read when the answers before it are complete
+                return
+            limit_s = self.body_timeout_s
+        elif self._serving:
+            return
+        else:
+            limit_s = self.keep_alive_s
+        self._timer = self.loop.call_later(limit_s, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, answer: bytes) -> None:
+        """End the connection, with an answer where it would not come into the middle of another."""
+        self._refused = True
+        self._stop_timer()
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn types it as always there
+        begun = cycle is not None and (
+            not cycle.response_complete if self._in_head else cycle.response_started
+        )
+        if self.pipeline or begun:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.transport.write(answer)
+            self.transport.close()
+        if cycle is not None:  # the application may wait for a body
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+
+class _Door(asyncio.Protocol):
+    """Admits a connection before anything is made for it."""
+
+    def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
+        self._table = table
+        self._make = make
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._table.admit(transport):
+            protocol = self._make()
+            transport.set_protocol(protocol)
+            protocol.connection_made(transport)
+
+
+class HttpServer:
+    """Serves an ASGI application between ``start`` and ``stop``."""
+
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """``port`` 0 takes a free one; ``port`` is that one, once started."""
+        self.host = host
+        self.port = port
+        self.table = ConnectionTable(
+            max_connections,
+            max(1, int(max_connections * MAX_SOURCE_SHARE)),
+            max_strangers=min(MAX_STRANGERS, max_connections),
+        )
+        self._max_body_bytes = max_body_bytes
+        self._sockets: list[socket.socket] = []
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Turns(app),
+                http=self._door,  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                # The application logs what happens to requests; the rest is strangers' malformed bytes.
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+
+    async def start(self) -> None:
+        """Return once connections are accepted. Raises FailedPrecondition when the address cannot be had."""
+        bound = _bind(self.host, self.port)
+        self.port = bound.getsockname()[1]
+        self._sockets = [bound]
+        config = self._server.config
+        config.load()
+        self._server.lifespan = config.lifespan_class(config)
+        await self._server.startup(sockets=self._sockets)
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self.table)
+
+    def _door(self, **kwargs: Any) -> _Door:
+        return _Door(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections, give running answers ``grace_s``, then cut them."""
+        if not self._sockets:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        await self._server.shutdown(sockets=self._sockets)
+        state = self._server.server_state
+        if state.tasks:
+            await asyncio.wait(set(state.tasks), timeout=1.0)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        self._sockets = []
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(BACKLOG)
+        bound.setblocking(False)
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            bound.close()
+        raise FailedPrecondition(_cannot_listen(exc, host, port), host=host, port=port) from exc
+    return bound
+
+
+def _cannot_listen(exc: OSError, host: str, port: int) -> str:
+    if exc.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken by another process: stop it or choose another port"
+    if exc.errno == errno.EACCES:
+        return f"port {port} on {host} needs more rights than this process has: choose one above 1023"
+    if exc.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this machine"
+    return f"cannot listen on {host}:{port}: {exc.strerror or exc}"

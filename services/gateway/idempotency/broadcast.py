@@ -1,0 +1,150 @@
+"""The output of one request under a key, in memory, and the clients of this gateway that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.core.errors import FairwayError, ResultExpired, StreamBroken
+from services.gateway.events import Accepted, Finished, RequestSink
+from services.gateway.idempotency.follower import Follower
+from services.gateway.idempotency.record_codec import Pin, degraded_out
+from services.gateway.idempotency.record_log import Diverged, Piece, RecordLog
+
+
+class Audience:
+    """Keeps the whole output, so that a client may come at any time, until it is too large.
+
+    From then on it keeps what its clients have yet to take, and nobody else can come.
+    """
+
+    def __init__(self, window_tokens: int, left: Callable[[Follower, bool], None]) -> None:
+        """``left`` hears of every follower that is done, and whether it wanted the request to end."""
+        self.log = RecordLog()
+        self.pin: Pin | None = None
+        self.whole = True
+        self._window = window_tokens
+        self._left = left
+        self._followers: dict[Follower, bool] = {}
+        self._fresh: bool | None = None
+        self._end: Finished | FairwayError | None = None
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
+        """Return the handle of a new client. Raises ResultExpired when the beginning is not kept.
+
+        It hears nothing before it is told to ``catch_up``.
+        """
+        if not self.whole:
+            raise too_large()
+        follower = Follower(
+            sink,
+            self.log,
+            window_tokens=self._window,
+            client_window=client_window,
+            leave=self._leave,
+        )
+        self._followers[follower] = first
+        return follower
+
+    def catch_up(self, follower: Follower) -> None:
+        """Tell a client that came late what was said so far."""
+        if follower in self._followers and self._fresh is not None:
+            self._accept(follower)
+        if isinstance(self._end, Finished):
+            follower.finished(self._end)
+        elif self._end is not None:
+            follower.failed(copy_of(self._end))
+
+    def accept(self, pin: Pin, *, fresh: bool) -> None:
+        """Tell everyone what it was accepted as. ``fresh``: just now, for the client that came first."""
+        self.pin = pin
+        if self._fresh is None:
+            self._fresh = fresh
+            for follower in list(self._followers):
+                self._accept(follower)
+
+    def put(self, choice: int, piece: Piece) -> None:
+        """Add output and hand it on. Clients that were told otherwise by a lost run are failed."""
+        found = self.log.choice(choice)
+        try:
+            new = found.put(piece)
+        except Diverged as diverged:
+            found.cut(piece.at)
+            self._fail_beyond(choice, piece.at.tokens, str(diverged))
+            new = found.put(piece)
+        if new:
+            for follower in list(self._followers):
+                follower.fresh(choice, found.pieces[-1])
+
+    def finished(self, finished: Finished) -> None:
+        """Tell every client, now or when it has taken the rest, that the request ended well."""
+        self._end = finished
+        for follower in list(self._followers):
+            follower.finished(finished)
+
+    def failed(self, error: FairwayError) -> None:
+        """Fail every client, each with an error of its own: a face adds to it."""
+        self._end = error
+        for follower in list(self._followers):
+            follower.failed(copy_of(error))
+
+    def shorten(self) -> None:
+        """Keep no more than what the clients have yet to take."""
+        self.whole = False
+        for number, choice in self.log.choices.items():
+            places = [follower.place(number) for follower in self._followers]
+            choice.trim(min(places, key=lambda place: place.tokens, default=choice.end))
+
+    def taken(self, choice: int) -> int:
+        """Return up to which token a run may take its output for gone: all of it while the whole is kept."""
+        end = self.log.choice(choice).end.tokens
+        if self.whole:
+            return end
+        return min((follower.place(choice).tokens for follower in self._followers), default=end)
+
+    def _accept(self, follower: Follower) -> None:
+        assert self.pin is not None
+        pin, replayed = self.pin, not (self._fresh and self._followers[follower])
+        follower.accepted(
+            Accepted(
+                request_id=pin.request_id,
+                model=pin.model,
+                version_digest=pin.version_digest,
+                route_revision=pin.route_revision,
+                seed=pin.seed,
+                prompt_tokens=pin.prompt_tokens,
+                received_unix_us=pin.received_unix_us,
+                replayed=replayed,
+                degradations=degraded_out(pin.degraded),
+            )
+        )
+
+    def _fail_beyond(self, choice: int, token: int, why: str) -> None:
+        for follower in list(self._followers):
+            if follower.place(choice).tokens > token:
+                follower.failed(
+                    StreamBroken(
+                        f"the run was lost and its continuation is another one: {why}; send it again with "
+                        "its key to have the whole output",
+                        retry_after_s=0.1,
+                    )
+                )
+
+    def _leave(self, follower: Follower, withdrawn: bool) -> None:
+        self._followers.pop(follower, None)
+        self._left(follower, withdrawn)
+
+
+def too_large() -> ResultExpired:
+    return ResultExpired(
+        "the output of this idempotency key is too large to be kept; it was run and will not run again: use "
+        "another key"
+    )
+
+
+def copy_of(error: FairwayError) -> FairwayError:
+    found = type(error)(error.message, retry_after_s=error.retry_after_s)
+    found.metadata = dict(error.metadata)
+    return found

@@ -1,0 +1,194 @@
+"""What was said of one request under a key so far, in memory: what followers read and the record gets."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.core.errors import IntegrityError
+from services.core.generation import TokenLogprobs
+from services.gateway.idempotency.record_codec import Output, logprobs_in
+
+_ENTRY_BYTES: Final = 120
+_TOKEN_BYTES: Final = 16
+_LOGPROBS_BYTES: Final = 100
+
+
+class Diverged(Exception):
+    """A run that should have continued an output came to another one.
+
+    Where the arithmetic is exact this does not happen; elsewhere two candidates may be as good as equal.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position in the output of a choice: tokens and characters before it."""
+
+    tokens: int = 0
+    chars: int = 0
+
+
+START: Final = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive output of one choice, from ``at`` to ``end``."""
+
+    at: Place
+    ids: Sequence[int]
+    text: str
+    logprobs: Sequence[TokenLogprobs]
+
+    @property
+    def end(self) -> Place:
+        return Place(self.at.tokens + len(self.ids), self.at.chars + len(self.text))
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in memory, estimated."""
+        tops = sum(1 + len(each.top_ids) for each in self.logprobs)
+        return _ENTRY_BYTES + _TOKEN_BYTES * len(self.ids) + len(self.text) + _LOGPROBS_BYTES * tops
+
+    def beyond(self, place: Place) -> Piece:
+        """Return what lies beyond a place within it."""
+        skip = place.tokens - self.at.tokens
+        if skip <= 0:
+            return self
+        text = self.text[max(0, place.chars - self.at.chars) :]
+        return Piece(place, self.ids[skip:], text, self.logprobs[skip:])
+
+    def first(self, tokens: int) -> Piece:
+        """Return its first tokens. The text comes with the last one: it is not known token by token."""
+        if tokens >= len(self.ids):
+            return self
+        return Piece(self.at, self.ids[:tokens], "", self.logprobs[:tokens])
+
+
+@dataclass(slots=True)
+class ChoiceLog:
+    """Pieces of one choice, one after another; ``recorded`` is how far the record has them."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    end: Place = START
+    recorded: Place = START
+    size_bytes: int = 0
+
+    def put(self, piece: Piece) -> bool:
+        """Whether something new came. What was there already must be the same. Raises Diverged."""
+        if piece.at.tokens > self.end.tokens:
+            raise IntegrityError(f"token {piece.at.tokens} came where {self.end.tokens} was due")
+        if piece.at.tokens < self.end.tokens:
+            self._compare(piece)
+            if piece.end.tokens <= self.end.tokens:
+                return False
+            piece = piece.beyond(self.end)
+        self.pieces.append(piece)
+        self.end = piece.end
+        self.size_bytes += piece.size_bytes
+        return True
+
+    def pieces_from(self, place: Place) -> Iterator[Piece]:
+        """Yield what lies beyond a place."""
+        first = bisect_right(self.pieces, place.tokens, key=_end_tokens)
+        for index in range(first, len(self.pieces)):
+            yield self.pieces[index].beyond(place)
+
+    def next_piece(self, place: Place) -> Piece | None:
+        return next(self.pieces_from(place), None)
+
+    def trim(self, place: Place) -> None:
+        """Forget the pieces before a place."""
+        keep = bisect_right(self.pieces, place.tokens, key=_end_tokens)
+        self.size_bytes -= sum(piece.size_bytes for piece in self.pieces[:keep])
+        del self.pieces[:keep]
+
+    def cut(self, place: Place) -> None:
+        """Forget what lies behind a place."""
+        kept = bisect_right(self.pieces, place.tokens, key=_end_tokens)
+        after = self.pieces[kept:]
+        self.size_bytes -= sum(piece.size_bytes for piece in after)
+        del self.pieces[kept:]
+        if after and after[0].at.tokens < place.tokens:
+            head = after[0]
+            text = head.text[: place.chars - head.at.chars]
+            ids = place.tokens - head.at.tokens
+            self.pieces.append(Piece(head.at, head.ids[:ids], text, head.logprobs[:ids]))
+            self.size_bytes += self.pieces[-1].size_bytes
+        self.end = place
+
+    def ids(self, place: Place) -> tuple[int, ...]:
+        """Return the tokens before a place."""
+        found = [token for piece in self.pieces for token in piece.ids]
+        return tuple(found[: place.tokens])
+
+    def unrecorded(self, *, all_of_it: bool) -> list[Piece]:
+        """Return what the record lacks; the last piece only if asked for.
+
+        Its last token may be the one that ends the choice: a run that resumed behind it would go on beyond
+        the end. So the record gets it with what follows, or with the end.
+        """
+        found = list(self.pieces_from(self.recorded))
+        return found if all_of_it else found[:-1]
+
+    def _compare(self, piece: Piece) -> None:
+        """Known ids must be the same; what was trimmed is not compared."""
+        known = bisect_right(self.pieces, piece.at.tokens, key=_end_tokens)
+        for index in range(known, len(self.pieces)):
+            held = self.pieces[index]
+            start, end = max(held.at.tokens, piece.at.tokens), min(held.end.tokens, piece.end.tokens)
+            if start >= end:
+                return
+            mine = held.ids[start - held.at.tokens : end - held.at.tokens]
+            theirs = piece.ids[start - piece.at.tokens : end - piece.at.tokens]
+            if list(mine) != list(theirs):
+                raise Diverged(f"the output differs at token {start} or after")
+
+
+class RecordLog:
+    """The logs of all choices of a request."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, ChoiceLog] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(choice.size_bytes for choice in self.choices.values())
+
+    def choice(self, choice: int) -> ChoiceLog:
+        found = self.choices.get(choice)
+        if found is None:
+            found = self.choices[choice] = ChoiceLog()
+        return found
+
+    def unrecorded(self, *, all_of_it: bool) -> dict[int, list[Piece]]:
+        return {
+            number: pieces
+            for number, choice in self.choices.items()
+            if (pieces := choice.unrecorded(all_of_it=all_of_it))
+        }
+
+    def recorded(self, written: dict[int, list[Piece]]) -> None:
+        """The record has these pieces now."""
+        for number, pieces in written.items():
+            self.choices[number].recorded = pieces[-1].end
+
+
+def outputs(pieces: dict[int, list[Piece]]) -> Iterable[Output]:
+    """Yield pieces as entries of a record, those that follow each other as one."""
+    for choice, found in pieces.items():
+        yield Output(
+            choice,
+            found[0].at.tokens,
+            found[0].at.chars,
+            [token for piece in found for token in piece.ids],
+            "".join(piece.text for piece in found),
+            logprobs_in([each for piece in found for each in piece.logprobs]),
+        )
+
+
+def _end_tokens(piece: Piece) -> int:
+    return piece.at.tokens + len(piece.ids)

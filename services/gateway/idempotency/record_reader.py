@@ -1,0 +1,115 @@
+"""Reads a record into an audience: what another gateway wrote of a request, or this one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from services.core.errors import FairwayError, IntegrityError, StoreUnavailable
+from services.gateway.events import Finished
+from services.gateway.idempotency.broadcast import Audience, too_large
+from services.gateway.idempotency.record_codec import (
+    End,
+    Failure,
+    Output,
+    Pin,
+    Resumed,
+    decode,
+    end_out,
+    logprobs_out,
+)
+from services.gateway.idempotency.record_log import START, Piece, Place
+from services.gateway.idempotency.types import KeyedPorts, Resume
+from services.gateway.requests.choice import Produced
+from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
+from services.rpc.status import by_reason
+
+# How long a follower waits for a store that does not answer.
+FOLLOW_PATIENCE_S: Final = 10.0
+
+
+class RecordReader:
+    """Where it is in the log, and what it found. ``pinned``: the record says what was accepted."""
+
+    def __init__(self, audience: Audience) -> None:
+        self._audience = audience
+        self.restart()
+
+    def restart(self) -> None:
+        """Read from the beginning. What the audience has already is compared, and not said twice."""
+        self.chunks = 0
+        self.resumes = 0
+        self.pinned = False
+        self.end: Finished | FairwayError | None = None
+        for choice in self._audience.log.choices.values():
+            choice.recorded = START
+
+    def take(self, chunks: Iterable[bytes]) -> None:
+        """Take the next chunks. Raises IntegrityError for what is none."""
+        for chunk in chunks:
+            for entry in decode(chunk):
+                self._take(entry)
+            self.chunks += 1
+
+    async def follow(self, ports: KeyedPorts, key: RecordKey) -> bool:
+        """Read as the record grows, until it ended or nobody runs it. Whether it ended.
+
+        Raises ResultExpired when its log is not kept, StoreUnavailable when the store is away for long.
+        """
+        self.restart()
+        patience_until_s = ports.clock.monotonic_s() + FOLLOW_PATIENCE_S
+        while True:
+            try:
+                tail = await ports.store.read(key, self.chunks, watch=True)
+            except StoreUnavailable:
+                if ports.clock.monotonic_s() > patience_until_s:
+                    raise
+                await ports.clock.sleep(ports.limits.poll_s)
+                continue
+            patience_until_s = ports.clock.monotonic_s() + FOLLOW_PATIENCE_S
+            self.take(tail.chunks)
+            if tail.state is RecordState.EXPIRED:
+                raise too_large()
+            if tail.more:
+                continue
+            if tail.state is not RecordState.RUNNING:
+                return tail.state is RecordState.ENDED
+            await ports.clock.sleep(ports.limits.poll_s)
+
+    async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> Resume | None:
+        """Take over the first ``chunks`` of a record; return what a run of it goes on from."""
+        self.restart()
+        while self.chunks < chunks:
+            tail = await store.read(key, self.chunks, watch=False)
+            if not tail.chunks:
+                self.restart()  # the log went meanwhile: from the beginning, with the same seed
+                break
+            self.take(tail.chunks)
+        pin = self._audience.pin
+        if pin is None:
+            return None
+        found = self._audience.log.choices
+        produced = [Produced()] * (max(found, default=-1) + 1)
+        for number, choice in found.items():
+            produced[number] = Produced(choice.ids(choice.recorded), choice.recorded.chars)
+        return Resume(pin, tuple(produced))
+
+    def _take(self, entry: Pin | Resumed | Output | End | Failure) -> None:
+        if isinstance(entry, Output):
+            at = Place(entry.offset, entry.chars)
+            piece = Piece(at, entry.ids, entry.text, logprobs_out(entry.logprobs))
+            self._audience.put(entry.choice, piece)
+            choice = self._audience.log.choice(entry.choice)
+            choice.recorded = max(choice.recorded, piece.end, key=lambda place: place.tokens)
+        elif isinstance(entry, Pin):
+            self.pinned = True
+            self._audience.accept(entry, fresh=False)
+        elif isinstance(entry, Resumed):
+            self.resumes += 1
+        elif not self.pinned:
+            raise IntegrityError("the record of this idempotency key has no beginning; use another key")
+        elif isinstance(entry, End):
+            self.end = end_out(entry)
+        else:
+            self.end = by_reason(entry.reason, entry.message)
+            self.end.metadata = dict(entry.metadata)

@@ -1,0 +1,297 @@
+"""One request under an idempotency key on this gateway: claimed, run or followed, and ended.
+
+``drive`` is the only task that decides. It claims the record. If the record is this gateway's, a ``Request``
+runs as any other does, with this as its sink, and the record is written behind it; if another's, it is read
+until it ends. Losing the record to another gateway turns the one into the other under the clients' feet:
+what they hear comes from one log either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+import structlog
+
+from services.core.errors import (
+    FairwayError,
+    IdempotencyConflict,
+    InternalError,
+    NoWorkerAvailable,
+    RequestCancelled,
+    ResultExpired,
+    StoreUnavailable,
+)
+from services.core.generation import GenerationSpec
+from services.gateway.events import Finished, RequestSink
+from services.gateway.idempotency.broadcast import Audience, too_large
+from services.gateway.idempotency.follower import Follower
+from services.gateway.idempotency.ownership import Tenure
+from services.gateway.idempotency.record_reader import RecordReader
+from services.gateway.idempotency.settlement import NotingLimiter, write_ending
+from services.gateway.idempotency.telemetry import Arrivals, CameTo, EndingOutcome, came_to
+from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
+from services.gateway.policy.degrade import Degradation
+from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
+
+log = structlog.get_logger()
+
+# How often a record may change hands under one client before it is told to come again.
+MAX_ROUNDS: Final = 32
+
+
+class Phase(StrEnum):
+    CLAIMING = "claiming"
+    OWNING = "owning"
+    FOLLOWING = "following"
+    OVER = "over"
+
+
+class KeyedRun:
+    """What this gateway does for one key and body, and the host of the clients that follow it."""
+
+    def __init__(
+        self,
+        key: RecordKey,
+        fingerprint: str,
+        ports: KeyedPorts,
+        launch: Launch,
+        departed: Callable[[Follower], None],
+    ) -> None:
+        """``departed`` hears of every client that is done."""
+        self.key = key
+        self.fingerprint = fingerprint
+        self.phase = Phase.CLAIMING
+        self.audience = Audience(ports.window_tokens, self._left)
+        self.tenure: Tenure | None = None
+        self.unwritten: Ending | None = None
+        self._ports = ports
+        self._launch = launch
+        self._departed = departed
+        self._arrivals = Arrivals(ports.telemetry, key.tenant_id)
+        self._reader = RecordReader(self.audience)
+        self._task: asyncio.Task[None] | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        self._stopped: FairwayError | None = None
+
+    # --- clients -----------------------------------------------------------------------------------
+
+    def start(self, task: asyncio.Task[None]) -> None:
+        """Name the task that runs ``drive``; ``close`` must follow its end."""
+        self._task = task
+
+    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
+        """Return the handle of a client, who hears the request from its beginning."""
+        follower = self.audience.join(sink, client_window, first=first)
+        self._arrivals.joined(over=self.phase is Phase.OVER)
+        self._stop_grace()
+        asyncio.get_running_loop().call_soon(self.audience.catch_up, follower)
+        return follower
+
+    @property
+    def joinable(self) -> bool:
+        """Whether another client can come: it runs, or its end is not written yet and stands here."""
+        if self.phase is Phase.OVER:
+            return self.unwritten is not None and self.unwritten.ended
+        return self._stopped is None
+
+    def stop(self, error: FairwayError) -> None:
+        """End what this gateway does for the request: another may go on with it."""
+        self._stopped = self._stopped or error
+        if self.phase is not Phase.OWNING and self._task is not None:
+            self._task.cancel()
+        elif self.tenure is not None and self.tenure.request is not None:
+            self.tenure.request.cancel(error)
+
+    def close(self) -> None:
+        """Leave nothing behind. Called when the task is done, which may never have begun."""
+        self._stop_grace()
+        self._arrivals.claimed(CameTo.REFUSED)
+        if self.phase is not Phase.OVER:
+            self._fail(self._stopped or RequestCancelled("the request was cancelled"))
+
+    def tend(self) -> None:
+        """Keep no more of an output that is not kept whole, and let the run go on by as much."""
+        if not self.audience.whole:
+            self.audience.shorten()
+            if self.tenure is not None:
+                for choice in list(self.audience.log.choices):
+                    self.tenure.credit(choice)
+
+    def outgrow(self) -> None:
+        """Keep the whole output no more: nobody else can come, so it ends with its clients."""
+        self.audience.shorten()
+        if not len(self.audience):
+            self._start_grace(0.0)
+
+    # --- the one task ------------------------------------------------------------------------------
+
+    async def drive(self) -> None:
+        """Return once the request ended here and every client was told."""
+        try:
+            for _ in range(MAX_ROUNDS):
+                if await self._round():
+                    return
+            raise NoWorkerAvailable(
+                f"the request changed hands {MAX_ROUNDS} times; send it again with its key", retry_after_s=1.0
+            )
+        except FairwayError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            self._fail(self._stopped or RequestCancelled("the request was cancelled"))
+            if self._stopped is None:
+                raise
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a native library's panic is no Exception
+            self._fail(self._incident(error))
+        finally:
+            self.tenure = None
+
+    async def _round(self) -> bool:
+        """Claim once and act on it. Whether the request is over."""
+        self.phase = Phase.CLAIMING
+        claim = await self._claim()
+        if isinstance(claim, OtherBody):
+            raise IdempotencyConflict(
+                "this idempotency key was used for another request; take a new key for a new request",
+                field="idempotency_key",
+            )
+        if isinstance(claim, Expired):
+            raise ResultExpired(
+                "the request of this idempotency key was run and its output is not kept any more; it will "
+                "not run again: use another key",
+                field="idempotency_key",
+            )
+        if isinstance(claim, Owned):
+            return await self._own(claim)
+        return await self._follow()
+
+    async def _claim(self) -> Claim:
+        found = CameTo.REFUSED
+        try:
+            claim = await self._ports.store.claim(self.key, self.fingerprint, self._ports.owner)
+            found = came_to(claim)
+        finally:
+            self._ports.telemetry.claim(found)
+            self._arrivals.claimed(found)
+        log.info("idempotency.claimed", record=self.key.digest[:12], found=found.value)
+        return claim
+
+    async def _follow(self) -> bool:
+        """Hear what another gateway runs. Whether it ended; else it can be claimed."""
+        self.phase = Phase.FOLLOWING
+        self._drop_if_alone()
+        ended = await self._reader.follow(self._ports, self.key)
+        if ended:
+            self._deliver(self._reader.end or too_large())
+        return ended
+
+    async def _own(self, claim: Owned) -> bool:
+        """Run the request, from where an earlier run left it. Whether it is over, and not lost to another."""
+        self.phase = Phase.OWNING
+        tenure = self.tenure = Tenure(claim.hold, self._ports, self.audience, self.outgrow)
+        resume = await self._reader.load(self._ports.store, self.key, claim.chunks)
+        if not self.audience.whole:
+            raise too_large()  # what was read of it is not all there to go on from
+        limiter = NotingLimiter(tenure.note, self._ports.limiter)
+        request, task = self._launch(tenure, limiter, resume, partial(self._record, tenure))
+        tenure.start(request, [found.chars for found in resume.produced] if resume is not None else ())
+        if self._stopped is not None:
+            request.cancel(self._stopped)
+        if not len(self.audience):
+            self._start_grace()
+        await task
+        self.tenure = None
+        await tenure.close()
+        if tenure.fenced:
+            log.info("idempotency.fenced", record=self.key.digest[:12])
+            self._ports.telemetry.ending(EndingOutcome.FENCED)
+            return False
+        return await self._conclude(tenure)
+
+    async def _record(
+        self, tenure: Tenure, spec: GenerationSpec, degradations: Sequence[Degradation]
+    ) -> None:
+        """Tell the clients what the request was accepted as, once it is written. Raises StoreUnavailable."""
+        fresh = self.audience.pin is None
+        pin = await tenure.accept(spec, degradations, resumed=self._reader.pinned)
+        self._reader.resumes += 0 if fresh else 1
+        self.audience.accept(pin, fresh=fresh)
+
+    async def _conclude(self, tenure: Tenure) -> bool:
+        """End the record, or let go of it, and tell the clients. Whether it was not lost before."""
+        outcome, ending = tenure.ending(self._reader.resumes)
+        found = EndingOutcome.WRITTEN
+        try:
+            if await write_ending(self._ports, ending) is Written.FENCED:
+                found = EndingOutcome.FENCED
+        except StoreUnavailable as error:
+            log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
+            self.unwritten, found = ending, EndingOutcome.DEFERRED
+            if ending.reservation is not None:  # its usage outlives this process, as any other's does
+                apart = replace(ending.reservation, record=self.key.digest)
+                await self._ports.limiter.settle(apart, ending.usage)
+        self._ports.telemetry.ending(found)
+        if found is EndingOutcome.FENCED:
+            log.info("idempotency.fenced", record=self.key.digest[:12])
+            return False
+        self._deliver(outcome)
+        return True
+
+    def _deliver(self, outcome: Finished | FairwayError) -> None:
+        if isinstance(outcome, Finished):
+            self.phase = Phase.OVER
+            self.audience.finished(outcome)
+        else:
+            self._fail(outcome)
+
+    def _fail(self, error: FairwayError) -> None:
+        self.phase = Phase.OVER
+        self.audience.failed(error)
+
+    def _incident(self, error: BaseException) -> InternalError:
+        """Return what the clients hear of a bug: an id that stands in the log, and none of its own text."""
+        incident = self._ports.new_incident()
+        log.error("idempotency.crashed", record=self.key.digest[:12], incident=incident, exc_info=error)
+        return InternalError("internal error; quote the incident id to the operator", incident=incident)
+
+    # --- clients that leave ------------------------------------------------------------------------
+
+    def _left(self, follower: Follower, withdrawn: bool) -> None:
+        self._departed(follower)
+        if len(self.audience) or self.phase is Phase.OVER:
+            return
+        if self.phase is Phase.FOLLOWING:
+            self._drop_if_alone()
+        else:
+            self._start_grace(0.0 if withdrawn or not self.audience.whole else None)
+
+    def _drop_if_alone(self) -> None:
+        """Nobody here follows what runs elsewhere: there is nothing to do."""
+        if not len(self.audience) and self._task is not None:
+            self._stopped = self._stopped or RequestCancelled("the request was cancelled")
+            self._task.cancel()
+
+    def _start_grace(self, seconds: float | None = None) -> None:
+        self._stop_grace()
+        wait_s = self._ports.limits.detach_grace_s if seconds is None else seconds
+        self._grace = asyncio.get_running_loop().call_later(wait_s, self._grace_over)
+
+    def _stop_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _grace_over(self) -> None:
+        """End a request that nobody came back to, unless somebody follows it by way of another gateway."""
+        tenure = self.tenure
+        watched_until_s = tenure.watched_until_s if tenure is not None else 0.0
+        if self.phase is Phase.CLAIMING or self._ports.clock.monotonic_s() < watched_until_s:
+            self._start_grace(1.0)
+        elif tenure is not None and tenure.request is not None:
+            tenure.request.cancel(RequestCancelled("the client left and did not come back"))

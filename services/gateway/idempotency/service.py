@@ -1,0 +1,186 @@
+"""Requests under idempotency keys on this gateway: one run for each key and body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import structlog
+
+from fairway.task_group import TaskGroup
+from fairway.v1 import inference_pb2
+from services.core.errors import ConcurrencyExceeded, FairwayError
+from services.core.shares import share_of
+from services.gateway.events import Received, RequestSink
+from services.gateway.idempotency.broadcast import copy_of
+from services.gateway.idempotency.follower import Follower
+from services.gateway.idempotency.ownership import Tenure
+from services.gateway.idempotency.pending_ends import UnwrittenEndings
+from services.gateway.idempotency.record_writer import RecordFlusher
+from services.gateway.idempotency.run import KeyedRun
+from services.gateway.idempotency.telemetry import CameTo
+from services.gateway.idempotency.types import KeyedPorts, Launch
+from services.ports.idempotency import RecordKey
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+_DIGEST_CHARS: Final = 32
+
+
+class Idempotent:
+    """Every duplicate of a request that reaches this gateway joins the one run of it."""
+
+    def __init__(self, ports: KeyedPorts, supervisor: Supervisor) -> None:
+        self._ports = ports
+        self._supervisor = supervisor
+        self._runs: dict[tuple[RecordKey, str], KeyedRun] = {}
+        self._followers: dict[Follower, str] = {}
+        self._per_tenant: Counter[str] = Counter()
+        self._flusher = RecordFlusher(ports, self.owned)
+        self._unwritten = UnwrittenEndings(ports, self._forget)
+        ports.telemetry.export_levels(
+            followers=lambda: len(self._followers),
+            owned=lambda: sum(1 for _ in self.owned()),
+            unwritten=lambda: len(self._unwritten),
+        )
+
+    @property
+    def followers(self) -> int:
+        return len(self._followers)
+
+    def followers_of(self, tenant_id: str) -> int:
+        return self._per_tenant[tenant_id]
+
+    @property
+    def busy(self) -> int:
+        """How many requests and clients a drain has to wait for."""
+        return sum(run.unwritten is None for run in self._runs.values()) + len(self._followers)
+
+    def owned(self) -> Iterator[Tenure]:
+        """Yield the records that this gateway runs the requests of."""
+        return (run.tenure for run in self._runs.values() if run.tenure is not None)
+
+    def attach(
+        self,
+        key: RecordKey,
+        fingerprint: str,
+        sink: RequestSink,
+        launch: Launch,
+        *,
+        timeout_s: float,
+        client_window: int | None,
+    ) -> Follower:
+        """Return the handle of a client of the key's request, which is begun, joined or replayed.
+
+        ``launch`` runs it, should this gateway have to. Raises ConcurrencyExceeded and ResultExpired.
+        """
+        most = self._ports.limits.max_tenant_followers
+        if self._per_tenant[key.tenant_id] >= most:
+            self._ports.telemetry.clients(key.tenant_id, CameTo.REFUSED)
+            raise ConcurrencyExceeded(
+                f"this gateway serves {most} clients of this tenant's idempotency keys, its most",
+                retry_after_s=1.0,
+                limit=most,
+            )
+        name = (key, fingerprint)
+        run = self._runs.get(name)
+        first = run is None or not run.joinable
+        if run is None or first:
+            run = self._runs[name] = KeyedRun(key, fingerprint, self._ports, launch, self._departed)
+        follower = run.join(sink, client_window, first=first)
+        self._followers[follower] = key.tenant_id
+        self._per_tenant[key.tenant_id] += 1
+        follower.limit_to(timeout_s)
+        if first:
+            task = self._supervisor.spawn(f"keyed {key.digest[:12]}", run.drive())
+            run.start(task)
+            task.add_done_callback(partial(self._over, run))
+        return follower
+
+    async def flush_forever(self) -> None:
+        """Write behind the runs what they produced, and renew their leases; a task of the process."""
+        async with TaskGroup() as group:
+            group.create_task(self._flusher.flush_forever())
+            group.create_task(self._unwritten.write_forever())
+            while True:
+                await self._ports.clock.sleep(self._ports.limits.flush_s)
+                self._bound_memory()
+
+    async def write_endings(self) -> None:
+        """Try once more to write what the store did not take."""
+        await self._unwritten.write()
+
+    def stop(self, error: FairwayError) -> int:
+        """End every run and client here, for others to go on with. Returns how many clients were cut."""
+        cut = len(self._followers)
+        for run in list(self._runs.values()):
+            run.stop(error)
+        for follower in list(self._followers):
+            follower.failed(copy_of(error))
+        return cut
+
+    def check_integrity(self) -> None:
+        assert sum(self._per_tenant.values()) == len(self._followers), "clients are counted wrongly"
+        self._unwritten.check_integrity()
+
+    def _bound_memory(self) -> None:
+        """Give credit, and keep outputs no longer whole that are too large, the largest first."""
+        limits, total = self._ports.limits, 0
+        of_tenant: Counter[str] = Counter()
+        sized = sorted(
+            ((run.audience.log.size_bytes, number, run) for number, run in enumerate(self._runs.values())),
+            key=lambda found: found[0],
+        )
+        for size, _, run in sized:
+            run.tend()
+            total += size
+            of_tenant[run.key.tenant_id] += size
+            crowded = total > limits.max_logs_bytes
+            crowded |= of_tenant[run.key.tenant_id] > share_of(limits.max_logs_bytes)
+            if run.audience.whole and (size > limits.max_log_bytes or crowded):
+                log.warning("idempotency.output_not_kept", record=run.key.digest[:12], size_bytes=size)
+                run.outgrow()
+
+    def _departed(self, follower: Follower) -> None:
+        tenant_id = self._followers.pop(follower, None)
+        if tenant_id is not None:
+            self._per_tenant[tenant_id] -= 1
+            if not self._per_tenant[tenant_id]:
+                del self._per_tenant[tenant_id]
+
+    def _over(self, run: KeyedRun, _: asyncio.Task[None]) -> None:
+        run.close()
+        if run.unwritten is None:
+            self._forget(run)
+        else:
+            self._unwritten.keep(run)
+
+    def _forget(self, run: KeyedRun) -> None:
+        name = (run.key, run.fingerprint)
+        if self._runs.get(name) is run:
+            del self._runs[name]
+
+
+def record_key(tenant_id: str, idempotency_key: str, part: int) -> RecordKey:
+    """Return the record of a client's key. ``part`` numbers the generations of one request."""
+    text = f"fairway key v1\0{part}\0{idempotency_key}"
+    return RecordKey(tenant_id, hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS])
+
+
+def fingerprint(generation: inference_pb2.Generation, received: Received) -> str:
+    """Return a hash of everything in the request that decides its outcome.
+
+    How long a client waits does not: a retry has less time left than the request that it repeats.
+    """
+    body = inference_pb2.Generation()
+    body.CopyFrom(generation)
+    body.ClearField("idempotency_key")
+    body.ClearField("timeout")
+    digest = hashlib.sha256(f"fairway request v1\0{received.part}\0{received.whole}\0".encode())
+    digest.update(body.SerializeToString(deterministic=True))
+    return digest.hexdigest()[:_DIGEST_CHARS]

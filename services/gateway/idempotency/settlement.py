@@ -1,0 +1,67 @@
+"""The settlement of a request under a key, which is part of its record's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.core.generation import GenerationSpec, Usage
+from services.gateway.idempotency.record_codec import Pin, degraded_in
+from services.gateway.idempotency.types import Ending, KeyedPorts
+from services.gateway.policy.degrade import Degradation
+from services.ports.idempotency import Written
+from services.ports.limiter import Limiter, Limits, Reservation
+
+
+class NotingLimiter:
+    """The ``Limiter`` of a request whose settlement is part of its record's end."""
+
+    def __init__(self, note: Callable[[Reservation, Usage], None], limiter: Limiter) -> None:
+        self._note = note
+        self._limiter = limiter
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        return await self._limiter.admit(tenant_id, request_id, limits)
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        await self._limiter.spend(tenant_id, limits)
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None:
+        await self._limiter.renew(reservations)
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        self._note(reservation, usage)
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return await self._limiter.concurrency(tenant_id)
+
+
+async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
+    """Return once the record is ended or let go of, and the request settled, by whoever owns it.
+
+    Raises StoreUnavailable; calling it again is safe.
+    """
+    write = ports.store.finish if ending.ended else ports.store.release
+    written = await write(ending.hold, ending.chunk, ending.reservation, ending.usage)
+    reservation = ending.reservation
+    if reservation is not None and (
+        written is Written.GONE or (reservation.local and written is not Written.FENCED)
+    ):
+        # Without a record it is settled as any other; the local slot is not the store's to give back. Tokens
+        # that the store has charged it does not charge again.
+        await ports.limiter.settle(reservation, ending.usage)
+    return written
+
+
+def pin_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> Pin:
+    """Return what the record says of a request as it is served."""
+    return Pin(
+        request_id=spec.request_id,
+        model=spec.model,
+        version_digest=spec.version_digest,
+        route_revision=spec.route_revision,
+        seed=spec.sampling.seed,
+        prompt_tokens=len(spec.prompt_ids),
+        max_output_tokens=spec.max_output_tokens,
+        received_unix_us=int(unix_s * 1e6),
+        degraded=degraded_in(degradations),
+    )

@@ -1,0 +1,127 @@
+"""What the gateway tells of idempotency keys: what clients came to, what the record store answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from services.ports.idempotency import Claim, Ended, Expired, Owned, Running
+from services.runtime.telemetry.metrics import Metrics
+
+
+class CameTo(StrEnum):
+    """What a client's key, or a claim of its record, came to."""
+
+    NEW = "new"
+    TAKEOVER = "takeover"
+    ATTACHED = "attached"
+    REPLAYED = "replayed"
+    CONFLICT = "conflict"
+    EXPIRED = "expired"
+    REFUSED = "refused"
+
+
+class EndingOutcome(StrEnum):
+    """What became of the write that ends a record or lets go of it."""
+
+    WRITTEN = "written"
+    FENCED = "fenced"
+    DEFERRED = "deferred"
+    DROPPED = "dropped"
+
+
+def came_to(claim: Claim) -> CameTo:
+    if isinstance(claim, Owned):
+        return CameTo.TAKEOVER if claim.chunks else CameTo.NEW
+    if isinstance(claim, Running):
+        return CameTo.ATTACHED
+    if isinstance(claim, Ended):
+        return CameTo.REPLAYED
+    return CameTo.EXPIRED if isinstance(claim, Expired) else CameTo.CONFLICT
+
+
+class KeyedTelemetry:
+    """The instruments of one gateway's keys."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._clients = metrics.counter(
+            "fairway_idempotency_clients_total",
+            "Requests with an idempotency key, by what they came to: begun, gone on with, joined, replayed, "
+            "or not served",
+            ("tenant", "outcome"),
+        )
+        self._claims = metrics.counter(
+            "fairway_idempotency_claims_total",
+            "Claims of records, by what the store answered; refused: it did not, or the tenant has its most",
+            ("outcome",),
+        )
+        self._endings = metrics.counter(
+            "fairway_idempotency_endings_total",
+            "Runs under a key that ended here, by what became of the last write to the record",
+            ("outcome",),
+        )
+        self._flush = metrics.histogram(
+            "fairway_idempotency_flush_seconds",
+            "From the call that appends to the records of one tenant and renews their leases to its answer",
+            ("outcome",),
+        )
+
+    def clients(self, tenant_id: str, outcome: CameTo, count: int = 1) -> None:
+        self._clients.add(self._metrics.tenants.of(tenant_id), outcome.value, amount=count)
+
+    def claim(self, outcome: CameTo) -> None:
+        self._claims.add(outcome.value)
+
+    def ending(self, outcome: EndingOutcome) -> None:
+        self._endings.add(outcome.value)
+
+    def flush(self, elapsed_s: float, *, answered: bool) -> None:
+        self._flush.observe(elapsed_s, "written" if answered else "failed")
+
+    def export_levels(
+        self, *, followers: Callable[[], int], owned: Callable[[], int], unwritten: Callable[[], int]
+    ) -> None:
+        """Export what the gateway holds for keys now."""
+        self._metrics.level(
+            "fairway_idempotency_followers",
+            "Clients with an idempotency key that are connected",
+            lambda: float(followers()),
+        )
+        self._metrics.level(
+            "fairway_idempotency_records_owned",
+            "Records that this gateway runs the request of and renews the lease of",
+            lambda: float(owned()),
+        )
+        self._metrics.level(
+            "fairway_idempotency_endings_unwritten",
+            "Ends of records, with what they charge, that wait for the store",
+            lambda: float(unwritten()),
+        )
+
+
+class Arrivals:
+    """Counts each client of one run once: those that came before the claim when it is answered."""
+
+    def __init__(self, telemetry: KeyedTelemetry, tenant_id: str) -> None:
+        self._telemetry = telemetry
+        self._tenant_id = tenant_id
+        self._waiting = 0
+        self._claimed = False
+
+    def joined(self, *, over: bool) -> None:
+        """``over``: the request has ended."""
+        if self._claimed:
+            self._telemetry.clients(self._tenant_id, CameTo.REPLAYED if over else CameTo.ATTACHED)
+        else:
+            self._waiting += 1
+
+    def claimed(self, outcome: CameTo) -> None:
+        """The first claim was answered; later ones change nothing for who counts already."""
+        if self._claimed or not self._waiting:
+            return
+        self._claimed = True
+        self._telemetry.clients(self._tenant_id, outcome)
+        others = CameTo.ATTACHED if outcome in (CameTo.NEW, CameTo.TAKEOVER) else outcome
+        if self._waiting > 1:
+            self._telemetry.clients(self._tenant_id, others, self._waiting - 1)

@@ -1,0 +1,200 @@
+"""From a request to one that may run: within its tenant's quotas, validated, and written down under a key.
+
+What costs next to nothing is checked first. Then the quotas are asked, and only what they admit is tokenised:
+a request that is refused after that gives its slot back, and counts against the rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import structlog
+
+from fairway.v1 import inference_pb2
+from services.core.errors import FairwayError
+from services.core.generation import GenerationSpec, Principal, Usage
+from services.core.records import Tenant
+from services.gateway.catalog import PinnedVersion
+from services.gateway.events import Received
+from services.gateway.idempotency.record_codec import degraded_out
+from services.gateway.idempotency.types import Record, Resume
+from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
+from services.gateway.requests.choice import RunContext
+from services.gateway.requests.request import Admitted
+from services.gateway.requests.stage_timer import Stage, StageTimer
+from services.gateway.requests.validate import Validator
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.telemetry import RequestTelemetry
+from services.ports.limiter import Limits, Reservation
+from services.runtime.identity import KeyDirectory
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """How one request came and may run. ``client_window`` is in tokens, None without one.
+
+    Under a key: what an earlier run left, and what writes down what the request is accepted as.
+    """
+
+    received: Received
+    timeout_s: float
+    client_window: int | None = None
+    resume: Resume | None = None
+    record: Record | None = None
+
+
+class Admission:
+    """The way of every request to its slot. What it took and cannot use, it gives back."""
+
+    def __init__(
+        self, validator: Validator, identity: KeyDirectory, ports: Ports, limits: GatewayLimits
+    ) -> None:
+        self._validator = validator
+        self._identity = identity
+        self._ports = ports
+        self._limits = limits
+
+    async def admit(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        timer: StageTimer,
+        terms: RunTerms,
+        telemetry: RequestTelemetry,
+    ) -> Admitted:
+        resume, request_id = terms.resume, terms.received.request_id
+        pinned = None
+        if resume is not None:
+            pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
+        checked = self._validator.check(principal, generation, pinned=pinned)
+        tenant = self._identity.still_valid(principal)
+        timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
+        # What goes on was counted against the rate when it began.
+        rate = tenant.requests_per_minute if resume is None else 0
+        reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
+        try:
+            timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
+            spec = await self._validator.resolve(principal, generation, request_id, checked)
+            if resume is None:
+                spec, degradations = await self._degraded(principal, generation, spec, tenant)
+            else:  # it goes on as it began, whatever the pressure is by now
+                degradations = degraded_out(resume.pin.degraded)
+            telemetry.degraded(degradations, anew=resume is None)
+            if terms.record is not None:
+                timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
+                await terms.record(spec, degradations)
+        except BaseException:
+            # Before the error is known outside: the client's next request finds the slot free.
+            giving_back = self._ports.supervisor.spawn(f"undo {request_id}", self._give_back(reservation))
+            await asyncio.shield(giving_back)
+            raise
+        self._ports.retries.request_began(self._ports.clock.monotonic_s())
+        produced = resume.produced if resume is not None else ()
+        return Admitted(spec, reservation, self._context(tenant, terms, telemetry), produced, degradations)
+
+    async def spend(self, principal: Principal) -> None:
+        """Return if the tenant's rate of other work has room. Raises RequestRateExceeded."""
+        tenant = self._identity.still_valid(principal)
+        await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
+
+    def _context(self, tenant: Tenant, terms: RunTerms, telemetry: RequestTelemetry) -> RunContext:
+        received, timeout_s = terms.received, terms.timeout_s
+        ports, limits, tenant_id = self._ports, self._limits, tenant.meta.name
+        return RunContext(
+            placement=ports.placement,
+            workers=ports.workers,
+            clock=ports.clock,
+            rng=ports.rng,
+            error_of=ports.error_of,
+            tenant_id=tenant_id,
+            ticket=ports.sign_ticket(tenant_id, received.request_id, ports.clock.unix_s() + timeout_s),
+            arrival_unix_us=received.unix_us,
+            queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
+            deadline_s=received.monotonic_s + timeout_s,
+            window_tokens=limits.window_tokens,
+            telemetry=telemetry,
+            client_window=terms.client_window,
+            placed_prefix_blocks=limits.placed_prefix_blocks,
+            tenant_weight=tenant.weight,
+            committed_tokens_per_minute=tenant.committed_tokens_per_minute,
+            attempt=received.attempt,
+            retries=ports.retries,
+        )
+
+    async def _degraded(
+        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
+    ) -> tuple[GenerationSpec, tuple[Degradation, ...]]:
+        """Return what is served while the model is under pressure, and how that differs from the request."""
+        pressure_ratio, levels = self._ports.pressure(spec.version_digest), self._limits.degrade
+        found: list[Degradation] = []
+        by_ids = generation.WhichOneof("input") == "token_ids"
+        smaller = smaller_model(spec, tenant.degrade, pressure_ratio, levels, by_ids=by_ids)
+        if smaller is not None:
+            instead = await self._by_model(principal, generation, spec, smaller)
+            if instead is not None:
+                found.append(
+                    Degradation(DegradationKind.SMALLER_MODEL, spec.model, instead.model, pressure_ratio)
+                )
+                spec = instead
+        cap = output_cap(spec, tenant.degrade, pressure_ratio, levels)
+        if cap is not None:
+            asked = str(spec.max_output_tokens)
+            found.append(Degradation(DegradationKind.OUTPUT_CAPPED, asked, str(cap), pressure_ratio))
+            spec = replace(spec, max_output_tokens=cap)
+        return spec, tuple(found)
+
+    async def _by_model(
+        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, model: str
+    ) -> GenerationSpec | None:
+        """Return the request for another model; None where that is no better or cannot be."""
+        asked = inference_pb2.Generation()
+        asked.CopyFrom(generation)
+        asked.model = model
+        try:
+            checked = self._validator.check(principal, asked)
+            found = await self._validator.resolve(principal, asked, spec.request_id, checked)
+        except FairwayError as error:  # not deployed, not for this key, or too short for the prompt
+            log.info("request.not_degraded", model=model, reason=error.reason)
+            return None
+        eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
+        return found if eased else None
+
+    async def _reserve(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
+        ports = self._ports
+        admission = ports.supervisor.spawn(
+            f"admit {request_id}", self._ask_limiter(tenant_id, request_id, limits)
+        )
+        try:
+            outcome = await asyncio.shield(admission)
+        except asyncio.CancelledError:
+            ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
+            raise
+        if isinstance(outcome, FairwayError):
+            ports.telemetry.admission(outcome.reason)
+            raise outcome
+        ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
+        return outcome
+
+    async def _ask_limiter(
+        self, tenant_id: str, request_id: str, limits: Limits
+    ) -> Reservation | FairwayError:
+        """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
+        try:
+            return await self._ports.limiter.admit(tenant_id, request_id, limits)
+        except FairwayError as error:
+            return error
+
+    async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
+        outcome = await admission
+        if not isinstance(outcome, FairwayError):
+            await self._give_back(outcome)
+
+    async def _give_back(self, reservation: Reservation) -> None:
+        try:
+            await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
+        except FairwayError as error:
+            log.info("reservation.undo_failed", reason=error.reason)

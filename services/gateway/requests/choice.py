@@ -1,0 +1,415 @@
+"""One choice of a request: placed, run, and placed again until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Final
+
+import structlog
+
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    NoLeader,
+    NoWorkerAvailable,
+    QueueTimeout,
+    SlowReader,
+    StreamBroken,
+    VersionFailing,
+)
+from services.core.generation import (
+    NOT_FINITE,
+    AnyGrant,
+    FallbackGrant,
+    FinishReason,
+    GenerationSpec,
+    NotAdmittedReason,
+    PlaceSpec,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
+from services.gateway.events import ChoiceResult, RequestSink
+from services.gateway.policy.retry import (
+    EXCLUDED_S,
+    GiveUp,
+    PlaceAgain,
+    RetryBudget,
+    after_loss,
+    after_refusal,
+    after_unreached,
+)
+from services.gateway.requests.stage_timer import Stage, StageTimer
+from services.gateway.telemetry import RequestTelemetry
+from services.ports.clock import Clock
+from services.ports.placement import PlacementClient
+from services.ports.worker import RunningSequence, WorkerClient
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: NotAdmittedReason
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    message: str
+
+
+Outcome = SequenceEnd | Refused | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What every choice of a request shares."""
+
+    placement: PlacementClient
+    workers: WorkerClient
+    clock: Clock
+    rng: Random
+    error_of: Callable[[str, str], FairwayError]
+    tenant_id: str
+    ticket: bytes
+    arrival_unix_us: int
+    queue_ttl_s: float
+    deadline_s: float | None
+    # Tokens that may be on their way to the client, untaken; and how many it takes before it gives credit
+    # itself, None for any number.
+    window_tokens: int
+    telemetry: RequestTelemetry
+    client_window: int | None = None
+    # How many blocks of the prompt the scheduler is told of, so that it places where they are cached.
+    placed_prefix_blocks: int = 0
+    tenant_weight: float = 1.0
+    committed_tokens_per_minute: int = 0
+    attempt: int = 0
+    retries: RetryBudget = field(default_factory=RetryBudget)
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Output of an earlier run of a choice: its tokens, and how many characters of text they gave."""
+
+    ids: tuple[int, ...] = ()
+    chars: int = 0
+
+
+_NOTHING: Final = Produced()
+
+
+class SequenceRun:
+    """The sink of its sequence on whichever worker runs it; keeps what a resume needs.
+
+    ``run`` is the only task that writes the control state; the token path only appends.
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        choice: int,
+        context: RunContext,
+        sink: RequestSink,
+        timer: StageTimer,
+        produced: Produced = _NOTHING,
+    ) -> None:
+        """``produced``: the sequence goes on behind it, and its sink hears what follows."""
+        self.spec = spec
+        self.choice = choice
+        self.timer = timer
+        self.losses = 0
+        self.cached_tokens = 0
+        self._context = context
+        self._sink = sink
+        self._pace = context.telemetry.pace()
+        self._refusals = 0
+        self._first_run = True  # the worker that has it computes the prompt for the first time
+        self._accepted = False  # by the worker that it was given to last
+        self._granted = bool(produced.ids)  # a place, now or before
+        self._unreached = 0  # starts in a row whose worker went away before it accepted, and since when
+        self._unreached_since_s = 0.0
+        self._produced = list(produced.ids)
+        self._chars = produced.chars
+        self._running: RunningSequence | None = None
+        self._outcome: asyncio.Future[Outcome] | None = None
+        # Output offsets: what the transport took, what the client allows, what the worker may send up to.
+        self._taken = len(produced.ids)
+        self._allowed = context.client_window
+        self._limit = 0
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self._produced)
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Tokens that came and that the transport has not taken."""
+        return len(self._produced) - self._taken
+
+    async def run(self) -> ChoiceResult:
+        """Return once the choice ended for good. Raises the error that ended it otherwise."""
+        excluded: tuple[str, ...] = ()
+        while True:
+            grant = await self._place(excluded)
+            self._granted = True
+            outcome = await self._execute(grant)
+            if isinstance(outcome, SequenceEnd) and outcome.reason in (
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+            ):
+                return self._result(outcome)
+            again = self._decide(outcome, grant)
+            excluded = (again.exclude_worker,) if again.exclude_worker else ()
+            if again.delay_s > 0:
+                await self._context.clock.sleep(again.delay_s)
+
+    def credit(self, tokens: int) -> None:
+        """The transport took ``tokens``: the worker may send as many more, told in quarters of the window."""
+        self._taken += tokens
+        window = self._context.window_tokens
+        if (self._taken + window - self._limit) * 4 >= window:
+            self._extend()
+
+    def allow(self, tokens: int) -> None:
+        """The client's own window grew. Without one there is nothing to grow."""
+        if self._allowed is not None:
+            self._allowed += tokens
+            self._extend()
+
+    def _open_to(self) -> int:
+        """The output offset up to which tokens may come. A client's window never widens ours: what it does
+        not read is kept here."""
+        limit = self._taken + self._context.window_tokens
+        return limit if self._allowed is None else min(limit, self._allowed)
+
+    def _extend(self) -> None:
+        limit = self._open_to()
+        if self._running is not None and limit > self._limit:
+            self._running.credit(limit - self._limit)
+            self._limit = limit
+
+    async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
+        """Return a grant, without an excluded worker if another is to be had soon.
+
+        A worker that was lost may be the only one, and come back: after a while it is as good as any.
+        """
+        context = self._context
+        self.timer.enter(Stage.QUEUE, context.clock.monotonic_s())
+        spec = self._place_spec()
+        try:
+            if not excluded:
+                return await context.placement.place(spec)
+            patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
+            return await context.placement.place(
+                replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s)
+            )
+        except (QueueTimeout, NoWorkerAvailable, NoLeader):
+            if not excluded:
+                raise
+            return await context.placement.place(spec)
+        finally:
+            self.timer.enter(Stage.DISPATCH, context.clock.monotonic_s())
+
+    def _place_spec(self) -> PlaceSpec:
+        context, spec = self._context, self.spec
+        return PlaceSpec(
+            request_id=spec.request_id,
+            choice=self.choice,
+            tenant_id=context.tenant_id,
+            priority=spec.priority,
+            model=spec.model,
+            version_digest=spec.version_digest,
+            route_revision=spec.route_revision,
+            prompt_tokens=len(spec.prompt_ids) + len(self._produced),
+            max_output_tokens=spec.max_output_tokens - len(self._produced),
+            arrival_unix_us=context.arrival_unix_us,
+            queue_ttl_s=self._patience_s(),
+            ticket=context.ticket,
+            traceparent=self.timer.traceparent,
+            prefix_hashes=spec.prefix_hashes[: context.placed_prefix_blocks],
+            deadline_left_s=None
+            if context.deadline_s is None
+            else max(0.001, context.deadline_s - context.clock.monotonic_s()),
+            tenant_weight=context.tenant_weight,
+            attempt=context.attempt,
+            committed_tokens_per_minute=context.committed_tokens_per_minute,
+            begun=self._granted,
+        )
+
+    def _patience_s(self) -> float:
+        """How long to queue. A stream that has begun waits until its deadline rather than break."""
+        context = self._context
+        if not self._produced or context.deadline_s is None:
+            return context.queue_ttl_s
+        return max(context.queue_ttl_s, context.deadline_s - context.clock.monotonic_s())
+
+    async def _execute(self, grant: AnyGrant) -> Outcome:
+        """Start under a grant and wait for what becomes of it. Leaving early frees the worker's KV."""
+        context = self._context
+        time_left_s = None
+        if context.deadline_s is not None:
+            time_left_s = max(context.deadline_s - context.clock.monotonic_s(), 0.001)
+        # A start has at least one token of credit: resumed at the very end of the client's window, a stream
+        # is that one token ahead of it.
+        self._limit = max(self._open_to(), len(self._produced) + 1)
+        start = StartSpec(
+            generation=self.spec,
+            choice=self.choice,
+            tenant_id=context.tenant_id,
+            grant=grant,
+            initial_credit_tokens=self._limit - len(self._produced),
+            produced_ids=tuple(self._produced),
+            delivered_chars=self._chars,
+            time_left_s=time_left_s,
+            traceparent=self.timer.traceparent,
+        )
+        if isinstance(grant, FallbackGrant):
+            context.telemetry.placed_alone()
+        self._accepted = False
+        self._first_run = not self._produced
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._running = context.workers.start(start, self)
+        try:
+            return await self._outcome
+        finally:
+            if (
+                not self._outcome.done()
+                or self._outcome.cancelled()
+                or isinstance(self._outcome.result(), Lost)
+            ):
+                self._running.cancel()
+            context.placement.over(grant, _refusal_of(self._outcome))
+            self._running = self._outcome = None
+
+    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
+        """Return how to place it again. Raises the error that ends it."""
+        jitter = self._context.rng.random()
+        if isinstance(outcome, Refused):
+            if outcome.reason is NotAdmittedReason.INVALID:
+                raise InternalError(f"{grant.worker_id} took the start for out of bounds")
+            self._refusals += 1
+            decision = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
+            if isinstance(decision, GiveUp):
+                raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
+        else:
+            if isinstance(outcome, SequenceEnd):
+                self._note_cached(outcome)
+                if outcome.reason is FinishReason.PREEMPTED:
+                    self._log_placed_again(grant, outcome)
+                    return PlaceAgain()
+                if outcome.reason is not FinishReason.ENGINE_LOST:
+                    raise self._error(outcome)
+            decision = self._after_end(outcome, grant, jitter)
+            if isinstance(decision, GiveUp) and _is_not_finite(outcome):
+                raise VersionFailing(
+                    f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
+                    f"finite on {self.losses} tries: the version is at fault",
+                    retry_after_s=10.0,
+                    version_digest=self.spec.version_digest,
+                    model=self.spec.model,
+                    tries=self.losses,
+                )
+            if isinstance(decision, GiveUp):
+                raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
+            paced_s = self._context.retries.take(self._context.clock.monotonic_s())
+            decision = replace(decision, delay_s=decision.delay_s + paced_s)
+        self._log_placed_again(grant, outcome)
+        return decision
+
+    def _after_end(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp:
+        """Count a loss, unless the worker never had the sequence."""
+        if self._accepted or not isinstance(outcome, Lost):
+            self.losses += 1
+            return after_loss(grant.worker_id, self.losses, jitter)
+        context, now_s = self._context, self._context.clock.monotonic_s()
+        if self._unreached == 0:
+            self._unreached_since_s = now_s
+        self._unreached += 1
+        waited_s = now_s - self._unreached_since_s
+        return after_unreached(grant.worker_id, self._unreached, waited_s, context.queue_ttl_s, jitter)
+
+    def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
+        cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
+        cause = "not_finite" if _is_not_finite(outcome) else cause
+        self._context.telemetry.placed_again(cause)
+        log.info(
+            "sequence.placed_again",
+            request_id=self.spec.request_id,
+            choice=self.choice,
+            worker_id=grant.worker_id,
+            after=outcome.message if isinstance(outcome, Lost) else outcome.reason.value,
+            produced=len(self._produced),
+        )
+
+    def _note_cached(self, end: SequenceEnd) -> None:
+        """What a resume finds in a cache may be what this request itself computed: that is no saving."""
+        if self._first_run:
+            self.cached_tokens = end.cached_tokens
+
+    def _error(self, end: SequenceEnd) -> FairwayError:
+        if end.reason is FinishReason.DEADLINE:
+            return DeadlineExceeded("the deadline passed while the output was being produced")
+        if end.reason is FinishReason.SLOW_READER:
+            return SlowReader("the output was not read for too long; read faster or ask for less")
+        if end.reason is FinishReason.ERROR:
+            return self._context.error_of(end.error_reason, end.error_message)
+        return InternalError(f"the worker ended the sequence with {end.reason.value}")
+
+    def _result(self, end: SequenceEnd) -> ChoiceResult:
+        self._note_cached(end)
+        now_s = self._context.clock.monotonic_s()
+        self._pace.finished(len(self._produced), now_s)
+        self.timer.enter(Stage.SEND, now_s)
+        self.timer.split_wait(end.engine_wait_us / 1e6)
+        return ChoiceResult(self.choice, end.reason, end.stop, end.output_tokens)
+
+    # --- SequenceSink: called by the worker client's reader -------------------------------------
+
+    def on_accepted(self) -> None:
+        self._accepted = True
+        self._refusals = self._unreached = 0
+        self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self._resolve(Refused(reason))
+
+    def on_tokens(
+        self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        now_s = self._context.clock.monotonic_s()
+        if self.timer.current is not Stage.DECODE:
+            self.timer.enter(Stage.DECODE, now_s)
+        if ids:
+            self._pace.tokens(len(ids), now_s)
+        if offset != len(self._produced):
+            self._resolve(Lost(f"token {offset} came where {len(self._produced)} was due"))
+            return
+        self._produced.extend(ids)
+        self._chars += len(text)
+        self._sink.on_tokens(self.choice, offset, ids, text, logprobs)
+
+    def on_finished(self, end: SequenceEnd) -> None:
+        self._resolve(end)
+
+    def on_lost(self, message: str) -> None:
+        self._resolve(Lost(message))
+
+    def _resolve(self, outcome: Outcome) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+
+def _is_not_finite(outcome: Outcome) -> bool:
+    return isinstance(outcome, SequenceEnd) and outcome.error_reason == NOT_FINITE
+
+
+def _refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:
+    if not outcome.done() or outcome.cancelled():
+        return None
+    found = outcome.result()
+    return found.reason if isinstance(found, Refused) else None

@@ -1,0 +1,247 @@
+"""One accepted request: its choices, its slot and its terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from fairway.task_group import TaskGroup
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    RequestCancelled,
+    first_failure,
+)
+from services.core.generation import GenerationSpec, Usage
+from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
+from services.gateway.policy.degrade import Degradation
+from services.gateway.requests.choice import Produced, RunContext, SequenceRun
+from services.gateway.requests.stage_timer import StageTimer
+from services.gateway.telemetry import GatewayTelemetry
+from services.ports.clock import Clock
+from services.ports.limiter import Limiter, Reservation
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that passed the validator and the quotas, with what its run needs.
+
+    ``produced`` is the output of an earlier run, by choice. ``degradations``: what was changed of it.
+    """
+
+    spec: GenerationSpec
+    reservation: Reservation
+    context: RunContext
+    produced: tuple[Produced, ...] = ()
+    degradations: tuple[Degradation, ...] = ()
+
+    def produced_by(self, choice: int) -> Produced:
+        """Return what an earlier run produced for a choice."""
+        return self.produced[choice] if choice < len(self.produced) else Produced()
+
+
+Admit = Callable[[StageTimer], Awaitable[Admitted]]
+
+
+class Request:
+    """Drives one request to exactly one terminal event on its sink.
+
+    ``run`` is the body of the request's own task; ``cancel`` and ``credit`` are called by its face.
+    """
+
+    def __init__(
+        self,
+        received: Received,
+        sink: RequestSink,
+        *,
+        limiter: Limiter,
+        clock: Clock,
+        supervisor: Supervisor,
+        new_incident: Callable[[], str],
+        telemetry: GatewayTelemetry | None = None,
+    ) -> None:
+        self.request_id = received.request_id
+        if telemetry is None:
+            telemetry = GatewayTelemetry(clock=clock)
+        self.telemetry = telemetry.begin(received)
+        self.reservation: Reservation | None = None
+        self._sink = sink
+        self._limiter = limiter
+        self._clock = clock
+        self._supervisor = supervisor
+        self._new_incident = new_incident
+        self._timer = self.telemetry.timer()
+        self._runs: tuple[SequenceRun, ...] = ()
+        self._task: asyncio.Task[None] | None = None
+        self._cancel_error: FairwayError | None = None
+        self._started = False
+        self._allowed_early = 0
+        self._prompt_tokens = 0
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Output tokens that came and that the transport has not taken."""
+        return sum(run.buffered_tokens for run in self._runs)
+
+    def bind(self, task: asyncio.Task[None]) -> None:
+        """Name the task that runs ``run``."""
+        self._task = task
+
+    def credit(self, choice: int, tokens: int) -> None:
+        """The transport took tokens of a choice; unknown choices are ignored."""
+        if choice < len(self._runs):
+            self._runs[choice].credit(tokens)
+
+    def allow(self, tokens: int) -> None:
+        """The client takes that many tokens more of every choice, also of one that does not run yet."""
+        if not self._runs:
+            self._allowed_early += tokens
+        for run in self._runs:
+            run.allow(tokens)
+
+    def cancel(self, error: FairwayError | None = None) -> None:
+        """End the request now; its sink hears ``error``, by default that it was cancelled."""
+        if self._task is not None and not self._task.done() and self._cancel_error is None:
+            self._cancel_error = error or RequestCancelled("the request was cancelled")
+            if self._started:  # else ``run`` finds the error: a task that never began could not tell its sink
+                self._task.cancel()
+
+    def withdraw(self) -> None:
+        """The client asked for the request to end."""
+        self.cancel()
+
+    async def run(self, admit: Admit, timeout_s: float | None) -> None:
+        """Return after the terminal event; every resource of the request is free by then."""
+        self._started = True
+        structlog.contextvars.bind_contextvars(request_id=self.request_id)
+        if self._cancel_error is not None:
+            self._fail(self._cancel_error)
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                finished = await self._run_admitted(admit)
+        except InternalError as error:
+            self._fail(self._incident(error))
+        except FairwayError as error:
+            self._fail(error)
+        except TimeoutError:
+            self._fail(DeadlineExceeded("the deadline passed before the output was complete"))
+        except asyncio.CancelledError:
+            self._fail(self._cancelled())
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a native library's panic is no Exception
+            self._fail(self._incident(error))
+        else:
+            self._end_stages()
+            self.telemetry.finished(finished)
+            self._sink.on_finished(finished)
+
+    async def _run_admitted(self, admit: Admit) -> Finished:
+        admitted = await admit(self._timer)
+        self.reservation = admitted.reservation
+        self._prompt_tokens = len(admitted.spec.prompt_ids)
+        self.telemetry.accepted(admitted.context.tenant_id, admitted.spec.model)
+        try:
+            results = await self._run_choices(admitted)
+        finally:
+            await self._settle(admitted)
+        # After the settling, so that the clock holds all that the client waits for.
+        return Finished(
+            choices=results,
+            usage=self._usage(admitted.spec),
+            clock=self._last_timer().finish(self._clock.monotonic_s()),
+            resumes=sum(run.losses for run in self._runs),
+        )
+
+    async def _run_choices(self, admitted: Admitted) -> tuple[ChoiceResult, ...]:
+        spec = admitted.spec
+        self._runs = tuple(
+            SequenceRun(
+                spec, choice, admitted.context, self._sink, self._timer.fork(), admitted.produced_by(choice)
+            )
+            for choice in range(spec.choices)
+        )
+        if self._allowed_early:
+            self.allow(self._allowed_early)
+        self._sink.on_accepted(
+            Accepted(
+                request_id=spec.request_id,
+                model=spec.model,
+                version_digest=spec.version_digest,
+                route_revision=spec.route_revision,
+                seed=spec.sampling.seed,
+                prompt_tokens=len(spec.prompt_ids),
+                degradations=admitted.degradations,
+            )
+        )
+        return await self._all_choices()
+
+    async def _all_choices(self) -> tuple[ChoiceResult, ...]:
+        """Run the choices side by side; the first failure ends the others and is raised itself."""
+        if len(self._runs) == 1:
+            return (await self._runs[0].run(),)
+        try:
+            async with TaskGroup() as group:
+                tasks = [group.create_task(run.run()) for run in self._runs]
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        return tuple(task.result() for task in tasks)
+
+    def _usage(self, spec: GenerationSpec) -> Usage:
+        return Usage(
+            prompt_tokens=len(spec.prompt_ids),
+            output_tokens=sum(run.output_tokens for run in self._runs),
+            cached_tokens=max((run.cached_tokens for run in self._runs), default=0),
+        )
+
+    async def _settle(self, admitted: Admitted) -> None:
+        """Give the slot back before the terminal event, so that the client's next request finds it free.
+
+        A store that does not answer must not keep the client waiting for an output that it has: the
+        reservation lapses by itself.
+        """
+        self.reservation = None
+        settling = self._settle_with(admitted.reservation, self._usage(admitted.spec))
+        await asyncio.shield(self._supervisor.spawn(f"settle {self.request_id}", settling))
+
+    async def _settle_with(self, reservation: Reservation, usage: Usage) -> None:
+        try:
+            await self._limiter.settle(reservation, usage)
+        except FairwayError as error:
+            log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
+
+    def _cancelled(self) -> FairwayError:
+        """Why the task was cancelled: by its face, or else with the process."""
+        return self._cancel_error or RequestCancelled("the request was cancelled")
+
+    def _incident(self, error: BaseException) -> InternalError:
+        """Return what the client hears of a bug: an id that stands in the log, and none of its own text."""
+        incident = self._new_incident()
+        log.error("request.crashed", request_id=self.request_id, incident=incident, exc_info=error)
+        return InternalError("internal error; quote the incident id to the operator", incident=incident)
+
+    def _last_timer(self) -> StageTimer:
+        """The stage clock of the choice that took longest, the request's own before there are any."""
+        return max((run.timer for run in self._runs), key=lambda timer: timer.entered_s, default=self._timer)
+
+    def _end_stages(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for timer in (self._timer, *(run.timer for run in self._runs)):
+            timer.leave(now_s)
+
+    def _fail(self, error: FairwayError) -> None:
+        error.metadata.setdefault("request_id", self.request_id)
+        clock = self._last_timer().finish(self._clock.monotonic_s())
+        self._end_stages()
+        output_tokens = sum(run.output_tokens for run in self._runs)
+        cached_tokens = max((run.cached_tokens for run in self._runs), default=0)
+        self.telemetry.failed(error, clock, (self._prompt_tokens, cached_tokens, output_tokens))
+        self._sink.on_failed(error)

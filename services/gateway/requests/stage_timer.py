@@ -1,0 +1,90 @@
+"""The stage clock of one request: time is always in exactly one stage, so the stages sum to the latency."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from services.core.generation import StageClock
+from services.gateway.requests.stage_trace import StageTrace
+
+
+class Stage(Enum):
+    VALIDATE = "validate_us"
+    ADMIT = "admit_us"
+    QUEUE = "queue_us"
+    DISPATCH = "dispatch_us"
+    ENGINE_WAIT = "engine_wait_us"
+    PREFILL = "prefill_us"
+    DECODE = "decode_us"
+    SEND = "send_us"
+
+
+_ORDER: Final = tuple(Stage)
+
+
+class StageTimer:
+    """Moves through the stages; entering one again (after a loss) adds to it."""
+
+    __slots__ = ("_current", "_entered_s", "_seconds", "_trace", "_unix_us")
+
+    def __init__(self, received_unix_us: int, now_s: float, trace: StageTrace | None = None) -> None:
+        """``trace``: what makes a span of each stage, None for a request that is not recorded."""
+        self._trace = trace
+        if trace is not None:
+            trace.entered(Stage.VALIDATE.name.lower(), now_s)
+        self._unix_us = received_unix_us
+        self._current = Stage.VALIDATE
+        self._entered_s = now_s
+        self._seconds = dict.fromkeys(_ORDER, 0.0)
+
+    @property
+    def current(self) -> Stage:
+        return self._current
+
+    @property
+    def entered_s(self) -> float:
+        """When the current stage began, monotonic seconds."""
+        return self._entered_s
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        """Charge the time since the last change to the stage that ends."""
+        self._seconds[self._current] += now_s - self._entered_s
+        if self._trace is not None and stage is not self._current:
+            self._trace.entered(stage.name.lower(), now_s)
+        self._current, self._entered_s = stage, now_s
+
+    def fork(self) -> StageTimer:
+        """Return a timer of its own for one choice, with what was measured so far."""
+        child = StageTimer(self._unix_us, self._entered_s)
+        child._trace = None if self._trace is None else self._trace.fork()
+        child._current = self._current
+        child._seconds = dict(self._seconds)
+        return child
+
+    def split_wait(self, engine_wait_s: float) -> None:
+        """Divide accepted-to-first-token by what the worker measured.
+
+        The wait before the prefill is the worker's figure, never more than was observed here; the rest
+        is prefill and the way back.
+        """
+        observed_s = self._seconds[Stage.ENGINE_WAIT] + self._seconds[Stage.PREFILL]
+        wait_s = min(max(engine_wait_s, 0.0), observed_s)
+        self._seconds[Stage.ENGINE_WAIT] = wait_s
+        self._seconds[Stage.PREFILL] = observed_s - wait_s
+
+    @property
+    def traceparent(self) -> str:
+        """What another process continues the current stage by; empty for a request that is not recorded."""
+        return "" if self._trace is None else self._trace.traceparent
+
+    def leave(self, now_s: float) -> None:
+        """End the span of the current stage."""
+        if self._trace is not None:
+            self._trace.left(now_s)
+
+    def finish(self, now_s: float) -> StageClock:
+        """Return the clock as of ``now_s``."""
+        self.enter(self._current, now_s)
+        micros = {stage.value: round(seconds * 1e6) for stage, seconds in self._seconds.items()}
+        return StageClock(received_unix_us=self._unix_us, **micros)

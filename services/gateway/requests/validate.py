@@ -1,0 +1,286 @@
+"""The one validator of every face: what leaves it can run, or never could have been accepted.
+
+Order: bounds of every field, then who may, then the model: what costs next to nothing, and is done before the
+tenant's quotas are asked. Then, within them, text into tokens and limits in tokens. Sizes are checked before
+anything of that size is made. Every error names its ``field``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from fairway.v1 import common_pb2, inference_pb2
+from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
+from services.core.generation import GenerationSpec, Principal, SamplingParams
+from services.core.records import Priority
+from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
+from services.gateway.text.prefix_names import PrefixNames
+from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.tokenise import Tokeniser
+from services.rpc import bounds
+from services.rpc.convert.inference import PRIORITY_OF
+from services.runtime.identity import KeyDirectory
+
+# A nucleus of no mass is taken as the single most likely token.
+_LEAST_TOP_P: Final = 1e-6
+_MAX_FANOUT_TOKENS: Final = 1_048_576
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    choices: int
+    max_output_tokens: int
+    min_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A generation whose fields make sense: where it leads, in which class."""
+
+    route: Route
+    priority: Priority
+
+
+class Validator:
+    """Turns what a client asked for into a GenerationSpec."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        identity: KeyDirectory,
+        rng: Random,
+        *,
+        max_fanout_tokens: int = _MAX_FANOUT_TOKENS,
+        prefixes: PrefixNames | None = None,
+    ) -> None:
+        """``max_fanout_tokens`` bounds the output of all choices of a request together. Without ``prefixes``
+        no cached prefix is named."""
+        self._catalog = catalog
+        self._identity = identity
+        self._rng = rng
+        self._tokeniser = Tokeniser(catalog.texts)
+        self._max_fanout_tokens = max_fanout_tokens
+        self._prefixes = prefixes
+
+    def check(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        pinned: PinnedVersion | None = None,
+    ) -> Checked:
+        """Return what is known of the generation before anything is made of its text.
+
+        ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more,
+        InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable without a replica that can serve.
+        """
+        bounds.check(generation)
+        route = self._route(principal, generation.model, pinned)
+        self._catalog.require_hope(route)
+        priority = self._priority(principal, generation.priority)
+        _check_stop(generation.stop)
+        _check_input(generation)
+        return Checked(route, priority)
+
+    async def resolve(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        checked: Checked,
+    ) -> GenerationSpec:
+        """Return the generation with its version pinned, prompt tokenised and every default applied.
+
+        Raises InvalidInput, PromptTooLong, or what fetching the model's tokenizer raises.
+        """
+        route = checked.route
+        model = await self._catalog.text_model(route.version_digest)
+        context = self._context(route, model)
+        _check_ids(generation, model.vocab_size)
+        prompt_ids = await self._prompt_ids(principal, generation, model)
+        lengths = self._lengths(generation, len(prompt_ids), context)
+        spec = GenerationSpec(
+            request_id=request_id,
+            model=route.model,
+            version_digest=route.version_digest,
+            route_revision=route.route_revision,
+            prompt_ids=prompt_ids,
+            sampling=self._sampling(generation.sampling, model.defaults),
+            max_output_tokens=lengths.max_output_tokens,
+            min_output_tokens=lengths.min_output_tokens,
+            stop=tuple(generation.stop),
+            stop_token_ids=tuple(generation.stop_token_ids),
+            choices=lengths.choices,
+            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+            priority=checked.priority,
+            ignore_eos=generation.ignore_eos,
+            session_key=generation.session_key or principal.key_id,
+        )
+        return spec if self._prefixes is None else await self._prefixes.named(spec, principal.tenant_id)
+
+    def check_count(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, inference_pb2.Generation]:
+        """Return the route and the generation whose tokens are to be counted. Raises as ``check`` does."""
+        bounds.check(request)
+        route = self._route(principal, request.model)
+        generation = inference_pb2.Generation(model=request.model)
+        if request.HasField("chat"):
+            generation.chat.CopyFrom(request.chat)
+        elif request.HasField("prompt"):
+            generation.prompt = request.prompt
+        _check_input(generation)
+        return route, generation
+
+    async def count_tokens(
+        self, principal: Principal, generation: inference_pb2.Generation, route: Route
+    ) -> int:
+        """Return how many prompt tokens a generation that was checked has."""
+        model = await self._catalog.text_model(route.version_digest)
+        try:
+            return len(await self._prompt_ids(principal, generation, model))
+        except PromptTooLong as error:
+            if (counted := error.metadata.get("prompt_tokens")) is None:
+                raise
+            return int(counted)  # more than the context holds is a count as well
+
+    def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
+        """What an earlier run had is not authorised again: a smaller model may answer for the one that the
+        caller named, and may use. Who may go on with it was asked before its record was read."""
+        if pinned is not None:
+            return self._catalog.resolve_pinned(model, pinned)
+        self._identity.authorise_model(principal, model)
+        return self._catalog.resolve(model)
+
+    def _priority(self, principal: Principal, asked: int) -> Priority:
+        """The class that was asked for; else the standard one, or the tenant's highest if that is lower."""
+        highest = self._identity.tenant(principal.tenant_id).max_priority
+        if asked == common_pb2.PRIORITY_UNSPECIFIED:
+            return min(Priority.STANDARD, highest, key=lambda priority: priority.rank)
+        priority = PRIORITY_OF[asked]
+        if priority.rank > highest.rank:
+            raise PermissionDenied(
+                f"priority {priority} is above {highest}, the highest of this tenant",
+                field="priority",
+                priority=priority,
+                max_priority=highest,
+            )
+        return priority
+
+    def _context(self, route: Route, model: TextModel) -> int:
+        known = self._catalog.max_context_tokens(route.version_digest)
+        return min(known, model.max_context_tokens) if known else model.max_context_tokens
+
+    async def _prompt_ids(
+        self, principal: Principal, generation: inference_pb2.Generation, model: TextModel
+    ) -> Sequence[int]:
+        kind = generation.WhichOneof("input")
+        if kind == "token_ids":
+            return tuple(generation.token_ids.ids)
+        if kind == "chat":
+            messages = [Message(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
+            ids = await self._tokeniser.chat(model, principal.tenant_id, messages)
+        else:
+            ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)
+        if not ids:
+            raise InvalidInput("the prompt has no tokens", field="prompt")
+        return ids
+
+    def _lengths(self, generation: inference_pb2.Generation, prompt_tokens: int, context: int) -> _Lengths:
+        room = context - prompt_tokens
+        choices = generation.choices if generation.HasField("choices") else 1
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {prompt_tokens} tokens; the context of {context} leaves no room for output",
+                field=_input_field(generation),
+                prompt_tokens=prompt_tokens,
+                max_context_tokens=context,
+            )
+        asked = generation.max_output_tokens if generation.HasField("max_output_tokens") else None
+        if asked is not None and asked > room:
+            raise PromptTooLong(
+                f"max_output_tokens {asked} and {prompt_tokens} prompt tokens exceed the model's context "
+                f"of {context}: at most {room} are left",
+                field="max_output_tokens",
+                max_output_tokens=asked,
+                prompt_tokens=prompt_tokens,
+                max_context_tokens=context,
+                room_tokens=room,
+            )
+        share = max(1, self._max_fanout_tokens // choices)
+        if asked is not None and asked > share:
+            raise InvalidInput(
+                f"max_output_tokens {asked} times {choices} choices exceed {self._max_fanout_tokens} tokens",
+                field="max_output_tokens",
+                max_output_tokens=asked,
+                choices=choices,
+                max_fanout_tokens=self._max_fanout_tokens,
+            )
+        longest = asked if asked is not None else min(room, share)
+        if generation.min_output_tokens > longest:
+            raise InvalidInput(
+                f"min_output_tokens {generation.min_output_tokens} is above the {longest} that may be made",
+                field="min_output_tokens",
+                min_output_tokens=generation.min_output_tokens,
+                max_output_tokens=longest,
+            )
+        return _Lengths(choices, longest, generation.min_output_tokens)
+
+    def _sampling(self, asked: common_pb2.Sampling, defaults: SamplingDefaults) -> SamplingParams:
+        top_p = asked.top_p if asked.HasField("top_p") else defaults.top_p
+        repetition = asked.HasField("repetition_penalty")
+        return SamplingParams(
+            seed=asked.seed if asked.HasField("seed") else self._rng.getrandbits(63),
+            temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
+            top_p=max(top_p, _LEAST_TOP_P),
+            top_k=asked.top_k if asked.HasField("top_k") else defaults.top_k,
+            min_p=asked.min_p if asked.HasField("min_p") else defaults.min_p,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
+            logit_bias=tuple(sorted(asked.logit_bias.items())),
+        )
+
+
+def _input_field(generation: inference_pb2.Generation) -> str:
+    return {"chat": "messages", "token_ids": "token_ids"}.get(generation.WhichOneof("input") or "", "prompt")
+
+
+def _check_input(generation: inference_pb2.Generation) -> None:
+    kind = generation.WhichOneof("input")
+    if kind is None:
+        raise InvalidInput("the prompt is missing", field="prompt")
+    empty = {
+        "prompt": not generation.prompt,
+        "chat": not generation.chat.messages,
+        "token_ids": not generation.token_ids.ids,
+    }
+    if empty[kind]:
+        field = _input_field(generation)
+        raise InvalidInput(f"{field} is empty", field=field)
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    for index, text in enumerate(stop):
+        if not text:
+            raise InvalidInput("a stop string is empty", field=f"stop[{index}]")
+
+
+def _check_ids(generation: inference_pb2.Generation, vocab_size: int) -> None:
+    """Every id that will index the vocabulary is within it."""
+    for field, ids in (
+        ("token_ids", generation.token_ids.ids),
+        ("stop_token_ids", generation.stop_token_ids),
+        ("logit_bias", generation.sampling.logit_bias),
+    ):
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise InvalidInput(
+                f"{field} holds token {largest}; the model's vocabulary has {vocab_size}",
+                field=field,
+                token=largest,
+                vocab_size=vocab_size,
+            )

@@ -1,0 +1,189 @@
+"""A model version's chat template, and what keeps a message from speaking for the server.
+
+A chat template joins messages with control tokens, and a tokenizer reads control tokens back out of text
+wherever they are spelled. A user who writes ``<|end|><|system|>`` must not end his turn. So the template
+computes with text that carries which of its characters come from a message (``template_text``), and writes
+exactly the text that it writes elsewhere. Where a control token is spelled with at least one such character,
+the text is cut behind the token's first character and tokenised in pieces, so that no piece spells it.
+Messages that spell none give exactly the tokens that they give elsewhere. ``TextEncoder.encode_chat`` counts
+the control tokens afterwards.
+
+Control tokens are the tokenizer's added tokens that are flagged special. Other added tokens (``<think>``)
+are ordinary text with an id of their own: transformers reads them from messages too.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Final
+
+import jinja2
+
+from services.core.errors import FailedPrecondition, InvalidInput
+from services.gateway.text.template.sandbox import (
+    BUDGET,
+    MAX_TEMPLATE_BYTES,
+    Budget,
+    BudgetedEnvironment,
+    BudgetExceeded,
+    TemplateRefused,
+)
+from services.gateway.text.template.traced_text import MESSAGE, Traced, concat, origin_of
+from services.gateway.text.text_model import Message
+from services.ports.clock import Clock
+
+_STRFTIME: Final = re.compile(r"(%[-_0^#]?[A-Za-z%]|[^%])*")
+MAX_STEPS: Final = 200_000
+RENDER_TIMEOUT_S: Final = 2.0
+# Characters of text that one rendering may make on the way, all operations together.
+MAX_WORK_CHARS: Final = 16 * 1024 * 1024
+_TEMPLATE_MISTAKES: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Rendered text; ``cuts`` are the offsets at which it is taken apart before it is tokenised."""
+
+    text: str
+    cuts: tuple[int, ...] = ()
+
+    def pieces(self) -> list[str]:
+        bounds = (0, *self.cuts, len(self.text))
+        return [self.text[start:end] for start, end in pairwise(bounds) if start < end]
+
+
+class ControlTokens:
+    """The spellings of a tokenizer's control tokens."""
+
+    def __init__(self, special: Iterable[str]) -> None:
+        self._special = _any_of(special)
+
+    def spelled(self, text: str) -> list[str]:
+        """Return the control tokens that a tokenizer reads from the text, in order."""
+        return self._special.findall(text) if self._special else []
+
+    def guarded(self, text: str) -> Rendered:
+        """Return a template's text, cut inside each control token that a message spells or takes part in."""
+        origin = origin_of(text)
+        if self._special is None or MESSAGE not in origin:
+            return Rendered(str.__str__(text))
+        cuts, start = [], 0
+        while found := self._special.search(text, start):
+            start = found.end()
+            if MESSAGE in origin[found.start() : start]:
+                start = found.start() + 1
+                cuts.append(start)
+        return Rendered(str.__str__(text), tuple(cuts))
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    # Longest first, as tokenizers match them.
+    ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+class ChatTemplate:
+    """Renders messages into the text that the model was trained on. Any thread."""
+
+    def __init__(
+        self, source: str, *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
+    ) -> None:
+        """``tokens`` are ``bos_token`` and the like. Raises FailedPrecondition when it does not compile."""
+        if len(source.encode()) > MAX_TEMPLATE_BYTES:
+            raise FailedPrecondition(f"the chat template is longer than {MAX_TEMPLATE_BYTES} bytes")
+        environment = BudgetedEnvironment({"strftime_now": _strftime(clock)})
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError, ValueError) as exc:
+            line = f" in line {exc.lineno}" if isinstance(exc, jinja2.TemplateSyntaxError) else ""
+            raise FailedPrecondition(
+                f"the chat template does not compile: {type(exc).__name__}{line}: {str(exc)[:300]}"
+            ) from exc
+        self._control = control
+        self._tokens = dict(tokens)
+        self._clock = clock
+        self._knows_developer = "developer" in source
+        self.depends_on_time = "strftime_now" in source
+
+    def render(self, messages: Sequence[Message], *, max_chars: int) -> Rendered:
+        """Return the text up to where the assistant speaks.
+
+        Raises InvalidInput when the template refuses the messages or asks for more than it is given,
+        FailedPrecondition when it fails on them.
+        """
+        budget = Budget(
+            max_chars=8 * max_chars + MAX_WORK_CHARS,
+            max_steps=MAX_STEPS,
+            deadline_s=self._clock.monotonic_s() + RENDER_TIMEOUT_S,
+            monotonic_s=self._clock.monotonic_s,
+        )
+        variables: dict[str, object] = {
+            **self._tokens,
+            BUDGET: budget,
+            "messages": [self._message(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            text = concat(_bounded(self._template.generate(variables), max_chars))
+        except TemplateRefused as exc:
+            raise InvalidInput(f"the chat template refuses the messages: {exc}", field="messages") from exc
+        except BudgetExceeded as exc:
+            raise InvalidInput(
+                f"the chat template needs too much for these messages: {exc}", field="messages"
+            ) from exc
+        except _TEMPLATE_MISTAKES as exc:
+            raise FailedPrecondition(
+                f"the version's chat template fails{_line(exc)} with {type(exc).__name__}: it has a mistake, "
+                "or it is not made for such messages and does not refuse them"
+            ) from exc
+        return self._control.guarded(text)
+
+    def _message(self, message: Message) -> dict[str, str]:
+        # Templates older than the role call it by its former name.
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        found: dict[str, str] = {"role": role, "content": Traced(message.content)}
+        if message.name:
+            found["name"] = Traced(message.name)
+        return found
+
+
+def _line(exc: BaseException) -> str:
+    """Return where in the template an error arose, nothing where that is not recorded."""
+    frames = traceback.walk_tb(exc.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+def _bounded(pieces: Iterable[str], max_chars: int) -> list[str]:
+    kept, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > max_chars:
+            raise BudgetExceeded("too much text")
+        kept.append(piece)
+    return kept
+
+
+def _strftime(clock: Clock) -> Callable[..., object]:
+    def strftime_now(text: str) -> str:
+        # Widths (%0999d) are a bomb of their own.
+        if len(text) > 256 or not _STRFTIME.fullmatch(text):
+            raise BudgetExceeded("strftime_now takes no widths and at most 256 characters")
+        return datetime.fromtimestamp(clock.unix_s(), UTC).strftime(text)
+
+    return strftime_now

@@ -1,0 +1,113 @@
+"""Text into token ids, in processes beside the event loop, and from a cache.
+
+The cache is per tenant: with one for all, the time to the first token would tell a tenant what another
+one sent. Its keys are digests, its size is counted in tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from services.core.errors import PromptTooLong
+from services.gateway.text.text_model import Message, TextModel
+from services.gateway.text.texts import Texts
+
+MAX_CACHED_TOKENS: Final = 500_000
+MAX_CACHED_ENTRIES: Final = 4096
+# Longer texts have more tokens than an entry may, nearly always.
+MAX_CACHED_BYTES: Final = 1024 * 1024
+
+Ids = tuple[int, ...]
+
+
+class Tokeniser:
+    """Owner of the cache. Event loop only; the work itself runs in ``texts``."""
+
+    def __init__(self, texts: Texts, *, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self._texts = texts
+        self._max_cached_tokens = max_cached_tokens
+        self._cache: OrderedDict[bytes, Ids] = OrderedDict()
+        self._cached_tokens = 0
+
+    async def prompt(self, model: TextModel, tenant_id: str, text: str) -> Ids:
+        """Return the ids of a raw prompt.
+
+        Raises PromptTooLong, by its bytes where they are more than ``max_prompt_bytes``, else with its
+        ``prompt_tokens``; and what ``Texts.read`` raises.
+        """
+        size = len(text.encode())
+        _check_bytes(model, size, "prompt")
+        if size > MAX_CACHED_BYTES:
+            return await self._read(model, tenant_id, text, size)
+        key = _key(model.version_digest, tenant_id, "prompt", (text,))
+        return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
+
+    async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[Message]) -> Ids:
+        """Return the ids of a conversation. Raises as ``prompt`` does."""
+        size = sum(len(message.content.encode()) for message in messages)
+        _check_bytes(model, size, "messages")
+        if model.depends_on_time or size > MAX_CACHED_BYTES:
+            return await self._read(model, tenant_id, messages, size)
+        fields = [part for message in messages for part in (message.role, message.name, message.content)]
+        key = _key(model.version_digest, tenant_id, "chat", fields)
+        return self._cached(key) or self._keep(key, await self._read(model, tenant_id, messages, size))
+
+    def check_integrity(self) -> None:
+        assert self._cached_tokens == sum(len(ids) for ids in self._cache.values())
+        assert self._cached_tokens <= self._max_cached_tokens
+        assert len(self._cache) <= MAX_CACHED_ENTRIES
+
+    async def _read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], size_bytes: int
+    ) -> Ids:
+        tokens = await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
+        if tokens.count > model.max_context_tokens:
+            raise PromptTooLong(
+                f"the prompt has {tokens.count} tokens, the context {model.max_context_tokens}",
+                field="prompt" if isinstance(text, str) else "messages",
+                prompt_tokens=tokens.count,
+                max_context_tokens=model.max_context_tokens,
+            )
+        return tokens.ids
+
+    def _cached(self, key: bytes) -> Ids:
+        """Return what is cached, nothing where nothing is."""
+        found = self._cache.get(key)
+        if found is None:
+            return ()
+        self._cache.move_to_end(key)
+        return found
+
+    def _keep(self, key: bytes, ids: Ids) -> Ids:
+        if key not in self._cache and len(ids) <= self._max_cached_tokens // 4:
+            self._cache[key] = ids
+            self._cached_tokens += len(ids)
+        while self._cached_tokens > self._max_cached_tokens or len(self._cache) > MAX_CACHED_ENTRIES:
+            _, evicted = self._cache.popitem(last=False)
+            self._cached_tokens -= len(evicted)
+        return ids
+
+
+def _check_bytes(model: TextModel, size: int, field: str) -> None:
+    if size > model.max_prompt_bytes:
+        raise PromptTooLong(
+            f"the {field} of {size} bytes is more than the {model.max_prompt_bytes} bytes that are read for "
+            f"a context of {model.max_context_tokens} tokens",
+            field=field,
+            size_bytes=size,
+            max_context_tokens=model.max_context_tokens,
+            max_prompt_bytes=model.max_prompt_bytes,
+        )
+
+
+def _key(version_digest: str, tenant_id: str, kind: str, fields: Sequence[str]) -> bytes:
+    digest = hashlib.sha256()
+    for field in (version_digest, tenant_id, kind, *fields):
+        data = field.encode()
+        # Lengths, so that no two lists of fields are one text.
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()

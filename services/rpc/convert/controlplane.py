@@ -1,0 +1,256 @@
+"""Control plane resources between the wire and the core. Server-set fields are not read from requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import worker_pb2
+from services.core.errors import InvalidInput
+from services.core.records import (
+    ApiKey,
+    Degrade,
+    Deployment,
+    EventKind,
+    EventRecord,
+    KeyRole,
+    LoadedVersion,
+    Meta,
+    Node,
+    Tag,
+    Tenant,
+    VersionRecord,
+    VersionState,
+    Worker,
+)
+from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
+
+_ROLES: Final = {pb.KEY_ROLE_TENANT: KeyRole.TENANT, pb.KEY_ROLE_ADMIN: KeyRole.ADMIN}
+_ROLES_OUT: Final = {KeyRole.TENANT: pb.KEY_ROLE_TENANT, KeyRole.ADMIN: pb.KEY_ROLE_ADMIN}
+_STATES_OUT: Final = {
+    VersionState.FETCHING: worker_pb2.VERSION_STATE_FETCHING,
+    VersionState.LOADING: worker_pb2.VERSION_STATE_LOADING,
+    VersionState.READY: worker_pb2.VERSION_STATE_READY,
+    VersionState.RETIRING: worker_pb2.VERSION_STATE_RETIRING,
+    VersionState.DRAINING: worker_pb2.VERSION_STATE_DRAINING,
+    VersionState.RESTARTING: worker_pb2.VERSION_STATE_RESTARTING,
+    VersionState.FAILED: worker_pb2.VERSION_STATE_FAILED,
+}
+
+
+KINDS: Final = {kind: pb.ResourceKind.Value(f"RESOURCE_KIND_{kind.name}") for kind in EventKind}
+_KINDS_BACK: Final = {number: kind for kind, number in KINDS.items()}
+
+
+def tenant_from_proto(message: pb.Tenant) -> Tenant:
+    return Tenant(
+        meta=_meta_from(message.metadata),
+        display_name=message.display_name,
+        requests_per_minute=message.requests_per_minute,
+        max_concurrency=message.max_concurrency,
+        tokens_per_minute=message.tokens_per_minute,
+        weight=message.weight or 1.0,
+        max_priority=PRIORITY_OF[message.max_priority],
+        disabled=message.disabled,
+        degrade=Degrade(message.degrade.max_output_tokens, dict(message.degrade.smaller_models)),
+        committed_tokens_per_minute=message.committed_tokens_per_minute,
+    )
+
+
+def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
+    return pb.Tenant(
+        metadata=_meta_to(tenant.meta, etag),
+        display_name=tenant.display_name,
+        requests_per_minute=tenant.requests_per_minute,
+        max_concurrency=tenant.max_concurrency,
+        tokens_per_minute=tenant.tokens_per_minute,
+        weight=tenant.weight,
+        max_priority=PRIORITIES[tenant.max_priority],
+        disabled=tenant.disabled,
+        degrade=pb.DegradePolicy(
+            max_output_tokens=tenant.degrade.max_output_tokens, smaller_models=tenant.degrade.smaller_models
+        )
+        if tenant.degrade != Degrade()
+        else None,
+        committed_tokens_per_minute=tenant.committed_tokens_per_minute,
+    )
+
+
+def key_from_proto(message: pb.Key) -> ApiKey:
+    """Return a key without its hash. Raises InvalidInput for a key without a role."""
+    if message.role not in _ROLES:
+        raise InvalidInput("a key needs a role: tenant or admin", field="key.role")
+    return ApiKey(
+        meta=_meta_from(message.metadata),
+        role=_ROLES[message.role],
+        secret_hash="",
+        tenant=message.tenant,
+        models=tuple(message.models),
+        expire_unix_s=_seconds(message.expire_time) if message.HasField("expire_time") else 0.0,
+    )
+
+
+def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
+    """Return a key as operators see it: neither secret nor hash."""
+    return pb.Key(
+        metadata=_meta_to(key.meta, etag),
+        role=_ROLES_OUT[key.role],
+        tenant=key.tenant,
+        expire_time=_timestamp(key.expire_unix_s) if key.expire_unix_s else None,
+        models=key.models,
+    )
+
+
+def deployment_from_proto(message: pb.Deployment) -> Deployment:
+    """Return what was asked for; ``version_digest`` is empty until the version is resolved."""
+    return Deployment(
+        meta=_meta_from(message.metadata),
+        model=message.model,
+        version=message.version,
+        version_digest="",
+        replicas=message.replicas,
+        node_selector=dict(message.node_selector),
+        priority=PRIORITY_OF[message.priority],
+        executor=message.executor or "torch",
+    )
+
+
+def deployment_to_proto(
+    deployment: Deployment, etag: str, status: pb.DeploymentStatus | None = None
+) -> pb.Deployment:
+    return pb.Deployment(
+        metadata=_meta_to(deployment.meta, etag),
+        model=deployment.model,
+        version=deployment.version,
+        replicas=deployment.replicas,
+        node_selector=deployment.node_selector,
+        priority=PRIORITIES[deployment.priority],
+        version_digest=deployment.version_digest,
+        status=status,
+        executor=deployment.executor,
+    )
+
+
+def replica_to_proto(
+    worker_id: str, loaded: LoadedVersion | None, *, version_digest: str
+) -> pb.ReplicaStatus:
+    """Return one replica; a worker that has not spoken of it yet leaves its state unspecified."""
+    if loaded is None:
+        return pb.ReplicaStatus(worker_id=worker_id, message="assigned", version_digest=version_digest)
+    return pb.ReplicaStatus(
+        worker_id=worker_id,
+        version_digest=version_digest,
+        state=_STATES_OUT[loaded.state],
+        message=loaded.message,
+        progress_ratio=loaded.progress_ratio,
+        reason=loaded.reason,
+        failed_attempts=loaded.failed_attempts,
+        retry_time=_timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
+    )
+
+
+def node_to_proto(
+    node: Node, etag: str, worker: Worker | None, incarnation: int, drain: pb.DrainProgress | None = None
+) -> pb.Node:
+    """Return a node; one whose worker is not alive has no address and no versions."""
+    found = pb.Node(
+        metadata=pb.Metadata(name=node.worker_id, etag=etag),
+        incarnation=incarnation,
+        cordoned=node.cordoned,
+        draining=node.draining,
+        state=pb.NODE_STATE_LOST if worker is None else pb.NODE_STATE_LIVE,
+        drain=drain,
+    )
+    if worker is not None:
+        found.metadata.labels.update(worker.labels)
+        found.address = worker.address
+        found.draining = node.draining or worker.draining
+        found.device = worker.device
+        found.memory_bytes = worker.memory_bytes
+        found.memory_free_bytes = worker.memory_free_bytes
+        found.zone = worker.zone
+        found.versions.extend(_loaded_to(loaded) for loaded in worker.versions)
+    return found
+
+
+def _loaded_to(loaded: LoadedVersion) -> worker_pb2.LoadedVersion:
+    return worker_pb2.LoadedVersion(
+        deployment=loaded.deployment,
+        model=loaded.model,
+        version_digest=loaded.version_digest,
+        state=_STATES_OUT[loaded.state],
+        message=loaded.message,
+        progress_ratio=loaded.progress_ratio,
+        kv_blocks_total=loaded.kv_blocks_total,
+        engine_restarts=loaded.engine_restarts,
+        reason=loaded.reason,
+        failed_attempts=loaded.failed_attempts,
+        retry_time=_timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=loaded.kv_bytes,
+        needed_bytes=loaded.needed_bytes,
+        working_bytes=loaded.working_bytes,
+        spare_bytes=loaded.spare_bytes,
+    )
+
+
+def event_to_proto(name: str, record: EventRecord) -> pb.Event:
+    return pb.Event(
+        name=name,
+        time=_timestamp(record.time_unix_s),
+        kind=KINDS[record.kind],
+        resource=record.resource,
+        reason=record.reason,
+        severity=pb.EVENT_SEVERITY_WARNING if record.warning else pb.EVENT_SEVERITY_INFO,
+        message=record.message,
+    )
+
+
+def event_kinds(kinds: Iterable[pb.ResourceKind.ValueType]) -> frozenset[EventKind]:
+    """Return the kinds of events. Raises InvalidInput for one that no event has."""
+    found: set[EventKind] = set()
+    for kind in kinds:
+        if kind not in _KINDS_BACK:
+            raise InvalidInput(f"there are no events of {pb.ResourceKind.Name(kind)}", field="kinds")
+        found.add(_KINDS_BACK[kind])
+    return frozenset(found)
+
+
+def model_version_to_proto(version: VersionRecord) -> pb.ModelVersion:
+    return pb.ModelVersion(
+        model=version.model,
+        version_digest=version.digest,
+        size_bytes=version.size_bytes,
+        create_time=_timestamp(version.create_unix_s),
+    )
+
+
+def model_tag_to_proto(tag: Tag) -> pb.ModelTag:
+    return pb.ModelTag(model=tag.model, tag=tag.tag, version_digest=tag.digest)
+
+
+def _meta_from(message: pb.Metadata) -> Meta:
+    return Meta(message.name, dict(message.labels))
+
+
+def _meta_to(meta: Meta, etag: str) -> pb.Metadata:
+    return pb.Metadata(
+        name=meta.name,
+        etag=etag,
+        create_time=_timestamp(meta.create_unix_s),
+        update_time=_timestamp(meta.update_unix_s),
+        labels=meta.labels,
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    found = Timestamp()
+    found.FromMicroseconds(round(unix_s * 1_000_000))
+    return found
+
+
+def _seconds(timestamp: Timestamp) -> float:
+    return timestamp.seconds + timestamp.nanos / 1e9

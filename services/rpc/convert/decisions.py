@@ -1,0 +1,186 @@
+"""Placement decisions and workers between the wire and the core."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from fairway.v1 import scheduler_pb2 as pb
+from services.core.decisions import FilterRejections, FleetWorker, PlacementDecision, RankedWorker, WorkerPool
+from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
+
+_MAX_DURATION_S: Final = 1e9
+
+
+def decision_to_proto(decision: PlacementDecision) -> pb.PlacementDecision:
+    return pb.PlacementDecision(
+        choice=decision.choice,
+        tenant=decision.tenant,
+        model=decision.model,
+        version_digest=decision.version_digest,
+        priority=PRIORITIES[decision.priority],
+        attempt=decision.attempt,
+        epoch=decision.epoch,
+        queued_time=timestamp(decision.queued_unix_s),
+        wait=_duration(decision.wait_s),
+        outcome=decision.outcome,
+        worker_id=decision.worker_id,
+        prompt_tokens=decision.prompt_tokens,
+        reserved_tokens=decision.reserved_tokens,
+        excluded_workers=decision.excluded_workers,
+        bypassed=decision.bypassed,
+        looks=decision.looks,
+        looks_without_room=decision.looks_without_room,
+        looks_giving_way=decision.looks_giving_way,
+        counter_tokens=decision.counter_tokens,
+        ranked=[_ranked_to_proto(found) for found in decision.ranked],
+        rejections=[
+            pb.FilterRejections(filter=found.filter, workers=found.workers, named=found.named)
+            for found in decision.rejections
+        ],
+    )
+
+
+def decision_from_proto(message: pb.PlacementDecision) -> PlacementDecision:
+    return PlacementDecision(
+        choice=message.choice,
+        tenant=message.tenant,
+        model=message.model,
+        version_digest=message.version_digest,
+        priority=PRIORITY_OF[message.priority],
+        epoch=message.epoch,
+        queued_unix_s=unix_s(message.queued_time),
+        wait_s=_seconds(message.wait),
+        outcome=message.outcome,
+        attempt=message.attempt,
+        worker_id=message.worker_id,
+        prompt_tokens=message.prompt_tokens,
+        reserved_tokens=message.reserved_tokens,
+        excluded_workers=tuple(message.excluded_workers),
+        bypassed=message.bypassed,
+        looks=message.looks,
+        looks_without_room=message.looks_without_room,
+        looks_giving_way=message.looks_giving_way,
+        counter_tokens=message.counter_tokens,
+        ranked=tuple(_ranked_from_proto(found) for found in message.ranked),
+        rejections=tuple(
+            FilterRejections(found.filter, found.workers, tuple(found.named)) for found in message.rejections
+        ),
+    )
+
+
+def worker_to_proto(worker: FleetWorker) -> pb.Reporter:
+    return pb.Reporter(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        incarnation=worker.incarnation,
+        zone=worker.zone,
+        device_type=worker.device_type,
+        cost_per_hour=worker.cost_per_hour,
+        state=worker.state,
+        last_report=_duration(worker.silent_s),
+        prefix_blocks=worker.prefix_blocks,
+        pools=[_pool_to_proto(pool) for pool in worker.pools],
+    )
+
+
+def worker_from_proto(message: pb.Reporter) -> FleetWorker:
+    return FleetWorker(
+        worker_id=message.worker_id,
+        address=message.address,
+        incarnation=message.incarnation,
+        zone=message.zone,
+        device_type=message.device_type,
+        cost_per_hour=message.cost_per_hour,
+        state=message.state,
+        silent_s=_seconds(message.last_report),
+        prefix_blocks=message.prefix_blocks,
+        pools=tuple(_pool_from_proto(pool) for pool in message.pools),
+    )
+
+
+def _ranked_to_proto(ranked: RankedWorker) -> pb.RankedWorker:
+    return pb.RankedWorker(
+        worker_id=ranked.worker_id,
+        score=ranked.score,
+        in_draw=ranked.in_draw,
+        cached_tokens=ranked.cached_tokens,
+        predicted_ttft=_duration(ranked.predicted_ttft_s),
+        kv_tokens_room=max(0, ranked.kv_tokens_room),
+        parts=[pb.ScorePart(scorer=name, value=value) for name, value in ranked.parts],
+    )
+
+
+def _ranked_from_proto(message: pb.RankedWorker) -> RankedWorker:
+    return RankedWorker(
+        worker_id=message.worker_id,
+        score=message.score,
+        in_draw=message.in_draw,
+        cached_tokens=message.cached_tokens,
+        predicted_ttft_s=_seconds(message.predicted_ttft),
+        kv_tokens_room=message.kv_tokens_room,
+        parts=tuple((part.scorer, part.value) for part in message.parts),
+    )
+
+
+def _pool_to_proto(pool: WorkerPool) -> pb.ReporterPool:
+    message = pb.ReporterPool(
+        version_digest=pool.version_digest,
+        kv_tokens_total=pool.kv_tokens_total,
+        kv_tokens_room=pool.kv_tokens_room,
+        slots=pool.slots,
+        running=pool.running,
+        waiting=pool.waiting,
+        granted=pool.granted,
+        queued_prefill_tokens=pool.queued_prefill_tokens,
+        ready=pool.ready,
+        predicted_step=_duration(pool.predicted_step_s),
+        slowness_ratio=pool.slowness_ratio,
+        health=pool.health,
+        health_reason=pool.health_reason,
+    )
+    if pool.measured_step_s is not None:
+        message.measured_step.CopyFrom(_duration(pool.measured_step_s))
+    return message
+
+
+def _pool_from_proto(message: pb.ReporterPool) -> WorkerPool:
+    return WorkerPool(
+        version_digest=message.version_digest,
+        kv_tokens_total=message.kv_tokens_total,
+        kv_tokens_room=message.kv_tokens_room,
+        slots=message.slots,
+        running=message.running,
+        waiting=message.waiting,
+        granted=message.granted,
+        queued_prefill_tokens=message.queued_prefill_tokens,
+        ready=message.ready,
+        measured_step_s=_seconds(message.measured_step) if message.HasField("measured_step") else None,
+        predicted_step_s=_seconds(message.predicted_step),
+        slowness_ratio=message.slowness_ratio,
+        health=message.health,
+        health_reason=message.health_reason,
+    )
+
+
+def timestamp(unix_s: float) -> Timestamp:
+    found = Timestamp()
+    found.FromMilliseconds(round(unix_s * 1000))
+    return found
+
+
+def unix_s(message: Timestamp) -> float:
+    return message.ToMilliseconds() / 1000
+
+
+def _duration(seconds: float) -> Duration:
+    """Return the duration, within what operators can make sense of: one worker's numbers spoil no answer."""
+    found = Duration()
+    found.FromMicroseconds(round(max(0.0, min(seconds, _MAX_DURATION_S)) * 1e6))
+    return found
+
+
+def _seconds(message: Duration) -> float:
+    return message.ToMicroseconds() / 1e6

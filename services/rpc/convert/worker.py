@@ -1,0 +1,296 @@
+"""Worker messages to and from domain types.
+
+The two converters of frames are on the token path: columns go over as whole lists, no object per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from fairway.v1 import common_pb2, worker_pb2
+from services.core.errors import InvalidInput
+from services.core.generation import (
+    AnyGrant,
+    FallbackGrant,
+    GenerationSpec,
+    NotAdmittedReason,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
+from services.core.records import LoadedVersion, VersionState
+from services.ports.worker_stream import StepFrame
+from services.rpc.convert.inference import (
+    FINISH_REASONS,
+    FINISH_REASONS_BACK,
+    PRIORITIES,
+    PRIORITY_OF,
+    token_logprobs,
+)
+from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
+
+NOT_ADMITTED_REASONS: Final = {
+    reason: worker_pb2.NotAdmittedReason.Value(f"NOT_ADMITTED_REASON_{reason.name}")
+    for reason in NotAdmittedReason
+}
+VERSION_STATES: Final = {
+    state: worker_pb2.VersionState.Value(f"VERSION_STATE_{state.name}") for state in VersionState
+}
+_NOT_ADMITTED_OF: Final = {value: key for key, value in NOT_ADMITTED_REASONS.items()}
+Value = TypeVar("Value")
+
+
+# --- starting ------------------------------------------------------------------------------------
+
+
+def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
+    generation, grant = spec.generation, spec.grant
+    message = worker_pb2.StartSequence(
+        handle=handle,
+        request_id=generation.request_id,
+        choice=spec.choice,
+        tenant_id=spec.tenant_id,
+        prompt_ids=generation.prompt_ids,
+        produced_ids=spec.produced_ids,
+        delivered_chars=spec.delivered_chars,
+        sampling=sampling_to_proto(generation.sampling),
+        max_output_tokens=generation.max_output_tokens,
+        min_output_tokens=generation.min_output_tokens,
+        stop=generation.stop,
+        stop_token_ids=generation.stop_token_ids,
+        logprobs=generation.logprobs,
+        ignore_eos=generation.ignore_eos,
+        priority=PRIORITIES[generation.priority],
+        initial_credit_tokens=spec.initial_credit_tokens,
+        route_revision=generation.route_revision,
+        traceparent=spec.traceparent,
+        prefix_hashes=generation.prefix_hashes,
+        prefix_root=generation.prefix_root,
+    )
+    if isinstance(grant, FallbackGrant):
+        message.fallback.CopyFrom(_fallback_to_proto(grant))
+    else:
+        message.grant.CopyFrom(grant_to_proto(grant))
+    if spec.time_left_s is not None:
+        message.time_left.FromNanoseconds(max(0, round(spec.time_left_s * 1e9)))
+    return message
+
+
+def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
+    """Return what to start. Raises InvalidInput for a start without a grant of either kind."""
+    grant = _admission_from_proto(message)
+    generation = GenerationSpec(
+        request_id=message.request_id,
+        model="",  # the version says it
+        version_digest=grant.version_digest,
+        route_revision=message.route_revision,
+        prompt_ids=list(message.prompt_ids),
+        sampling=sampling_from_proto(message.sampling),
+        max_output_tokens=message.max_output_tokens,
+        min_output_tokens=message.min_output_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        priority=PRIORITY_OF[message.priority],
+        ignore_eos=message.ignore_eos,
+        prefix_hashes=tuple(message.prefix_hashes),
+        prefix_root=message.prefix_root,
+    )
+    return StartSpec(
+        generation=generation,
+        choice=message.choice,
+        tenant_id=message.tenant_id,
+        grant=grant,
+        initial_credit_tokens=message.initial_credit_tokens,
+        produced_ids=tuple(message.produced_ids),
+        delivered_chars=message.delivered_chars,
+        time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
+        traceparent=message.traceparent,
+    )
+
+
+def _admission_from_proto(message: worker_pb2.StartSequence) -> AnyGrant:
+    match message.WhichOneof("admission"):
+        case "grant":
+            return grant_from_proto(message.grant)
+        case "fallback":
+            fallback = message.fallback
+            return FallbackGrant(
+                worker_id="",
+                address="",
+                incarnation=fallback.incarnation,
+                last_epoch=fallback.last_epoch,
+                kv_blocks=fallback.kv_blocks,
+                version_digest=fallback.version_digest,
+            )
+    raise InvalidInput("a start needs a grant", field="admission")
+
+
+def _fallback_to_proto(grant: FallbackGrant) -> worker_pb2.FallbackGrant:
+    return worker_pb2.FallbackGrant(
+        incarnation=grant.incarnation,
+        last_epoch=grant.last_epoch,
+        kv_blocks=grant.kv_blocks,
+        version_digest=grant.version_digest,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.Sampling:
+    return common_pb2.Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+    )
+
+
+def sampling_from_proto(message: common_pb2.Sampling) -> SamplingParams:
+    """Every field that is absent has the default of ``SamplingParams``."""
+    return SamplingParams(
+        seed=message.seed,
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+
+
+# --- what comes back -----------------------------------------------------------------------------
+
+
+def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
+    message = worker_pb2.ExecuteResponse(
+        accepted=[worker_pb2.SequenceAccepted(handle=handle) for handle in frame.accepted],
+        not_admitted=[
+            worker_pb2.NotAdmitted(handle=handle, reason=NOT_ADMITTED_REASONS[reason])
+            for handle, reason in frame.not_admitted
+        ],
+        finished=[end_to_proto(handle, end) for handle, end in frame.finished],
+    )
+    if frame.handles:
+        tokens = message.tokens
+        tokens.handles.extend(frame.handles)
+        tokens.offsets.extend(frame.offsets)
+        tokens.counts.extend(frame.counts)
+        tokens.ids.extend(frame.ids)
+        tokens.texts.extend(frame.texts)
+        for entry, logprobs in frame.logprobs.items():
+            tokens.logprobs.add(entry=entry, tokens=token_logprobs(logprobs))
+    return message
+
+
+def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
+    """Raises InvalidInput when the columns do not fit each other or a reason is unknown."""
+    tokens = message.tokens
+    frame = StepFrame(
+        accepted=[accepted.handle for accepted in message.accepted],
+        not_admitted=[
+            (entry.handle, _known(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
+        ],
+        handles=list(tokens.handles),
+        offsets=list(tokens.offsets),
+        counts=list(tokens.counts),
+        ids=list(tokens.ids),
+        texts=list(tokens.texts),
+        finished=[(entry.handle, end_from_proto(entry)) for entry in message.finished],
+    )
+    if tokens.logprobs:
+        frame.logprobs = {
+            entry.entry: [logprobs_from_proto(one) for one in entry.tokens] for entry in tokens.logprobs
+        }
+    entries = len(frame.handles)
+    if not (entries == len(frame.offsets) == len(frame.counts) == len(frame.texts)):
+        raise InvalidInput("the columns of a token frame differ in length", field="tokens")
+    if sum(frame.counts) != len(frame.ids):
+        raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
+    return frame
+
+
+def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:
+    return worker_pb2.SequenceFinished(
+        handle=handle,
+        reason=FINISH_REASONS[end.reason],
+        stop=end.stop,
+        output_tokens=end.output_tokens,
+        cached_tokens=end.cached_tokens,
+        engine_wait_us=end.engine_wait_us,
+        prefill_us=end.prefill_us,
+        error_reason=end.error_reason,
+        error_message=end.error_message,
+    )
+
+
+def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
+    return SequenceEnd(
+        reason=_known(FINISH_REASONS_BACK, message.reason),
+        stop=message.stop,
+        output_tokens=message.output_tokens,
+        cached_tokens=message.cached_tokens,
+        engine_wait_us=message.engine_wait_us,
+        prefill_us=message.prefill_us,
+        error_reason=message.error_reason,
+        error_message=message.error_message,
+    )
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        sampled=message.sampled,
+        top_ids=tuple(message.top_ids),
+        top_logprobs=tuple(message.top_logprobs),
+        top_tokens=tuple(message.top_tokens),
+        token=message.token,
+    )
+
+
+def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
+    """The engine's live numbers are added by the caller."""
+    return worker_pb2.LoadedVersion(
+        deployment=version.deployment,
+        model=version.model,
+        version_digest=version.version_digest,
+        state=VERSION_STATES[version.state],
+        message=version.message,
+        progress_ratio=version.progress_ratio,
+        kv_blocks_total=version.kv_blocks_total,
+        engine_restarts=version.engine_restarts,
+        reason=version.reason,
+        failed_attempts=version.failed_attempts,
+        retry_time=_timestamp(version.retry_unix_s) if version.retry_unix_s else None,
+        weight_bytes=version.weight_bytes,
+        kv_bytes=version.kv_bytes,
+        needed_bytes=version.needed_bytes,
+        working_bytes=version.working_bytes,
+        spare_bytes=version.spare_bytes,
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    found = Timestamp()
+    found.FromMilliseconds(round(unix_s * 1000))
+    return found
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9
+
+
+def _known(table: Mapping[Any, Value], number: int) -> Value:
+    value = table.get(number)
+    if value is None:
+        raise InvalidInput(f"unknown enum value {number}", number=number)
+    return value

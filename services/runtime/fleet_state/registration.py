@@ -1,0 +1,160 @@
+"""A key that says "I am here" under a lease, put there again whenever the lease was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Final
+
+import structlog
+
+from services.core.errors import StoreUnavailable
+from services.ports.clock import Clock
+from services.ports.store import (
+    Committed,
+    CreateRevisionIs,
+    Delete,
+    Entry,
+    LeaseLost,
+    ModRevisionIs,
+    Put,
+    Store,
+)
+from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.race import first_of
+
+log = structlog.get_logger()
+_PAUSE_S: Final = 1.0
+
+
+class Registration:
+    """Owner of one key. ``run`` is its only writer; ``update`` says what the key is to hold.
+
+    The key is always created anew, so that its create_revision, the incarnation, tells two lives apart. What
+    an earlier life left under the same key is removed with its lease; two live processes with one key
+    therefore take it from each other, which the log tells.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        value: bytes,
+        clock: Clock,
+        *,
+        ttl_s: int = 5,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._value = value
+        self._clock = clock
+        self._rng = rng if rng is not None else random.Random()
+        self._lease = LeaseHolder(store, clock, ttl_s=ttl_s)
+        self._check_s = 2.0 * ttl_s
+        self._incarnation: int | None = None
+        self._written: bytes | None = None
+        self._wanted = asyncio.Event()
+        self._moved = asyncio.Event()
+
+    @property
+    def lease(self) -> LeaseHolder:
+        return self._lease
+
+    @property
+    def incarnation(self) -> int | None:
+        """The key's create_revision while the lease is surely ours, else None."""
+        return self._incarnation if self._lease.lease_id is not None else None
+
+    def update(self, value: bytes) -> None:
+        """The key holds this value soon; of several in a row perhaps only the last is ever stored."""
+        self._value = value
+        self._wanted.set()
+
+    async def wait_registered(self, timeout_s: float) -> int:
+        """Return the incarnation once the key holds the newest value.
+
+        Raises StoreUnavailable after ``timeout_s``.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.incarnation is None or self._written != self._value:
+                    await self._moved.wait()
+        incarnation = self.incarnation
+        if incarnation is None or self._written != self._value:
+            raise StoreUnavailable(f"{self._key} could not be registered within {timeout_s:g} s")
+        return incarnation
+
+    async def run(self) -> None:
+        """Stay registered until cancelled; then the key is removed, if the store answers."""
+        try:
+            while True:
+                try:
+                    await self._register()
+                    await self._stay()
+                except (StoreUnavailable, LeaseLost) as error:
+                    log.warning("registration.failed", key=self._key, error=repr(error))
+                self._incarnation, self._written = None, None
+                await self._lease.release()
+                await self._clock.sleep(self._rng.uniform(_PAUSE_S / 4, _PAUSE_S))
+        finally:
+            self._incarnation, self._written = None, None
+            await self._lease.release()
+
+    async def _register(self) -> None:
+        lease_id = await self._lease.acquire()
+        entry = await self._store.get(self._key)
+        if entry is not None:
+            await self._remove(entry)
+        value = self._value
+        outcome = await self._store.commit([Put(self._key, value, lease_id)], [ModRevisionIs(self._key, 0)])
+        if not isinstance(outcome, Committed):
+            raise StoreUnavailable(f"{self._key} was taken by another process")
+        self._incarnation, self._written = outcome.revision, value
+        log.info("registration.created", key=self._key, incarnation=outcome.revision)
+        self._tell()
+
+    async def _remove(self, entry: Entry) -> None:
+        log.warning("registration.predecessor_removed", key=self._key, incarnation=entry.create_revision)
+        if entry.lease_id:
+            await self._store.revoke_lease(entry.lease_id)
+        else:
+            await self._store.commit([Delete(self._key)], [ModRevisionIs(self._key, entry.mod_revision)])
+
+    async def _stay(self) -> None:
+        """Return when the lease is lost. Raises LeaseLost when the key is no longer ours."""
+        await first_of(self._lease.hold(), self._write_updates())
+
+    async def _write_updates(self) -> None:
+        """Write each new value, and look now and then whether the key is still there."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._check_s):
+                    await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                await self._write() if self._value != self._written else await self._check()
+            except StoreUnavailable as error:
+                log.info("registration.write_failed", key=self._key, error=repr(error))
+                await self._clock.sleep(self._rng.uniform(_PAUSE_S / 4, _PAUSE_S))
+                self._wanted.set()
+
+    async def _write(self) -> None:
+        value, lease_id, incarnation = self._value, self._lease.lease_id, self._incarnation
+        if lease_id is None or incarnation is None:
+            raise LeaseLost("the lease ran out before the update")
+        fence = CreateRevisionIs(self._key, incarnation)
+        if not isinstance(await self._store.commit([Put(self._key, value, lease_id)], [fence]), Committed):
+            raise LeaseLost(f"{self._key} was removed or taken")
+        self._written = value
+        self._tell()
+
+    async def _check(self) -> None:
+        entry = await self._store.get(self._key)
+        if entry is None or entry.create_revision != self._incarnation:
+            raise LeaseLost(f"{self._key} was removed or taken")
+
+    def _tell(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()

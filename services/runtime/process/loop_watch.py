@@ -1,0 +1,124 @@
+"""Watches the event loop, from inside by a timer and from outside by a thread.
+
+A loop that is stuck runs no timer, answers no health check and renews no lease. The thread sees it all the
+same: it writes down where the loop stands, and ends the process when the loop does not come back, so that
+whoever runs it starts a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from services.ports.clock import Clock
+from services.runtime.telemetry.metrics import LATENCY_S, Metrics
+
+log = structlog.get_logger()
+
+TICK_S: Final = 0.1
+STALL_S: Final = 2.0  # reported with a stack
+FATAL_S: Final = 60.0
+EXIT_STUCK: Final = 70
+LATE_S: Final = 1.0  # a lag of this much, again and again, makes the loop unfit for work
+_LATE_TICKS: Final = 2  # one alone is a process that stood still, and goes on
+_MOST_TICK_S: Final = 5 * TICK_S  # whatever else passed, the whole process stood still
+
+
+def quiet_for(quiet_s: float, passed_s: float, *, beaten: bool) -> float:
+    """Return for how long the loop has run nothing, after ``passed_s`` more, by what was so before."""
+    return 0.0 if beaten else quiet_s + min(passed_s, _MOST_TICK_S)
+
+
+class LoopWatch:
+    """``run`` is a task of the loop; ``start`` starts the thread."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        stall_s: float = STALL_S,
+        fatal_s: float = FATAL_S,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._fatal_s = fatal_s
+        self._end = end
+        self._beat_s = time.monotonic()
+        self._lag_s = 0.0
+        self._late_ticks = 0
+        self._lag = metrics.histogram(
+            "fairway_runtime_loop_lag_seconds",
+            "From when a timer of the event loop is due until it runs, sampled ten times a second",
+            bounds=LATENCY_S,
+        ).cell()
+        self._stalls = metrics.counter(
+            "fairway_runtime_loop_stalls_total", f"Times that the event loop ran nothing for {stall_s:g} s"
+        ).cell()
+        self._loop_thread = 0
+        self._stopped = threading.Event()
+
+    async def run(self) -> None:
+        """Measure the lag until cancelled."""
+        self._loop_thread = threading.get_ident()
+        while True:
+            began_s = self._clock.monotonic_s()
+            await self._clock.sleep(TICK_S)
+            self._beat_s = now_s = self._clock.monotonic_s()
+            self._lag_s = max(0.0, now_s - began_s - TICK_S)
+            self._late_ticks = self._late_ticks + 1 if self._lag_s >= LATE_S else 0
+            self._lag.observe(self._lag_s)
+            if self._lag_s >= self._stall_s:
+                self._stalls.add()
+
+    def problem(self) -> str:
+        """Return what a health check says: empty unless timers are late time and again."""
+        is_late = self._late_ticks >= _LATE_TICKS
+        return f"the event loop is {self._lag_s:.1f} s behind" if is_late else ""
+
+    def start(self) -> None:
+        """Watch from a thread until ``stop``, which comes before ``run`` is cancelled.
+
+        Time counts as far as the thread itself lived through it: a process that was stopped, or a machine
+        that slept, is not a loop that is stuck.
+        """
+        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        told = False
+        quiet_s, beat_s, ticked_s = 0.0, self._beat_s, time.monotonic()
+        while not self._stopped.wait(TICK_S):
+            now_s = time.monotonic()
+            passed_s, ticked_s = now_s - ticked_s, now_s
+            beaten, beat_s = beat_s != self._beat_s, self._beat_s
+            quiet_s = quiet_for(quiet_s, passed_s, beaten=beaten)
+            if quiet_s < self._stall_s:
+                told = False
+                continue
+            if not told:
+                told = True
+                log.error("loop.stalled", quiet_s=round(quiet_s, 1), at=self._stack())
+            if quiet_s >= self._fatal_s:
+                log.critical("loop.stuck", quiet_s=round(quiet_s, 1), exit_code=EXIT_STUCK)
+                self._end(EXIT_STUCK)
+                return
+
+    def _stack(self) -> list[str]:
+        """Where the loop's thread stands: files, lines and functions, none of their values."""
+        frame = sys._current_frames().get(self._loop_thread)
+        if frame is None:
+            return []
+        return [
+            f"{entry.filename}:{entry.lineno} {entry.name}" for entry in traceback.extract_stack(frame)[-12:]
+        ]

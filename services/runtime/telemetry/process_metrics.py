@@ -1,0 +1,137 @@
+"""What every role exports of itself: build, tasks, views of the store, leases, elections."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from services.runtime.fleet_state.guarded_store import GuardedStore
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Election
+from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry.metrics import Labels, Metrics, Reading
+
+
+class ProcessMetrics:
+    """Exports what it was shown; what is shown later is exported from then on."""
+
+    def __init__(self, metrics: Metrics, supervisor: Supervisor, role: str) -> None:
+        self._informers: dict[str, Informer[Any]] = {}
+        self._leases: dict[str, LeaseHolder] = {}
+        self._elections: dict[str, Election] = {}
+        self._metrics = metrics
+        metrics.process()
+        build = (role, _version(), platform.python_version())
+        metrics.gauge(
+            "fairway_runtime_build_info",
+            "Always 1; the labels say what runs",
+            lambda: [(build, 1.0)],
+            ("role", "version", "python"),
+        )
+        metrics.level(
+            "fairway_runtime_tasks", "Background tasks that run now", lambda: float(supervisor.running)
+        )
+        self._export_views(metrics)
+        self._export_leases(metrics)
+
+    def informer(self, informer: Informer[Any]) -> None:
+        """Export a view of the store, by its prefix."""
+        self._informers[informer.prefix] = informer
+
+    def store(self, store: GuardedStore) -> None:
+        """Export whether the store is the one of before."""
+        self._metrics.level(
+            "fairway_store_replaced",
+            "1 while the store that answers is not the one that the process belongs to, else 0",
+            lambda: float(bool(store.problem())),
+        )
+        self._metrics.counted(
+            "fairway_store_restores_total",
+            "Times that this process observed the store at a lower revision than before, with the same "
+            "generation",
+            lambda: [((), float(store.restores))],
+        )
+
+    def lease(self, name: str, lease: LeaseHolder) -> None:
+        self._leases[name] = lease
+
+    def election(self, role: str, election: Election) -> None:
+        """Export who leads, and the lease that this hangs on."""
+        self._elections[role] = election
+        self.lease(f"{role}-leader", election.lease)
+
+    def _export_views(self, metrics: Metrics) -> None:
+        def read(of: Callable[[Informer[Any]], float]) -> Callable[[], Reading]:
+            return lambda: [((prefix,), of(informer)) for prefix, informer in self._informers.items()]
+
+        labels: Labels = ("prefix",)
+        metrics.gauge(
+            "fairway_informer_age_seconds",
+            "Since the store last confirmed the view of a prefix",
+            read(lambda informer: informer.age_s()),
+            labels,
+        )
+        metrics.gauge(
+            "fairway_informer_revision",
+            "Store revision that the view of a prefix stands for",
+            read(lambda informer: float(informer.revision)),
+            labels,
+        )
+        metrics.gauge(
+            "fairway_informer_records",
+            "Records in the view of a prefix",
+            read(lambda informer: float(len(informer.view))),
+            labels,
+        )
+        metrics.counted(
+            "fairway_informer_lists_total",
+            "Times that a prefix was read whole: once at the start, then after a compaction",
+            read(lambda informer: float(informer.lists)),
+            labels,
+        )
+
+    def _export_leases(self, metrics: Metrics) -> None:
+        metrics.gauge(
+            "fairway_lease_remaining_seconds",
+            "For how long the lease is surely held without another renewal; 0 when it is not",
+            lambda: [((name,), lease.remaining_s()) for name, lease in self._leases.items()],
+            ("lease",),
+        )
+        metrics.counted(
+            "fairway_lease_renewals_total",
+            "Renewals of a lease, by what came of them",
+            lambda: [
+                ((name, outcome), float(count))
+                for name, lease in self._leases.items()
+                for outcome, count in (("renewed", lease.renewals), ("failed", lease.failures))
+            ],
+            ("lease", "outcome"),
+        )
+        metrics.counted(
+            "fairway_lease_losses_total",
+            "Times that a lease ran out or was taken while it was wanted",
+            lambda: [((name,), float(lease.losses)) for name, lease in self._leases.items()],
+            ("lease",),
+        )
+        metrics.gauge(
+            "fairway_election_leading",
+            "1 while this process surely leads, else 0",
+            lambda: [((role,), float(held.epoch is not None)) for role, held in self._elections.items()],
+            ("election",),
+        )
+        metrics.gauge(
+            "fairway_election_epoch",
+            "Epoch under which this process leads; 0 while it does not",
+            lambda: [((role,), float(held.epoch or 0)) for role, held in self._elections.items()],
+            ("election",),
+        )
+
+
+def _version() -> str:
+    try:
+        return version("fairway")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,347 @@
+"""What was decided of the last placements, for operators that ask why.
+
+A ring over all requests, bounded by entries and bytes; it outlives a term. Noting a decision keeps references
+to what the policy returned: what an operator reads is worked out when one asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from services.core.decisions import (
+    PLACED_ALONE,
+    QUEUED,
+    RUNNING_BEFORE,
+    FilterRejections,
+    PlacementDecision,
+    RankedWorker,
+)
+from services.core.errors import NoLeader
+from services.core.fleet import LiveSequence, SequenceUsage
+from services.core.generation import PlaceSpec
+from services.ports.clock import Clock
+from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.choose import (
+    NO_REJECTIONS,
+    NO_ROOM,
+    Chosen,
+    NoWorker,
+    PlacementProfile,
+    Rejections,
+)
+from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
+from services.scheduler.queue.waiting import Waiting
+
+MAX_RANKED: Final = 16  # workers that one answer names
+MAX_FOUND: Final = 4096  # sequences that ran before, of one report
+MAX_TOLD: Final = 64  # placements in one answer, the newest
+_RECORD_BYTES: Final = 1536
+_RANKED_BYTES: Final = 512
+_NAMED_BYTES: Final = 64
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """``decision`` as it stood when the placement was queued. ``chosen``: what a look at the fleet gave for
+    ``query``, which is without the names of the prompt's blocks. ``rejections``: of the last look at which
+    any filter dropped a worker. ``item`` counts for itself while it waits (``catch_up``): most looks for one
+    that waits for KV reach no filter, and are too many to be told of."""
+
+    request_id: str
+    decision: PlacementDecision
+    queued_s: float
+    ended_s: float | None = None
+    outcome: str = QUEUED
+    worker_id: str = ""
+    item: Waiting | None = None
+    looks: int = 0  # without the short ones
+    looks_without_room: int = 0  # of these
+    looks_giving_way: int = 0  # of these
+    short_looks: int = 0
+    bypassed: int = 0
+    counter: float = 0.0
+    query: PlaceQuery | None = None
+    chosen: Chosen | None = None
+    rejections: Rejections = NO_REJECTIONS
+    size_bytes: int = _RECORD_BYTES
+
+    def catch_up(self) -> None:
+        item = self.item
+        if item is not None:
+            self.short_looks, self.bypassed, self.counter = item.short_looks, item.bypassed, item.counter
+
+    def close(self, outcome: str, now_s: float) -> None:
+        self.catch_up()
+        self.item = None
+        self.ended_s, self.outcome = now_s, outcome
+
+
+class DecisionLog:
+    """Implements ``scheduler.telemetry.QueueObserver`` and ``scheduler.waiting.DecisionObserver``. Single
+    writer: the task of the term; read between two of its turns."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        profile: PlacementProfile,
+        *,
+        max_entries: int = 16384,
+        max_bytes: int = 64 * 1024 * 1024,
+    ) -> None:
+        self._clock = clock
+        self._profile = profile
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._epoch = 0
+        self._ring: deque[_Record] = deque()
+        self._by_request: dict[str, list[_Record]] = {}
+        self._open: dict[Key, _Record] = {}
+        self._bytes = 0
+        self._since_unix_s = clock.unix_s()
+
+    @property
+    def entries(self) -> int:
+        return len(self._ring)
+
+    @property
+    def size_bytes(self) -> int:
+        """An estimate: what a record takes besides what it shares with others."""
+        return self._bytes
+
+    @property
+    def since_unix_s(self) -> float:
+        """What began after it is still here."""
+        return self._since_unix_s
+
+    def term_started(self, epoch: int) -> None:
+        """What waited in the term before waits no more: its gateways ask again."""
+        self._epoch = epoch
+        now_s = self._clock.monotonic_s()
+        for record in self._open.values():
+            record.close(NoLeader.reason, now_s)
+        self._open.clear()
+
+    # --- what the queue tells ---------------------------------------------------------------------
+
+    def entered(self, spec: PlaceSpec) -> None:
+        """The placement waits from now on."""
+        self._add(spec, self._clock.monotonic_s())
+
+    def left(self, spec: PlaceSpec) -> None:
+        """It waits no more; ``ended`` says why."""
+
+    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
+        """The fleet was looked at for it."""
+        record = self._open.get((item.spec.request_id, item.spec.choice))
+        if record is None:
+            return
+        record.item, record.query = item, item.query
+        if found is NO_ROOM:
+            return
+        record.looks += 1
+        if found.rejections.counts:
+            record.rejections = found.rejections
+        if isinstance(found, Chosen):
+            record.chosen = found
+        if isinstance(found, NoWorker) and _lacks_room(found):
+            record.looks_without_room += 1
+        elif gives_way:
+            record.looks_giving_way += 1
+
+    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
+        """It ended; one that was refused at once never entered."""
+        record = self._open.pop((spec.request_id, spec.choice), None)
+        if record is None:
+            record = self._add(spec, queued_s)
+            del self._open[spec.request_id, spec.choice]
+        record.close(outcome, now_s)
+        record.worker_id = worker_id
+        if (query := record.query) is not None and query.prefix_hashes:
+            record.query = PlaceQuery(
+                query.demand, query.excluded_workers, (), query.zone, ttft_target_s=query.ttft_target_s
+            )
+        kept_bytes = _NAMED_BYTES * len(record.rejections.named)
+        if record.chosen is not None:
+            kept_bytes += _RANKED_BYTES * len(record.chosen.ranked)
+        if kept_bytes:
+            self._grow(record, kept_bytes)
+
+    def found_running(self, worker_id: str, live: Iterable[LiveSequence]) -> None:
+        """The first report of a worker's stream lists sequences: those that nobody here granted were granted
+        by an earlier leader, or placed by their gateways alone."""
+        for sequence, _ in zip(live, range(MAX_FOUND), strict=False):
+            if sequence.placed_alone:
+                self._note_alone(worker_id, sequence)
+            elif self._known(worker_id, sequence) is None:
+                self._note_found(worker_id, sequence, RUNNING_BEFORE)
+
+    def found_ended(self, worker_id: str, usage: Iterable[SequenceUsage]) -> None:
+        """A report has the last words on sequences: a gateway alone may have placed some, which ended before
+        any leader heard of them."""
+        for last, _ in zip(usage, range(MAX_FOUND), strict=False):
+            if last.placed_alone:
+                self._note_alone(worker_id, last, prompt_tokens=last.prompt_tokens)
+
+    # --- what operators ask -----------------------------------------------------------------------
+
+    def explain(self, request_id: str) -> tuple[PlacementDecision, ...]:
+        """Return what is remembered of the request, the oldest first; the newest ``MAX_TOLD`` of many."""
+        now_s = self._clock.monotonic_s()
+        found = self._by_request.get(request_id, [])[-MAX_TOLD:]
+        return tuple(self._told(record, now_s) for record in found)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the index and the ring disagree, or a bound is passed."""
+        assert len(self._ring) <= self._max_entries
+        assert self._bytes == sum(record.size_bytes for record in self._ring)
+        assert sum(len(found) for found in self._by_request.values()) == len(self._ring)
+        ring = dict.fromkeys(self._ring)
+        assert all(record in ring for found in self._by_request.values() for record in found)
+        assert all(record in ring for record in self._open.values()), "a forgotten record is open"
+        held = [record for record in self._ring if record.item is not None]
+        opened = dict.fromkeys(self._open.values())
+        assert all(record in opened for record in held), "a placement is held on to after its end"
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _add(self, spec: PlaceSpec, queued_s: float) -> _Record:
+        here_s = self._clock.monotonic_s() - queued_s
+        decision = PlacementDecision(
+            choice=spec.choice,
+            tenant=spec.tenant_id,
+            model=spec.model,
+            version_digest=spec.version_digest,
+            priority=spec.priority,
+            epoch=self._epoch,
+            queued_unix_s=self._clock.unix_s() - here_s,
+            wait_s=0.0,
+            outcome=QUEUED,
+            attempt=spec.attempt,
+            prompt_tokens=spec.prompt_tokens,
+            excluded_workers=spec.excluded_workers,
+        )
+        record = _Record(spec.request_id, decision, queued_s)
+        self._append(record)
+        key = spec.request_id, spec.choice
+        if (known := self._open.get(key)) is not None:
+            known.catch_up()  # asked twice at once: only the later is heard of from now on
+            known.item = None
+        self._open[key] = record
+        return record
+
+    def _note_alone(
+        self, worker_id: str, sequence: LiveSequence | SequenceUsage, *, prompt_tokens: int = 0
+    ) -> None:
+        """Note it once for each worker, whatever a leader decided of it there before."""
+        known = self._known(worker_id, sequence, PLACED_ALONE)
+        if known is None:
+            known = self._note_found(worker_id, sequence, PLACED_ALONE)
+        if prompt_tokens:
+            known.decision = replace(known.decision, prompt_tokens=prompt_tokens)
+
+    def _known(
+        self, worker_id: str, sequence: LiveSequence | SequenceUsage, outcome: str | None = None
+    ) -> _Record | None:
+        wanted = worker_id, sequence.choice
+        for one in self._by_request.get(sequence.request_id, ()):
+            if (one.worker_id, one.decision.choice) == wanted and outcome in (None, one.outcome):
+                return one
+        return None
+
+    def _note_found(self, worker_id: str, sequence: LiveSequence | SequenceUsage, outcome: str) -> _Record:
+        now_s = self._clock.monotonic_s()
+        decision = PlacementDecision(
+            choice=sequence.choice,
+            tenant=sequence.tenant,
+            model="",
+            version_digest=sequence.digest,
+            priority=sequence.priority,
+            epoch=self._epoch,
+            queued_unix_s=self._clock.unix_s(),
+            wait_s=0.0,
+            outcome=outcome,
+        )
+        record = _Record(sequence.request_id, decision, now_s, ended_s=now_s, outcome=outcome)
+        record.worker_id = worker_id
+        self._append(record)
+        return record
+
+    def _append(self, record: _Record) -> None:
+        self._ring.append(record)
+        self._by_request.setdefault(record.request_id, []).append(record)
+        self._bytes += record.size_bytes
+        self._shrink()
+
+    def _grow(self, record: _Record, size_bytes: int) -> None:
+        record.size_bytes += size_bytes
+        self._bytes += size_bytes
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while len(self._ring) > self._max_entries or (self._bytes > self._max_bytes and len(self._ring) > 1):
+            self._forget(self._ring.popleft())
+
+    def _forget(self, record: _Record) -> None:
+        self._bytes -= record.size_bytes
+        self._since_unix_s = max(self._since_unix_s, record.decision.queued_unix_s)
+        mine = self._by_request[record.request_id]
+        mine.remove(record)
+        if not mine:
+            del self._by_request[record.request_id]
+        key = record.request_id, record.decision.choice
+        if self._open.get(key) is record:
+            del self._open[key]
+
+    def _told(self, record: _Record, now_s: float) -> PlacementDecision:
+        ended_s = now_s if record.ended_s is None else record.ended_s
+        query, chosen = record.query, record.chosen
+        record.catch_up()
+        return replace(
+            record.decision,
+            wait_s=max(0.0, ended_s - record.queued_s),
+            outcome=record.outcome,
+            worker_id=record.worker_id,
+            looks=record.looks + record.short_looks,
+            looks_without_room=record.looks_without_room + record.short_looks,
+            looks_giving_way=record.looks_giving_way,
+            bypassed=record.bypassed,
+            counter_tokens=record.counter,
+            reserved_tokens=0 if query is None else query.demand.reserved_tokens,
+            ranked=() if chosen is None or query is None else _ranked(chosen, query, self._profile),
+            rejections=_rejections(record.rejections),
+        )
+
+
+def _lacks_room(found: NoWorker) -> bool:
+    """Whether no worker had the KV or the slot; where some had, what is queued on them kept it out."""
+    counts = found.rejections.counts
+    return found.waits_for_room and not (counts and any(name in LENGTH_FILTERS for name, _ in counts))
+
+
+def _ranked(chosen: Chosen, query: PlaceQuery, profile: PlacementProfile) -> tuple[RankedWorker, ...]:
+    parts = dict(chosen.parts(query, profile))
+    ranked = sorted(chosen.ranked, key=lambda one: (-one.score, one.offer.candidate.worker_id))
+    return tuple(
+        RankedWorker(
+            worker_id=one.offer.candidate.worker_id,
+            score=one.score,
+            in_draw=one.score >= chosen.floor,
+            cached_tokens=one.offer.cached_tokens,
+            predicted_ttft_s=one.offer.ttft_s,
+            kv_tokens_room=one.offer.candidate.kv_tokens_room,
+            parts=parts.get(one.offer.candidate.worker_id, ()),
+        )
+        for one in ranked[:MAX_RANKED]
+    )
+
+
+def _rejections(found: Rejections) -> tuple[FilterRejections, ...]:
+    return tuple(
+        FilterRejections(name, count, tuple(worker for worker, reason in found.named if reason == name))
+        for name, count in found.counts
+    )

@@ -1,0 +1,129 @@
+"""Which workers there are, on which stream each reports, and which was heard when.
+
+Whose report counts: that of a worker's newest stream and newest life (``fleet_view`` says why). The number of
+a worker's last grant outlives what else is known of it, since a number is never used twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from services.core.errors import Conflict, OverQuota
+from services.core.fleet import ReportSnapshot
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.worker import WorkerState
+
+
+class Roster:
+    """Single writer: the owner of the fleet view. Time is an argument, in monotonic seconds."""
+
+    def __init__(self, limits: FleetLimits) -> None:
+        """``workers`` is written to here only."""
+        self.workers: dict[str, WorkerState] = {}
+        self._limits = limits
+        self._streams: dict[int, str] = {}
+        self._sequences: dict[str, int] = {}
+        self._talking: dict[str, None] = {}  # in the order of their last reports, and so are the silent ones
+        self._silent: dict[str, None] = {}
+
+    def by_state(self) -> dict[str, int]:
+        """Return how many workers are placed on, silent, draining, or away."""
+        found = {"placed_on": 0, "silent": 0, "draining": 0, "away": 0}
+        for worker in self.workers.values():
+            found[worker.state] += 1
+        return found
+
+    def view_age_s(self, now_s: float) -> float:
+        """Return since when the connected worker that was longest not heard was last heard; 0 without any."""
+        heard = [worker.report_s for worker in self.workers.values() if worker.connected]
+        return now_s - min(heard, default=now_s)
+
+    def next_sequence(self, worker_id: str) -> int:
+        """Return a number that no grant of this worker had."""
+        sequence = self._sequences.get(worker_id, 0) + 1
+        self._sequences[worker_id] = sequence
+        return sequence
+
+    def reporting(self, stream: int, report: ReportSnapshot) -> WorkerState:
+        """Return the worker that reports. Raises as ``FleetView.apply``."""
+        worker = self.workers.get(report.worker_id)
+        if worker is None:
+            known = report.worker_id in self._sequences
+            if len(self.workers) >= self._limits.max_workers or (
+                not known and len(self._sequences) >= 16 * self._limits.max_workers
+            ):
+                raise OverQuota(f"there are {len(self.workers)} workers; no more are taken")
+            self._sequences.setdefault(report.worker_id, 0)
+            worker = WorkerState(report.worker_id, report.incarnation, stream)
+            self.workers[report.worker_id] = worker
+        elif report.incarnation < worker.incarnation:
+            raise Conflict(f"a newer life of worker {report.worker_id} reports", worker_id=report.worker_id)
+        elif stream < worker.stream:
+            raise Conflict(f"worker {report.worker_id} opened a newer stream", worker_id=report.worker_id)
+        return worker
+
+    def heard(
+        self, worker: WorkerState, stream: int, report: ReportSnapshot, epoch: int, now_s: float
+    ) -> None:
+        """It reported on this stream, to the leader of ``epoch``."""
+        self._streams.pop(worker.stream, None)
+        self._streams[stream] = worker.worker_id
+        worker.heard_of(stream, report, epoch, now_s)
+        self._silent.pop(worker.worker_id, None)
+        self._talking.pop(worker.worker_id, None)
+        self._talking[worker.worker_id] = None
+
+    def close(self, stream: int) -> WorkerState | None:
+        """Return the worker that the end of this stream disconnects, if it does."""
+        worker = self.workers.get(self._streams.pop(stream, ""))
+        if worker is None or worker.stream != stream or not worker.connected:
+            return None
+        worker.connected = False
+        return worker
+
+    def fall_silent(self, now_s: float) -> WorkerState | None:
+        """Return a worker that did not report in time and is silent from now on; None without any more."""
+        worker = self._oldest(self._talking)
+        if worker is None or now_s - worker.report_s < self._limits.silence_s:
+            return None
+        worker.silent = True
+        del self._talking[worker.worker_id]
+        self._silent[worker.worker_id] = None
+        return worker
+
+    def longest_silent(self, now_s: float) -> WorkerState | None:
+        """Return a worker that is silent for so long that it is to be forgotten; None without any."""
+        worker = self._oldest(self._silent)
+        return worker if worker is not None and now_s - worker.report_s >= self._limits.forget_s else None
+
+    def forget(self, worker: WorkerState) -> None:
+        """Drop a silent worker."""
+        self._streams.pop(worker.stream, None)
+        del self._silent[worker.worker_id]
+        del self.workers[worker.worker_id]
+
+    def next_deadline_s(self) -> float:
+        """Return when a worker may next fall silent or be forgotten; infinite when none ever."""
+        deadline_s = math.inf
+        if (worker := self._oldest(self._talking)) is not None:
+            deadline_s = worker.report_s + self._limits.silence_s
+        if (worker := self._oldest(self._silent)) is not None:
+            deadline_s = min(deadline_s, worker.report_s + self._limits.forget_s)
+        return deadline_s
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when orders, streams and workers disagree."""
+        assert self._talking.keys() | self._silent.keys() == self.workers.keys()
+        for order in (self._talking, self._silent):
+            times = [self.workers[worker_id].report_s for worker_id in order]
+            assert times == sorted(times), "workers are out of order"
+        for worker in self.workers.values():
+            assert worker.silent == (worker.worker_id in self._silent)
+            assert not worker.connected or self._streams[worker.stream] == worker.worker_id
+            assert all(number <= self._sequences[worker.worker_id] for number in worker.outstanding)
+
+    def _oldest(self, order: Mapping[str, None]) -> WorkerState | None:
+        """Return the worker in ``order`` whose last report is the oldest."""
+        worker_id = next(iter(order), None)
+        return None if worker_id is None else self.workers[worker_id]

@@ -1,0 +1,452 @@
+"""What one leader knows of its workers: reported levels, and the grants that no report speaks for yet.
+
+    room = total - reserved (reported) - outstanding
+
+A grant is *outstanding* from its issue until the first of: a report's ``grants_seen`` names it, its gateway
+gives it back, it lapsed, its worker began another life. ``grants_seen`` and ``kv_blocks_reserved`` of a
+report are one atom, so every grant is counted by exactly one side, and a late report errs towards less room.
+
+Shared prefixes: ``reserved`` counts a block that several sequences refer to once, and a grant is outstanding
+with what it adds to that: its prompt and predicted output less the leading blocks that the same report says
+are shared. A later report that shares less, or more, counts the outstanding grant anew, so that both terms
+always speak of one instant. Between the two, sequences may end and the last reference with them; what the
+worker has reserved fell by those blocks then, and the grant takes them again. That holds for one grant of a
+beginning at a time; the others count whole.
+
+Why no grant is counted by neither side:
+- A worker honours the newest epoch it heard of, and is placed on only after a report that says it honours
+  ours: grants of older leaders can no longer start there.
+- A worker's stream sends its first report after it heard us on that stream, so the order in which we open
+  streams is the order in which the worker did: reports of any but the newest stream are refused.
+- Another incarnation refuses the grants of the one before, and those that started are in its first report.
+- A grant starts within its time to live from receipt. It is held for ``transit_margin_s`` longer, and a
+  worker that was silent for as long is not placed on.
+The worker stays the authority: should a margin be exceeded, it answers NOT_ADMITTED.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
+from types import MappingProxyType
+from typing import Final
+
+from msgspec.structs import replace
+
+from services.core.fleet import ReportSnapshot
+from services.core.generation import Grant
+from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
+from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.prices import price_pool
+from services.scheduler.fleet.roster import Roster
+from services.scheduler.fleet.worker import (
+    Outstanding,
+    Sums,
+    WorkerState,
+    candidate_of,
+    level_of,
+)
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.choose import (
+    NO_REJECTIONS,
+    Chosen,
+    NoWorker,
+    PlacementProfile,
+    no_worker,
+)
+from services.scheduler.policy.placement.kv_admission import blocks_for
+from services.scheduler.policy.placement.pool_seats import Level, PoolSeats
+from services.scheduler.policy.placement.prefix_index import PrefixIndex
+from services.scheduler.policy.placement.room import RoomSummary
+from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
+from services.scheduler.policy.step_time import Kind, Measured, StepTimes
+
+_EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
+_NO_POOL: Final = no_worker(NO_REJECTIONS)
+
+
+class FleetView:
+    """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
+
+    def __init__(self, epoch: int, limits: FleetLimits) -> None:
+        """``on_measured`` may be set to hear of the steps that each report tells of, with the time;
+        ``on_granted`` of each grant's worker and version: it answers whether the pool gets no more now."""
+        self.epoch = epoch
+        self.limits = limits
+        self.step_times = StepTimes()
+        self.prefixes = PrefixIndex(max(1, limits.prefix_blocks))
+        self.shared = SharedPrefixes()
+        self.prefix_tokens = PrefixTokens()
+        self.on_measured: Callable[[Measured, float], None] | None = None
+        self.on_granted: Callable[[str, str, float], bool] | None = None
+        self._roster = Roster(limits)
+        self._workers: Mapping[str, WorkerState] = self._roster.workers
+        self._pools: dict[str, PoolSeats] = {}
+        self._lapses: deque[tuple[float, str, int]] = deque()  # in order: every grant is held equally long
+        self._outstanding = 0
+
+    @property
+    def workers(self) -> int:
+        return len(self._workers)
+
+    @property
+    def outstanding(self) -> int:
+        return self._outstanding
+
+    @property
+    def workers_by_state(self) -> dict[str, int]:
+        """How many workers are placed on, silent, draining, or away."""
+        return self._roster.by_state()
+
+    def view_age_s(self, now_s: float) -> float:
+        """Return since when the connected worker that was longest not heard was last heard; 0 without any."""
+        return self._roster.view_age_s(now_s)
+
+    def candidates(self, digest: str) -> Mapping[str, Candidate]:
+        """Return the pools of a version by worker. A snapshot of values in a mapping that is read only."""
+        seats = self._pools.get(digest)
+        return _EMPTY if seats is None else Candidates(seats)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that some worker reports."""
+        return tuple(self._pools)
+
+    @property
+    def states(self) -> Collection[WorkerState]:
+        """What is known of each worker. Read only."""
+        return self._workers.values()
+
+    def life_of(self, worker_id: str) -> tuple[str, int]:
+        """Return the address and the incarnation of a worker that reported."""
+        worker = self._workers[worker_id]
+        return worker.address, worker.incarnation
+
+    def levels_by_version(self) -> dict[str, PoolLevels]:
+        """Return what the workers of each version report, with what is granted and not reported yet."""
+        return {
+            digest: levels_of(digest, Candidates(seats), self._workers)
+            for digest, seats in self._pools.items()
+        }
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
+        """Take a report over and return the versions whose room it changed. ``stream`` grows with opening.
+
+        Raises Conflict for a report of an older stream or an older life of its worker, OverQuota when
+        there are too many workers; nothing has changed then.
+        """
+        worker = self._roster.reporting(stream, report)
+        whole = worker.number < 0 or stream != worker.stream or report.incarnation != worker.incarnation
+        if report.incarnation > worker.incarnation:
+            self._forget_grants(worker)
+        self._roster.heard(worker, stream, report, self.epoch, now_s)
+        if worker.honours:
+            for sequence in report.grants_seen:
+                self._settle(worker, sequence)
+        changed = list(worker.pools)
+        worker.pools = {pool.digest: pool for pool in report.pools}
+        gone = [digest for digest in changed if digest not in worker.pools]
+        changed += [digest for digest in worker.pools if digest not in changed]
+        self.step_times.forget(worker.worker_id, gone)
+        self._learn(worker, report, now_s)
+        self._learn_prefixes(worker, report, whole=whole)
+        self._learn_shared(worker, report, whole=whole)
+        self._refresh(worker, changed)
+        return tuple(changed)
+
+    def close_stream(self, stream: int) -> tuple[str, ...]:
+        """Place nothing more on the worker of this stream, until it reports again."""
+        worker = self._roster.close(stream)
+        if worker is None:
+            return ()
+        self._refresh(worker, worker.pools)
+        return tuple(worker.pools)
+
+    def bar(self, worker_id: str, digest: str, *, barred: bool) -> bool:
+        """Give a pool no more requests, or requests again; whether that is a change."""
+        worker = self._workers.get(worker_id)
+        if worker is None or (digest in worker.barred) == barred:
+            return False
+        (worker.barred.add if barred else worker.barred.discard)(digest)
+        self._refresh(worker, (digest,))
+        return True
+
+    # --- grants -----------------------------------------------------------------------------------
+
+    def choose(
+        self, digest: str, query: PlaceQuery, profile: PlacementProfile, rng: Random
+    ) -> Chosen | NoWorker:
+        """Return a worker that has room for the query, whenever there is one, or why there is none."""
+        seats = self._pools.get(digest)
+        if seats is None:
+            return _NO_POOL
+        shared = self.shared.run_of(digest, query.prefix_hashes, query.demand.prompt_tokens)
+        if shared is not NOTHING_SHARED:
+            query = replace(query, shared=shared)
+        chain = query.prefix_hashes if self.limits.prefix_blocks else ()
+        match = self.prefixes.match(chain) if chain else None
+        if match is None:
+            return seats.choose(query, profile, rng)
+        held = match.holders(profile.holders, rng, among=seats.open_mask)
+        prompt_tokens = query.demand.prompt_tokens
+
+        def cached_tokens(worker_ids: Sequence[str]) -> dict[str, int]:
+            return {
+                worker_id: min(prompt_tokens, blocks * PREFIX_BLOCK_TOKENS)
+                for worker_id in worker_ids
+                if (blocks := match.blocks_on(worker_id))
+            }
+
+        return seats.choose(
+            query,
+            profile,
+            rng,
+            holders=[worker_id for worker_id, _ in held],
+            cached_tokens=cached_tokens,
+        )
+
+    def shareable_tokens(self, digest: str, query: PlaceQuery) -> int:
+        """Return how many tokens of the prompt some worker may share, at most."""
+        chain, tokens = query.prefix_hashes, query.demand.prompt_tokens
+        if self.shared.run_of(digest, chain, tokens) is NOTHING_SHARED:
+            return 0
+        return shareable_blocks(chain, tokens) * PREFIX_BLOCK_TOKENS
+
+    def any_yields(self, digest: str) -> bool:
+        """Whether some worker without a slot has one for a tenant below its share."""
+        seats = self._pools.get(digest)
+        return seats is not None and seats.any_yields
+
+    def choose_yielding(
+        self, digest: str, query: PlaceQuery, rank: int, profile: PlacementProfile, rng: Random
+    ) -> Chosen | NoWorker:
+        """Return a worker that has room for the query and a slot of another tenant's for its class."""
+        seats = self._pools.get(digest)
+        return _NO_POOL if seats is None else seats.choose_yielding(query, rank, profile, rng)
+
+    def room(self, digest: str) -> RoomSummary:
+        """Return the best that any serving worker of the version offers."""
+        seats = self._pools.get(digest)
+        return RoomSummary(serving=False) if seats is None else seats.room()
+
+    def issue(
+        self, chosen: Chosen, query: PlaceQuery, *, digest: str, route_revision: int, now_s: float
+    ) -> Grant:
+        """Return a new grant, outstanding from now on. The caller chose a candidate that has the room."""
+        worker_id, demand, cached_tokens = chosen.worker_id, query.demand, chosen.offer.cached_tokens
+        worker = self._workers[worker_id]
+        pool = worker.pools[digest]
+        kv_blocks = blocks_for(demand.reserved_tokens, pool.block_size)
+        sequence = self._roster.next_sequence(worker_id)
+        chain = query.prefix_hashes
+        if self.shared.free_blocks_on(worker_id, digest, chain, demand.prompt_tokens):
+            self.shared.lean(worker_id, chain, sequence)
+        else:
+            chain = ()
+        grant = self._counted(
+            worker_id,
+            Outstanding(
+                digest,
+                kv_blocks,
+                demand.prompt_tokens - cached_tokens,
+                demand.prompt_tokens,
+                whole_blocks=kv_blocks,
+                each_blocks=PREFIX_BLOCK_TOKENS // pool.block_size,
+                chain=chain,
+            ),
+        )
+        worker.outstanding[sequence] = grant
+        worker.sums.setdefault(digest, Sums()).add(grant, 1)
+        self._outstanding += 1
+        if query.prefix_hashes and self.limits.prefix_blocks:
+            self.prefixes.expect(worker_id, query.prefix_hashes)
+            self.prefix_tokens.granted += demand.prompt_tokens
+            self.prefix_tokens.predicted += cached_tokens
+        hold_s = self.limits.grant_ttl_s + self.limits.transit_margin_s
+        self._lapses.append((now_s + hold_s, worker_id, sequence))
+        self._pools[digest].take(worker_id, level_of(worker, pool))
+        if self.on_granted is not None and self.on_granted(worker_id, digest, now_s):
+            self.bar(worker_id, digest, barred=True)
+        return Grant(
+            worker_id=worker_id,
+            address=worker.address,
+            incarnation=worker.incarnation,
+            epoch=self.epoch,
+            sequence=sequence,
+            kv_blocks=kv_blocks,
+            ttl_s=self.limits.grant_ttl_s,
+            version_digest=digest,
+            route_revision=route_revision,
+        )
+
+    def give_back(self, grant: Grant) -> bool:
+        """Whether the grant was outstanding; it is no longer. A grant that was seen is the worker's."""
+        worker = self._workers.get(grant.worker_id)
+        if worker is None or grant.epoch != self.epoch or grant.incarnation != worker.incarnation:
+            return False
+        if not self._settle(worker, grant.sequence):
+            return False
+        self._refresh(worker, (grant.version_digest,))
+        return True
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> tuple[str, ...]:
+        """Drop lapsed grants and silent workers; return the versions whose room changed."""
+        changed: dict[str, None] = {}
+        while self._lapses and self._lapses[0][0] <= now_s:
+            _, worker_id, sequence = self._lapses.popleft()
+            worker = self._workers.get(worker_id)
+            if worker is not None and (lapsed := worker.outstanding.get(sequence)) is not None:
+                self._settle(worker, sequence)
+                self._refresh(worker, (lapsed.digest,))
+                changed[lapsed.digest] = None
+        while (worker := self._roster.fall_silent(now_s)) is not None:
+            self._refresh(worker, worker.pools)
+            changed.update(dict.fromkeys(worker.pools))
+        while (worker := self._roster.longest_silent(now_s)) is not None:
+            assert not worker.outstanding, "a worker is forgotten before its last grant lapsed"
+            self._forget(worker)
+        self.prefixes.advance(now_s)
+        if self.step_times.advance(now_s):  # the models changed: compare prices anew
+            for digest, seats in self._pools.items():
+                workers = [self._workers[worker_id] for worker_id in seats.all()]
+                price_pool(digest, workers, self.step_times)
+                seats.forget_candidates()
+        return tuple(changed)
+
+    def next_deadline_s(self) -> float:
+        """Return when ``expire`` may next have something to do; infinite when nothing is due ever."""
+        while self._lapses and not self._is_outstanding(*self._lapses[0][1:]):
+            self._lapses.popleft()  # settled long ago, as most are
+        deadline_s = self._lapses[0][0] if self._lapses else math.inf
+        return min(deadline_s, self._roster.next_deadline_s())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when sums, candidates and outstanding grants disagree."""
+        assert self._outstanding == sum(len(worker.outstanding) for worker in self._workers.values())
+        self._roster.check_integrity()
+        for worker in self._workers.values():
+            worker.check_integrity(partial(self._counted, worker.worker_id))
+            for digest, pool in worker.pools.items():
+                exact = self._candidate(worker, digest, level_of(worker, pool))
+                assert self._pools[digest].candidate(worker.worker_id) == exact
+        self.shared.check_integrity()
+        for digest, seats in self._pools.items():
+            assert len(seats), "an empty pool is kept"
+            assert all(digest in self._workers[worker_id].pools for worker_id in seats.all())
+            seats.check_integrity()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _learn(self, worker: WorkerState, report: ReportSnapshot, now_s: float) -> None:
+        """Take over what the report says of the work that was done."""
+        for pool in report.pools:
+            measured = self.step_times.observe(worker.worker_id, worker.device_type, pool, now_s)
+            if measured is not None:
+                worker.attended[pool.digest] = measured.attended_tokens // measured.steps
+                if self.on_measured is not None:
+                    self.on_measured(measured, now_s)
+        for used in report.tenants:
+            self.prefix_tokens.reported += used.prefill
+            self.prefix_tokens.cached += used.cached
+
+    def _learn_prefixes(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
+        """Take over what the worker has cached. The first report of a stream says all of it."""
+        prefixes, keep = self.prefixes, self.limits.prefix_blocks > 0
+        if whole:
+            added = [name for pool in report.pools for name in pool.prefix_added] if keep else ()
+            worker.number = prefixes.replace(worker.worker_id, added)
+            return
+        for pool in report.pools if keep else ():
+            if pool.prefix_removed:
+                prefixes.discard(worker.worker_id, pool.prefix_removed)
+            if pool.prefix_added:
+                prefixes.add(worker.worker_id, pool.prefix_added)
+
+    def _learn_shared(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
+        """Take over what the worker's sequences share, and count the grants on their way by it."""
+        if whole:
+            self.shared.drop(worker.worker_id)
+        heard = whole
+        for pool in report.pools if self.limits.prefix_blocks else ():
+            divides = PREFIX_BLOCK_TOKENS % pool.block_size == 0  # else what is shared are no whole blocks
+            if divides and (pool.prefix_shared or pool.prefix_unshared):
+                heard = True
+                self.shared.change(worker.worker_id, pool.digest, pool.prefix_shared, pool.prefix_unshared)
+        for number in self.shared.leaning_on(worker.worker_id) if heard else ():
+            grant = worker.outstanding[number]
+            counted = self._counted(worker.worker_id, grant)
+            if counted is not grant:
+                worker.outstanding[number] = counted
+                worker.sums[grant.digest].add(grant, -1)
+                worker.sums[grant.digest].add(counted, 1)
+
+    def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
+        """Return the grant with the blocks that it takes of what the worker's last report leaves."""
+        shared = self.shared.blocks_on(worker_id, grant.digest, grant.chain, grant.prompt_tokens)
+        kv_blocks = grant.whole_blocks - shared * grant.each_blocks
+        return grant if kv_blocks == grant.kv_blocks else replace(grant, kv_blocks=kv_blocks)
+
+    def _is_outstanding(self, worker_id: str, sequence: int) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and sequence in worker.outstanding
+
+    def _settle(self, worker: WorkerState, sequence: int) -> bool:
+        settled = worker.outstanding.pop(sequence, None)
+        if settled is None:
+            return False
+        self._outstanding -= 1
+        self.shared.let_go(worker.worker_id, settled.chain, sequence)
+        sums = worker.sums[settled.digest]
+        sums.add(settled, -1)
+        if not sums.grants:
+            del worker.sums[settled.digest]
+        return True
+
+    def _refresh(self, worker: WorkerState, digests: Iterable[str]) -> None:
+        """Bring the seats of these versions in line with the worker's state."""
+        for digest in digests:
+            pool, seats = worker.pools.get(digest), self._pools.get(digest)
+            if pool is not None:
+                if seats is None:
+                    seats = self._pools[digest] = PoolSeats(self._builder(digest))
+                seats.put(worker.worker_id, level_of(worker, pool))
+            elif seats is not None and worker.worker_id in seats:
+                seats.drop(worker.worker_id)
+                if not len(seats):
+                    del self._pools[digest]
+
+    def _builder(self, digest: str) -> Callable[[str, Level], Candidate]:
+        return lambda worker_id, level: self._candidate(self._workers[worker_id], digest, level)
+
+    def _candidate(self, worker: WorkerState, digest: str, level: Level) -> Candidate:
+        return candidate_of(
+            worker,
+            worker.pools[digest],
+            level,
+            model=self.step_times.model(Kind(worker.device_type, digest)),
+            slowness_ratio=self.step_times.slowness(worker.worker_id, digest),
+        )
+
+    def _forget_grants(self, worker: WorkerState) -> None:
+        """Another life of the worker refuses the grants of the one before."""
+        self._outstanding -= len(worker.outstanding)
+        worker.outstanding.clear()
+        self.shared.let_all_go(worker.worker_id)
+        worker.sums.clear()
+
+    def _forget(self, worker: WorkerState) -> None:
+        digests = tuple(worker.pools)
+        worker.pools = {}
+        self._refresh(worker, digests)
+        self.step_times.forget(worker.worker_id, digests)
+        self.prefixes.drop(worker.worker_id)
+        self.shared.drop(worker.worker_id)
+        self._roster.forget(worker)

@@ -1,0 +1,172 @@
+"""What a leader knows of one worker, and how its pools look to a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import Struct
+
+from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
+from services.scheduler.policy.placement import candidate as filters
+from services.scheduler.policy.placement.candidate import Candidate
+from services.scheduler.policy.placement.pool_seats import SERVING, Level
+from services.scheduler.policy.step_time import StepModel
+
+# Grants on their way to a pool that has no slot: a report shows whether its worker made room for them.
+MAX_YIELDING_GRANTS: Final = 4
+
+
+class Outstanding(Struct, frozen=True, gc=False):
+    """A grant that no report speaks for. ``prefill_tokens`` of its prompt are not expected in the cache.
+
+    ``kv_blocks`` are those that it will take of the reported room: ``whole_blocks``, its prompt and predicted
+    output, less ``each_blocks`` for every leading block of ``chain`` that the worker's last report says is
+    shared, if it leans on that (``policy.shared_prefix``). Only then it has a chain.
+    """
+
+    digest: str
+    kv_blocks: int
+    prefill_tokens: int
+    prompt_tokens: int
+    whole_blocks: int
+    each_blocks: int = 0
+    chain: tuple[int, ...] = ()
+
+    @property
+    def is_long(self) -> bool:
+        return self.prefill_tokens >= LONG_PROMPT_TOKENS
+
+
+@dataclass(slots=True)
+class Sums:
+    """Totals of the outstanding grants of one pool."""
+
+    grants: int = 0
+    kv_blocks: int = 0
+    prefill_tokens: int = 0
+    long_prefills: int = 0
+
+    def add(self, grant: Outstanding, sign: int) -> None:
+        self.grants += sign
+        self.kv_blocks += sign * grant.kv_blocks
+        self.prefill_tokens += sign * grant.prefill_tokens
+        self.long_prefills += sign * grant.is_long
+
+
+NO_SUMS = Sums()
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """``number`` is its bit in masks of workers. ``attended``: by version, the tokens of KV that a step read
+    last, and ``cost_ratios`` the cheapest worker's price of a token over its own. ``barred``: versions that
+    it gets no request for, whatever its room."""
+
+    worker_id: str
+    incarnation: int
+    stream: int
+    number: int = -1
+    address: str = ""
+    zone: str = ""
+    device_type: str = ""
+    cost_per_hour: float = 0.0
+    draining: bool = False
+    connected: bool = True
+    honours: bool = False
+    silent: bool = False
+    report_s: float = 0.0
+    pools: dict[str, PoolSnapshot] = field(default_factory=dict)
+    attended: dict[str, int] = field(default_factory=dict)
+    cost_ratios: dict[str, float] = field(default_factory=dict)
+    barred: set[str] = field(default_factory=set)
+    outstanding: dict[int, Outstanding] = field(default_factory=dict)
+    sums: dict[str, Sums] = field(default_factory=dict)
+
+    def heard_of(self, stream: int, report: ReportSnapshot, epoch: int, now_s: float) -> None:
+        """Take over what a report to the leader of ``epoch`` says of the worker itself."""
+        self.incarnation, self.stream = report.incarnation, stream
+        self.address, self.zone, self.draining = report.address, report.zone, report.draining
+        self.device_type, self.cost_per_hour = report.device_type, report.cost_per_hour
+        self.connected, self.silent, self.report_s = True, False, now_s
+        self.honours = report.epoch == epoch
+
+    @property
+    def heard(self) -> bool:
+        return self.connected and self.honours and not self.silent
+
+    @property
+    def state(self) -> str:
+        """How operators are told of it."""
+        if not (self.connected and self.honours):
+            return "away"
+        if self.silent:
+            return "silent"
+        return "draining" if self.draining else "placed_on"
+
+    def check_integrity(self, counted: Callable[[Outstanding], Outstanding]) -> None:
+        """Raise AssertionError when sums and outstanding grants disagree. ``counted`` returns a grant with
+        the blocks that it takes of what the last report leaves."""
+        for digest in {*self.sums, *self.pools, *(found.digest for found in self.outstanding.values())}:
+            held = [found for found in self.outstanding.values() if found.digest == digest]
+            sums = self.sums.get(digest, NO_SUMS)
+            assert sums.grants == len(held), "outstanding grants miscounted"
+            assert sums.kv_blocks == sum(found.kv_blocks for found in held), "outstanding blocks leaked"
+            assert sums.prefill_tokens == sum(found.prefill_tokens for found in held)
+            assert all(found == counted(found) for found in held), "recount"
+            assert len({found.chain[0] for found in held if found.chain}) == sum(
+                bool(found.chain) for found in held
+            ), "two grants lean on one prefix"
+            assert sums.long_prefills == sum(found.is_long for found in held)
+
+
+def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
+    """Return what the index of the pool's version is told: reported room less outstanding grants."""
+    sums = worker.sums.get(pool.digest, NO_SUMS)
+    if not pool.ready:
+        standing = filters.ready.__name__
+    elif not worker.heard:
+        standing = filters.heard.__name__
+    elif worker.draining:
+        standing = filters.not_draining.__name__
+    elif pool.digest in worker.barred:
+        standing = filters.not_ejected.__name__
+    else:
+        standing = SERVING
+    return Level(
+        standing,
+        (pool.kv_blocks_total - pool.kv_blocks_reserved - sums.kv_blocks) * pool.block_size,
+        pool.max_sequences - pool.running - pool.waiting - sums.grants,
+        pool.kv_blocks_total * pool.block_size,
+        pool.max_model_len,
+        worker.number,
+        pool.yields_to_rank if sums.grants < MAX_YIELDING_GRANTS else 0,
+    )
+
+
+def candidate_of(
+    worker: WorkerState, pool: PoolSnapshot, level: Level, *, model: StepModel, slowness_ratio: float
+) -> Candidate:
+    """Return the pool as filters and scorers see it. ``level`` is its present ``level_of``."""
+    sums = worker.sums.get(pool.digest, NO_SUMS)
+    return Candidate(
+        worker_id=worker.worker_id,
+        kv_tokens_total=level.kv_tokens_total,
+        kv_tokens_room=level.room_tokens,
+        block_size=pool.block_size,
+        slots=level.slots,
+        max_model_len=pool.max_model_len,
+        queued_prefill_tokens=pool.queued_prefill_tokens + sums.prefill_tokens,
+        ready=pool.ready,
+        draining=worker.draining,
+        heard=worker.heard,
+        ejected=pool.digest in worker.barred,
+        zone=worker.zone,
+        running=pool.running,
+        attended_tokens=worker.attended.get(pool.digest, 0),
+        long_prefills=pool.long_prefills + sums.long_prefills,
+        step_model=model,
+        slowness_ratio=slowness_ratio,
+        cost_ratio=worker.cost_ratios.get(pool.digest, 1.0),
+    )

@@ -1,0 +1,108 @@
+"""The leader's look at its workers, about once a second: who gets nothing for being slow or for failing, what
+waits in vain, and what is said of it. ``health`` and ``overload`` decide; this applies it to the fleet view
+and the queue. Called by the task that owns both.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.health.worker_health import FleetHealth, Ticked
+from services.scheduler.overload.pool_load import Overload
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.telemetry import SchedulerTelemetry
+
+log = structlog.get_logger()
+
+_MAX_SHED: Final = 1024  # of a version, in one look
+
+
+class ServingCount:
+    """How many workers of each version take requests, as of the last look."""
+
+    def __init__(self, fleet: FleetView) -> None:
+        self._fleet = fleet
+        self._counts: dict[str, int] = {}
+
+    def of(self, digest: str) -> int:
+        """Return the count of the last look, which is at most about a second ago; of all that report the
+        version while none was seen to serve."""
+        return self._counts.get(digest, 0) or len(self._fleet.candidates(digest))
+
+    def look(self) -> None:
+        """Count anew."""
+        self._counts = {
+            digest: sum(one.serving for one in self._fleet.candidates(digest).values())
+            for digest in self._fleet.versions
+        }
+
+
+class Judge:
+    """Takes slow and failing workers out, lets others in again, and refuses what waits in vain."""
+
+    def __init__(
+        self,
+        fleet: FleetView,
+        queue: FlowQueue,
+        health: FleetHealth,
+        overload: Overload,
+        serving: ServingCount,
+        *,
+        telemetry: SchedulerTelemetry | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._queue = queue
+        self._health = health
+        self._overload = overload
+        self._serving = serving
+        self._telemetry = telemetry
+
+    def look(self, now_s: float) -> None:
+        """Take slow and failing workers out, and let others in again."""
+        found = self._health.tick(self._reachable_workers, now_s)
+        for barring in found.barrings:
+            if self._fleet.bar(barring.worker_id, barring.digest, barred=bool(barring.reason)):
+                self._queue.touch((barring.digest,))
+        self._shed_overdue(now_s)
+        self._overload.keep(self._fleet.versions)
+        self._serving.look()
+        self._tell(found)
+
+    def _shed_overdue(self, now_s: float) -> None:
+        """Refuse what can no longer be served in time, rather than let it wait for nothing."""
+        for digest in self._overload.versions:
+            for _ in range(_MAX_SHED):
+                victim = self._overload.overdue(digest)
+                if victim is None:
+                    break
+                self._queue.evict(*victim, now_s)
+
+    def _tell(self, found: Ticked) -> None:
+        """One line, and one count, for each change."""
+        for news in found.ejections:
+            log.warning(
+                "worker.health_changed",
+                worker_id=news.change.worker_id,
+                version_digest=news.digest,
+                state=news.change.after.value,
+                before=news.change.before.value,
+                slowness_ratio=round(news.change.ratio, 2),
+                why=news.change.why,
+            )
+            if self._telemetry is not None:
+                self._telemetry.health_changed("ejection", news.change.after.value)
+        for change in found.circuits:
+            log.warning("circuit.changed", kind=change.kind, name=change.name, state=change.state.value)
+            if self._telemetry is not None:
+                self._telemetry.health_changed(f"{change.kind}_circuit", change.state.value)
+
+    def _reachable_workers(self, digest: str) -> list[str]:
+        """Those that would get requests if they were not barred."""
+        return [
+            worker_id
+            for worker_id, found in self._fleet.candidates(digest).items()
+            if found.ready and found.heard and not found.draining
+        ]

@@ -1,0 +1,343 @@
+"""What the leader knows of the load of its pools: who waits, how fast work is done, what must go.
+
+The flow queue's gate: the queue asks before a placement enters, and tells of each that enters and leaves;
+reports tell of the tokens done. Single writer: the task that owns the queue. Time is an argument, in
+monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from services.core.errors import (
+    DeadlineUnmeetable,
+    FairwayError,
+    OverCommitment,
+    Overloaded,
+    VersionFailing,
+)
+from services.core.fleet import PoolPressure, TenantTokens
+from services.core.generation import PlaceSpec
+from services.core.records import Priority
+from services.scheduler.policy.overload.pressure import (
+    MAX_WAIT_S,
+    ArrivalRate,
+    Backlog,
+    TokenRate,
+    pressure_ratio,
+    wait_s,
+)
+from services.scheduler.policy.overload.shedding import (
+    Arrival,
+    Hopeless,
+    Shed,
+    SheddingOrder,
+    SheddingPolicy,
+    ShedRank,
+    Take,
+    Verdict,
+    judge,
+    retry_after_s,
+    spread_s,
+)
+from services.scheduler.policy.overload.tenant_rate import TenantRates
+from services.scheduler.queue.waiting import Waiting
+
+MAX_PRESSURES: Final = 1024  # pools that one frame tells a gateway of
+
+Victim = tuple[Waiting, FairwayError]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """A placement in the queue, as far as shedding goes."""
+
+    item: Waiting
+    rank: ShedRank
+    retried: bool
+
+    @property
+    def number(self) -> int:
+        return self.item.number
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    backlog: Backlog = field(default_factory=Backlog)
+    order: SheddingOrder[_Waits] = field(default_factory=SheddingOrder)
+    of_tenant: dict[str, SheddingOrder[_Waits]] = field(default_factory=dict)
+    rate: TokenRate = field(default_factory=TokenRate)
+    # Of the tenants that wait, those that are not 1.
+    weights: dict[str, float] = field(default_factory=dict)
+    arrivals: dict[Priority, ArrivalRate] = field(
+        default_factory=lambda: {priority: ArrivalRate() for priority in Priority}
+    )
+    model: str = ""
+
+
+class Overload:
+    """Implements ``waiting.QueueGate``. ``serving``: how many workers of a version take requests now;
+    ``failing_s``: for how long a version takes no request, None when it takes this one."""
+
+    def __init__(
+        self,
+        policy: SheddingPolicy,
+        rng: Random,
+        serving: Callable[[str], int],
+        *,
+        failing_s: Callable[[str, float], float | None] = lambda _digest, _now_s: None,
+    ) -> None:
+        self.policy: Final = policy
+        self._rng = rng
+        self._serving = serving
+        self._failing_s = failing_s
+        # Set by the queue's owner: makes what room there is, before somebody is refused for want of it.
+        self.settle: Callable[[float], None] = lambda _now_s: None
+        self._pools: dict[str, _Pool] = {}
+        self._waits: dict[int, _Waits] = {}
+        self._victims: dict[int, Victim] = {}
+        self._tenants = TenantRates()
+
+    # --- what is seen -----------------------------------------------------------------------------
+
+    def worked(self, tenants: Iterable[TenantTokens], now_s: float) -> None:
+        """Count what a worker computed."""
+        done: dict[str, int] = {}
+        for use in tenants:
+            tokens = use.prefill + use.output
+            done[use.digest] = done.get(use.digest, 0) + tokens
+            self._tenants.note(use.tenant, tokens, now_s)
+        for digest, tokens in done.items():
+            pool = self._pool(digest)
+            pool.rate.note(tokens, now_s, workers=self._serving(digest), waits=len(pool.order) > 0)
+
+    def entered(self, item: Waiting, now_s: float) -> None:
+        """It waits from now on."""
+        pool = self._pool(item.spec.version_digest)
+        arrival = self._arrival(item.spec, now_s)
+        waits = _Waits(item, arrival.rank, arrival.attempt > 0)
+        self._waits[item.number] = waits
+        pool.order.add(waits)
+        mine = pool.of_tenant.get(item.tenant)
+        if mine is None:
+            mine = pool.of_tenant[item.tenant] = SheddingOrder()
+        mine.add(waits)
+        pool.backlog.add(item.priority, item.tenant, item.demand.reserved_tokens)
+        pool.arrivals[item.priority].note(item.demand.reserved_tokens, now_s)
+        pool.model = item.spec.model
+        pool.weights.pop(item.tenant, None)
+        if item.weight != 1.0:
+            pool.weights[item.tenant] = item.weight
+
+    def left(self, item: Waiting, now_s: float) -> None:
+        """It waits no more, however it ended."""
+        waits = self._waits.pop(item.number)
+        self._victims.pop(item.number, None)
+        pool = self._pools[item.spec.version_digest]
+        pool.order.discard(waits)
+        pool.of_tenant[item.tenant].discard(waits)
+        if not len(pool.of_tenant[item.tenant]):
+            del pool.of_tenant[item.tenant]
+        pool.backlog.remove(item.priority, item.tenant, item.demand.reserved_tokens)
+        if not pool.backlog.holds(item.tenant):
+            pool.weights.pop(item.tenant, None)
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Forget the versions that have neither a worker nor a queue: ``digests`` have a worker."""
+        for digest in [digest for digest in self._pools if digest not in digests]:
+            if not len(self._pools[digest].order):
+                del self._pools[digest]
+
+    # --- what is decided --------------------------------------------------------------------------
+
+    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
+        """Return why the placement may not wait, None when it may; then somebody else may have to go for it.
+
+        Called while the queue is whole, since a pass is made before anybody is refused.
+        """
+        later_s = None if spec.begun else self._failing_s(spec.version_digest, now_s)
+        if later_s is not None:
+            return _failing(spec, spread_s(later_s, self.policy, self._rng))
+        arrival, tokens = self._arrival(spec, now_s), spec.prompt_tokens + predicted_tokens
+        verdict = self._judge(spec, arrival, tokens, now_s)
+        if not isinstance(verdict, Take):
+            self.settle(now_s)
+            verdict = self._judge(spec, arrival, tokens, now_s)
+        match verdict:
+            case Hopeless(found_s, limit_s, later_s):
+                return _unmeetable(spec, found_s, limit_s, later_s)
+            case Shed(found_s, limit_s, later_s, claims):
+                victim = self._pools[spec.version_digest].order.victim_for(
+                    arrival.rank, retried=arrival.attempt > 0
+                )
+                if victim is None:
+                    return _shed_error(spec.model, arrival.rank, found_s, later_s)
+                if claims:
+                    self._victims[victim.number] = victim.item, self._error_of(victim, found_s, limit_s)
+        return None
+
+    def take_victims(self) -> tuple[Victim, ...]:
+        """Return who of those that wait is refused for others, and forget it."""
+        victims, self._victims = tuple(self._victims.values()), {}
+        return victims
+
+    def overdue(self, digest: str) -> Victim | None:
+        """Return who is to go since more waits for a version than it was let in for, None when not.
+
+        As when the first throughput is measured after a burst was let in, or when workers went away.
+        """
+        pool = self._pools.get(digest)
+        victim = None if pool is None else pool.order.first()
+        rate = None if pool is None else self._rate(digest, pool)
+        if pool is None or victim is None or rate is None or not self.policy.enabled:
+            return None
+        for priority in Priority:
+            if not pool.backlog.waits(priority):
+                continue
+            limit_s = min(self.policy.targets.of(priority), victim.item.spec.queue_ttl_s)
+            found_s = pool.backlog.total(priority) / rate
+            if found_s > limit_s * self.policy.overdue_ratio:
+                return victim.item, self._error_of(victim, min(MAX_WAIT_S, found_s), limit_s)
+        return None
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that something is known of."""
+        return tuple(self._pools)
+
+    def displaced(self, spec: PlaceSpec, now_s: float, *, own: bool = False) -> Victim | None:
+        """Return who leaves a full queue for the placement, None when that one is the first to go.
+
+        ``own``: only what its own tenant has waiting.
+        """
+        pool = self._pools.get(spec.version_digest)
+        order = None if pool is None else pool.of_tenant.get(spec.tenant_id) if own else pool.order
+        if pool is None or order is None:
+            return None
+        arrival = self._arrival(spec, now_s)
+        victim = order.victim_for(arrival.rank, retried=arrival.attempt > 0)
+        if victim is None:
+            return None
+        found_s = wait_s(pool.backlog.total(victim.item.priority), self._rate(spec.version_digest, pool))
+        found_s = self.policy.min_retry_after_s if found_s is None else min(MAX_WAIT_S, found_s)
+        return victim.item, self._error_of(victim, found_s, 0.0)
+
+    def pressure(self, digest: str) -> PoolPressure:
+        """Return how hard the pool is pressed; the wait is that of a standard request."""
+        pool = self._pools.get(digest)
+        if pool is None:
+            return PoolPressure(digest, 0.0, 0.0)
+        rate = self._rate(digest, pool)
+        found_s = wait_s(pool.backlog.total(Priority.STANDARD), rate)
+        ratio = pressure_ratio(pool.backlog, rate, self.policy.targets)
+        return PoolPressure(digest, ratio, 0.0 if found_s is None else min(MAX_WAIT_S, found_s))
+
+    def pressures(self) -> tuple[PoolPressure, ...]:
+        """Return the pools that are pressed at all, the hardest first."""
+        found = [self.pressure(digest) for digest in self._pools]
+        pressed = [one for one in found if one.pressure_ratio > 0.0 or one.predicted_wait_s > 0.0]
+        pressed.sort(key=lambda one: (-one.pressure_ratio, one.digest))
+        return tuple(pressed[:MAX_PRESSURES])
+
+    def pressure_by_model(self) -> dict[str, float]:
+        """Return how hard each model is pressed, by the version that is pressed the hardest."""
+        found: dict[str, float] = {}
+        for digest, pool in self._pools.items():
+            if pool.model:
+                ratio = self.pressure(digest).pressure_ratio
+                found[pool.model] = max(ratio, found.get(pool.model, 0.0))
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a placement is in one index only."""
+        assert sum(len(pool.order) for pool in self._pools.values()) == len(self._waits)
+        for digest, pool in self._pools.items():
+            mine = [one.item for one in self._waits.values() if one.item.spec.version_digest == digest]
+            assert len(pool.order) == len(mine) == sum(map(len, pool.of_tenant.values()))
+            tokens = sum(item.demand.reserved_tokens for item in mine)
+            assert abs(pool.backlog.total(Priority.BATCH) - tokens) < 1e-3, "tokens leaked"
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _arrival(self, spec: PlaceSpec, now_s: float) -> Arrival:
+        committed = spec.committed_tokens_per_minute
+        return Arrival(
+            priority=spec.priority,
+            over_quota=spec.over_quota or self._tenants.is_over(spec.tenant_id, committed, now_s),
+            attempt=spec.attempt,
+            begun=spec.begun,
+            queue_ttl_s=spec.queue_ttl_s,
+            deadline_left_s=spec.deadline_left_s,
+            ttft_target_s=spec.ttft_target_s,
+        )
+
+    def _judge(self, spec: PlaceSpec, arrival: Arrival, tokens: int, now_s: float) -> Verdict:
+        pool = self._pools.get(spec.version_digest)
+        if pool is None or not len(pool.order):
+            return Take()
+        rate = self._rate(spec.version_digest, pool)
+        if rate is None:
+            return Take()
+        ahead = pool.backlog.ahead_of(
+            spec.priority, spec.tenant_id, tokens, pool.weights, weight=spec.tenant_weight
+        )
+        higher = sum(
+            found.tokens_per_s(now_s)
+            for priority, found in pool.arrivals.items()
+            if priority.rank > spec.priority.rank
+        )
+        found_s = wait_s(ahead, rate, arriving_tokens_per_s=higher)
+        return judge(arrival, found_s, self.policy, self._rng)
+
+    def _error_of(self, victim: _Waits, found_s: float, limit_s: float) -> FairwayError:
+        spec = victim.item.spec
+        later_s = retry_after_s(found_s, limit_s, spec.attempt, self.policy, self._rng)
+        return _shed_error(spec.model, victim.rank, found_s, later_s)
+
+    def _rate(self, digest: str, pool: _Pool) -> float | None:
+        return pool.rate.tokens_per_s(self._serving(digest))
+
+    def _pool(self, digest: str) -> _Pool:
+        pool = self._pools.get(digest)
+        if pool is None:
+            pool = self._pools[digest] = _Pool()
+        return pool
+
+
+def _shed_error(model: str, rank: ShedRank, wait_s: float, later_s: float) -> FairwayError:
+    what = f"{model} is overloaded: the wait is {wait_s:.1f} s"
+    if rank is ShedRank.OVER_QUOTA:
+        return OverCommitment(
+            f"{what}, and the tenant uses more than its committed rate; come back in {later_s:.1f} s",
+            retry_after_s=later_s,
+            model=model,
+            wait_s=f"{wait_s:.3f}",
+        )
+    return Overloaded(
+        f"{what}, and {rank.name.lower()} requests are given up first; come back in {later_s:.1f} s",
+        retry_after_s=later_s,
+        model=model,
+        wait_s=f"{wait_s:.3f}",
+    )
+
+
+def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) -> DeadlineUnmeetable:
+    return DeadlineUnmeetable(
+        f"{spec.model} would begin it in {wait_s:.1f} s, after its deadline in {limit_s:.1f} s; allow more "
+        f"time, or come back in {later_s:.1f} s",
+        retry_after_s=later_s,
+        model=spec.model,
+        wait_s=f"{wait_s:.3f}",
+    )
+
+
+def _failing(spec: PlaceSpec, later_s: float) -> VersionFailing:
+    return VersionFailing(
+        f"workers are lost under most requests for {spec.model}; only a few are let through, to see whether "
+        f"that is over: come back in {later_s:.1f} s",
+        retry_after_s=later_s,
+        model=spec.model,
+    )

@@ -1,0 +1,147 @@
+"""What a placement asks for, what a worker offers for it, and the filters between the two. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from services.scheduler.policy.placement.kv_admission import Demand, can_ever_fit
+from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedRun
+from services.scheduler.policy.placement.ttft import CHUNK_TOKENS
+from services.scheduler.policy.queue import length
+from services.scheduler.policy.queue.length import LengthPolicy
+from services.scheduler.policy.step_time import PRIOR, StepModel
+
+
+class Candidate(Struct, frozen=True, gc=False):
+    """One pool of one worker. ``kv_tokens_*`` are whole blocks, in tokens; room may be negative.
+
+    ``heard``: its reports arrive and honour this leader. ``slots`` are sequences it may still take.
+    ``ejected``: it is slower than its peers, or its breaker is open. ``queued_prefill_tokens`` are those of
+    accepted prompts and of grants on their way, less what the worker has cached of them. ``running``
+    sequences decode and read ``attended_tokens`` of KV in a step. ``slowness_ratio`` is measured over
+    predicted step time, ``cost_ratio`` the cheapest peer's price of a token over this one's.
+    """
+
+    worker_id: str
+    kv_tokens_total: int
+    kv_tokens_room: int
+    block_size: int
+    slots: int
+    max_model_len: int
+    queued_prefill_tokens: int = 0
+    ready: bool = True
+    draining: bool = False
+    heard: bool = True
+    ejected: bool = False
+    zone: str = ""
+    running: int = 0
+    attended_tokens: int = 0
+    long_prefills: int = 0
+    step_model: StepModel = PRIOR
+    slowness_ratio: float = 1.0
+    cost_ratio: float = 1.0
+
+    @property
+    def serving(self) -> bool:
+        """It takes new sequences, as far as it has room."""
+        return self.ready and self.heard and not self.draining and not self.ejected
+
+
+class PlaceQuery(Struct, frozen=True):
+    """``prefix_hashes`` name the blocks of the prompt, first to last; ``zone`` is its gateway's, empty when
+    unknown. ``ttft_target_s`` is None without one. ``shared``: what of the prompt costs a worker no room.
+    ``gives_way``: its tenant has more than its share, and more than that waiting (``held_share``)."""
+
+    demand: Demand
+    excluded_workers: tuple[str, ...] = ()
+    prefix_hashes: tuple[int, ...] = ()
+    zone: str = ""
+    ttft_target_s: float | None = None
+    gives_way: bool = False
+    shared: SharedRun = NOTHING_SHARED
+
+
+class Offer(NamedTuple):
+    """What a candidate means for one query: tokens of the prompt it has cached, the predicted time from the
+    grant to the first token, and by how much prompts that wait there come later for it, all together."""
+
+    candidate: Candidate
+    cached_tokens: int
+    ttft_s: float
+    delay_of_others_s: float = 0.0
+
+
+Filter = Callable[[PlaceQuery, Candidate], bool]
+PromptFilter = Callable[[PlaceQuery, Candidate, int], bool]  # with the prompt tokens that it would compute
+Scorer = Callable[[PlaceQuery, Offer], float]  # 0..1, 1 is best
+
+
+def ready(_: PlaceQuery, candidate: Candidate) -> bool:
+    return candidate.ready
+
+
+def heard(_: PlaceQuery, candidate: Candidate) -> bool:
+    return candidate.heard
+
+
+def not_draining(_: PlaceQuery, candidate: Candidate) -> bool:
+    return not candidate.draining
+
+
+def not_ejected(_: PlaceQuery, candidate: Candidate) -> bool:
+    return not candidate.ejected
+
+
+def not_excluded(query: PlaceQuery, candidate: Candidate) -> bool:
+    return candidate.worker_id not in query.excluded_workers
+
+
+def fits_when_empty(query: PlaceQuery, candidate: Candidate) -> bool:
+    return can_ever_fit(
+        query.demand, kv_tokens_total=candidate.kv_tokens_total, max_model_len=candidate.max_model_len
+    )
+
+
+def has_kv_room(query: PlaceQuery, candidate: Candidate) -> bool:
+    missing_tokens = query.demand.reserved_tokens - candidate.kv_tokens_room
+    if missing_tokens <= 0 or query.shared is NOTHING_SHARED:
+        return missing_tokens <= 0
+    return missing_tokens <= query.shared.tokens_on(candidate.worker_id)
+
+
+def has_sequence_slot(_: PlaceQuery, candidate: Candidate) -> bool:
+    return candidate.slots > 0
+
+
+def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
+    """Return the filters that keep long prompts from filling a worker; they are named as in ``length``.
+
+    A prompt is as long as what the worker would compute of it: one that is cached there holds nobody up.
+    """
+
+    def has_long_prefill_slot(_: PlaceQuery, candidate: Candidate, uncached_tokens: int) -> bool:
+        if candidate.long_prefills < policy.max_long_prefills:
+            return True
+        return length.has_long_prefill_slot(uncached_tokens, candidate.long_prefills, policy)
+
+    def has_prefill_room(query: PlaceQuery, candidate: Candidate, uncached_tokens: int) -> bool:
+        queued_tokens = candidate.queued_prefill_tokens
+        if queued_tokens <= (CHUNK_TOKENS if query.gives_way else policy.min_backlog_tokens):
+            return True
+        if uncached_tokens <= min(policy.min_backlog_tokens, query.demand.prompt_tokens // 2):
+            return True  # to compute it elsewhere would cost more than what it adds here
+        chunk_s = candidate.slowness_ratio * candidate.step_model.seconds(1, CHUNK_TOKENS, 0, 0)
+        tokens_per_s = CHUNK_TOKENS / max(1e-9, chunk_s)
+        if query.gives_way and queued_tokens > policy.giving_way_backlog_s * tokens_per_s:
+            return False
+        return length.has_prefill_room(queued_tokens, tokens_per_s, query.ttft_target_s, policy)
+
+    return has_long_prefill_slot, has_prefill_room
+
+
+def may_use(query: PlaceQuery, candidate: Candidate) -> bool:
+    """Whether the worker would take it when empty."""
+    return not_excluded(query, candidate) and fits_when_empty(query, candidate)

@@ -1,0 +1,191 @@
+"""The waiting placements of one pool, in fair order: between classes, between tenants, within a tenant.
+
+What holds is said in ``queue_order``. Adding, granting and discarding cost a few binary searches, whatever
+number of tenants wait. Pure: time is an argument, in Unix microseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from services.core.records import Priority
+from services.scheduler.policy.queue.fairness import Account, FairShares
+from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy, QueueOrder
+
+CLASSES = tuple(sorted(Priority, key=lambda priority: -priority.rank))  # the highest first
+
+
+class FairItem(Protocol):
+    """``due_us``: its deadline, or what stands for it; ``arrival_us``: both Unix microseconds.
+
+    Nothing of it changes while it waits.
+    """
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def priority(self) -> Priority: ...
+
+    @property
+    def due_us(self) -> int: ...
+
+    @property
+    def arrival_us(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=FairItem)
+Place = tuple[int, int, int]  # due, arrival, number
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant(Generic[Item]):
+    """What one tenant has waiting in a class, earliest deadline first."""
+
+    account: Account
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Class(Generic[Item]):
+    """``owed_tokens``: what the class is to be granted before the higher ones go on."""
+
+    shares: FairShares
+    tenants: dict[str, _Tenant[Item]] = field(default_factory=dict)
+    members: dict[int, Item] = field(default_factory=dict)
+    arrivals: list[tuple[int, int]] = field(default_factory=list)
+    owed_tokens: float = 0.0
+
+    def oldest_us(self) -> int:
+        """Return when the one that waits for longest arrived. Something waits."""
+        while self.arrivals[0][1] not in self.members:
+            heapq.heappop(self.arrivals)
+        return self.arrivals[0][0]
+
+
+class FairOrder(QueueOrder[Item]):
+    """Single writer. The counters outlive the queue: ``shares`` are handed in, and are written to here."""
+
+    def __init__(self, policy: OrderPolicy, shares: dict[Priority, FairShares]) -> None:
+        self._policy = policy
+        self._classes: dict[Priority, _Class[Item]] = {
+            priority: _Class(shares[priority]) for priority in CLASSES
+        }
+        self._aged: tuple[Priority, ...] = ()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def count(self, priority: Priority) -> int:
+        return len(self._classes[priority].members)
+
+    def add(self, item: Item) -> None:
+        queue = self._classes[item.priority]
+        account = queue.shares.enter(item.tenant, item.weight)
+        tenant = queue.tenants.get(item.tenant)
+        if tenant is None:
+            tenant = queue.tenants[item.tenant] = _Tenant(account)
+        insort(tenant.places, (item.due_us, item.arrival_us, item.number))
+        queue.members[item.number] = item
+        self._count += 1
+        heapq.heappush(queue.arrivals, (item.arrival_us, item.number))
+
+    def discard(self, item: Item) -> None:
+        """Forget the item; KeyError if it is not there."""
+        queue = self._classes[item.priority]
+        if queue.members.get(item.number) is not item:
+            raise KeyError(item.number)
+        del queue.members[item.number]
+        self._count -= 1
+        tenant = queue.tenants[item.tenant]
+        del tenant.places[bisect_left(tenant.places, (item.due_us, item.arrival_us, item.number))]
+        if not tenant.places:
+            del queue.tenants[item.tenant]
+        queue.shares.leave(tenant.account)
+        if len(queue.arrivals) > 64 + 2 * len(queue.members):  # most have left
+            queue.arrivals = [(found.arrival_us, found.number) for found in queue.members.values()]
+            heapq.heapify(queue.arrivals)
+        if not queue.members:
+            queue.owed_tokens = 0.0
+
+    def granted(self, item: Item, cost_tokens: float) -> None:
+        """Classes that have waited past their head start are owed their share of it."""
+        rank = item.priority.rank
+        for priority in self._aged:
+            queue = self._classes[priority]
+            if priority.rank < rank and queue.members:
+                queue.owed_tokens += self._policy.aged_share_ratio * cost_tokens
+        own = self._classes[item.priority]
+        if own.owed_tokens > 0.0:
+            own.owed_tokens -= cost_tokens
+
+    def value(self, item: Item) -> float:
+        """Return the counter of the item's tenant, which waits, in its class."""
+        return self._classes[item.priority].tenants[item.tenant].account.value
+
+    def items(self) -> Iterator[Item]:
+        for queue in self._classes.values():
+            for account in queue.shares.in_order():
+                for _, _, number in queue.tenants[account.tenant].places:
+                    yield queue.members[number]
+
+    def in_order(self, now_us: int = 0) -> Iterator[Item]:
+        """Each class by the least counter; whose turn it is among the classes is asked for each item."""
+        self._aged = self._find_aged(now_us)
+        passes = {
+            priority: self._in_class(queue) for priority, queue in self._classes.items() if queue.members
+        }
+        while passes:
+            turn = next(
+                (priority for priority in reversed(passes) if self._is_owed(priority)), next(iter(passes))
+            )
+            item = next(passes[turn], None)
+            if item is None:
+                del passes[turn]
+            else:
+                yield item
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _in_class(self, queue: _Class[Item]) -> Iterator[Item]:
+        """The order is walked once: what was passed had no room, and room only gets less in a pass."""
+        index = 0
+        passed: dict[str, int] = {}
+        while (account := queue.shares.at(index)) is not None:
+            places = queue.tenants[account.tenant].places
+            skip = passed.get(account.tenant, 0)
+            if skip >= min(len(places), self._policy.tenant_lookahead):
+                index += 1
+                continue
+            item = queue.members[places[skip][2]]
+            yield item
+            if item.number in queue.members:
+                passed[account.tenant] = skip + 1
+
+    def _find_aged(self, now_us: int) -> tuple[Priority, ...]:
+        """Return the classes that wait for longer than their head start over the highest that waits."""
+        waiting = [priority for priority, queue in self._classes.items() if queue.members]
+        aged: list[Priority] = []
+        for priority in waiting[1:]:
+            steps = waiting[0].rank - priority.rank
+            head_start_us = round(steps * self._policy.class_head_start_s * MICROSECONDS)
+            if self._classes[priority].oldest_us() + head_start_us < now_us:
+                aged.append(priority)
+        return tuple(aged)
+
+    def _is_owed(self, priority: Priority) -> bool:
+        return priority in self._aged and self._classes[priority].owed_tokens > 0.0

@@ -1,0 +1,85 @@
+"""The errors of placements that end without a grant: each says what is missing and when to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from services.core.errors import (
+    FairwayError,
+    NoWorkerAvailable,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+    ShareExceeded,
+)
+from services.core.generation import PlaceSpec
+from services.scheduler.policy.placement.candidate import Candidate
+from services.scheduler.policy.placement.choose import Chosen, NoWorker
+
+_LOADING_RETRY_S: Final = 2.0
+_TEXTS: Final = {
+    "ready": "not ready yet",
+    "heard": "silent",
+    "not_draining": "draining",
+    "not_ejected": "taken out as too slow",
+    "not_excluded": "excluded by the request",
+    "fits_when_empty": "too small",
+}
+
+
+def queue_full(what: str, *, model: str, retry_after_s: float) -> QueueFull:
+    return QueueFull(f"{what} wait already; no more are taken", retry_after_s=retry_after_s, model=model)
+
+
+def share_full(what: str, most: int, *, model: str, retry_after_s: float) -> ShareExceeded:
+    return ShareExceeded(
+        f"{what} of this tenant wait already, and at most {most} may; wait until some have begun",
+        retry_after_s=retry_after_s,
+        model=model,
+        limit=most,
+    )
+
+
+def timed_out(
+    spec: PlaceSpec, found: Chosen | NoWorker, *, queued: int, retry_after_s: float
+) -> FairwayError:
+    """Return the error of a placement that waited in vain. ``found``: what a last look at the fleet said."""
+    waited = f"no worker took {spec.model} within {spec.queue_ttl_s:g} s: "
+    if isinstance(found, NoWorker) and not found.waits_for_room:
+        retry_after_s = max(retry_after_s, _LOADING_RETRY_S)
+        return NoWorkerAvailable(waited + _missing(found), retry_after_s=retry_after_s, model=spec.model)
+    return QueueTimeout(
+        f"{waited}{queued} placements wait for room",
+        retry_after_s=retry_after_s,
+        model=spec.model,
+        queued=queued,
+    )
+
+
+def too_long(spec: PlaceSpec, candidates: Iterable[Candidate]) -> PromptTooLong:
+    """Return the error of a request that no serving worker takes even when empty."""
+    limit = max(
+        (
+            min(found.max_model_len or found.kv_tokens_total, found.kv_tokens_total)
+            for found in candidates
+            if found.serving and found.worker_id not in spec.excluded_workers
+        ),
+        default=0,
+    )
+    return PromptTooLong(
+        f"{spec.prompt_tokens} prompt tokens and at most {spec.max_output_tokens} output tokens exceed the "
+        f"{limit} that a worker of {spec.model} holds",
+        field="prompt",
+        prompt_tokens=spec.prompt_tokens,
+        max_output_tokens=spec.max_output_tokens,
+        limit=limit,
+    )
+
+
+def _missing(found: NoWorker) -> str:
+    """What would have to be there, from the filters that dropped the workers."""
+    counts = found.rejections.counts
+    if not counts:
+        return "none has the version loaded"
+    return ", ".join(f"{count} {_TEXTS.get(reason, reason)}" for reason, count in counts)

@@ -1,0 +1,130 @@
+"""What operators are told of the queues. Reads a term's state between two of its turns, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.fleet import TenantCounter
+from services.core.queues import PoolQueue, QueueShare
+from services.core.records import Priority
+from services.scheduler.fleet.levels import PoolLevels
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.waiting import Waiting
+
+MAX_SHARES: Final = 100  # per pool
+_MAX_WAIT_S: Final = 3600.0  # no arrival counts as older than this
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """One instant by both clocks."""
+
+    monotonic_s: float
+    unix_s: float
+
+
+@dataclass(slots=True)
+class _Sum:
+    queued: int = 0
+    prompt_tokens: int = 0
+    oldest_wait_s: float = 0.0
+
+    def add(self, item: Waiting, wait_s: float) -> None:
+        self.queued += 1
+        self.prompt_tokens += item.spec.prompt_tokens
+        self.oldest_wait_s = max(self.oldest_wait_s, wait_s)
+
+
+def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") -> list[PoolQueue]:
+    """Return every pool that has a worker or a queue, by digest; shares of one tenant when it is named."""
+    waiting, levels = queue.waiting_by_version(), fleet.levels_by_version()
+    return [
+        _pool(
+            digest,
+            waiting.get(digest, ()),
+            levels.get(digest, PoolLevels()),
+            queue.drain_s(digest, now.monotonic_s),
+            now,
+            tenant,
+        )
+        for digest in sorted({*waiting, *levels})
+    ]
+
+
+def _pool(
+    digest: str,
+    items: Iterable[Waiting],
+    levels: PoolLevels,
+    drain_s: float | None,
+    now: Now,
+    tenant: str,
+) -> PoolQueue:
+    total = _Sum()
+    sums: dict[tuple[str, Priority], _Sum] = {}
+    for item in items:
+        wait_s = _wait_s(item, now)
+        total.add(item, wait_s)
+        if not tenant or item.spec.tenant_id == tenant:
+            sums.setdefault((item.spec.tenant_id, item.spec.priority), _Sum()).add(item, wait_s)
+    shares = _shares(sums)
+    return PoolQueue(
+        version_digest=digest,
+        queued=total.queued,
+        queued_prompt_tokens=total.prompt_tokens,
+        oldest_wait_s=total.oldest_wait_s,
+        predicted_wait_s=drain_s,
+        granted=levels.granted,
+        running=levels.running,
+        waiting=levels.waiting,
+        workers=levels.workers,
+        serving_workers=levels.serving_workers,
+        kv_tokens_total=levels.kv_tokens_total,
+        kv_tokens_free=levels.kv_tokens_free,
+        shares=shares[:MAX_SHARES],
+        shares_left_off=max(0, len(shares) - MAX_SHARES),
+    )
+
+
+def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[TenantCounter, ...]:
+    """Return what tenants of a pool were served, the most first; one tenant's when it is named."""
+    shares = dict(queue.ledger.pools()).get(digest, {})
+    found = [
+        TenantCounter(account.tenant, digest, priority, account.value)
+        for priority, fair in shares.items()
+        for account in fair.accounts()
+        if account.tenant == tenant or not tenant
+    ]
+    found.sort(key=lambda counter: (-counter.virtual_tokens, counter.tenant, -counter.priority.rank))
+    return tuple(found[:MAX_SHARES])
+
+
+def counter_gaps(queue: FlowQueue) -> dict[tuple[str, Priority], float]:
+    """Return, by model and class, how far apart the counters of tenants that wait are; of several versions of
+    a model that have something waiting, the widest. In weighted tokens over weight."""
+    found: dict[tuple[str, Priority], float] = {}
+    for digest, shares in queue.ledger.pools():
+        item = next(queue.waiting_for(digest), None)
+        if item is None:
+            continue
+        for priority, fair in shares.items():
+            key = item.spec.model, priority
+            found[key] = max(found.get(key, 0.0), fair.gap())
+    return found
+
+
+def _shares(sums: Mapping[tuple[str, Priority], _Sum]) -> tuple[QueueShare, ...]:
+    found = [
+        QueueShare(tenant, priority, one.queued, one.prompt_tokens, one.oldest_wait_s)
+        for (tenant, priority), one in sums.items()
+    ]
+    found.sort(key=lambda share: (-share.queued, share.tenant, -share.priority.rank))
+    return tuple(found)
+
+
+def _wait_s(item: Waiting, now: Now) -> float:
+    """Since the request reached its gateway, as far as that is plausible."""
+    here_s = max(0.0, now.monotonic_s - item.queued_s)
+    return max(here_s, min(_MAX_WAIT_S, now.unix_s - item.spec.arrival_unix_us / 1e6))

@@ -1,0 +1,346 @@
+"""What tenants were served, from grants and reports: the counters of every pool, and the open advances.
+
+A grant charges its expected cost ahead. The advance ends with the first of: its worker says that the sequence
+left it, the gateway gives the grant back, the grant lapsed unseen, the sequence is granted again, its worker
+begins another life, or ``max_age_s``. Reports charge what was produced; of that, an open advance on the same
+worker pays first. So between any two reports a tenant's counter is what was reported and what is expected of
+its open grants, nothing of it twice, and after the last it is what was reported.
+
+A term starts with an empty ledger. Each worker's first report brings the counters that the last leader told
+it, and the floor as it was then; the highest word on a tenant counts. What was reported since is charged on
+top.
+
+Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.core.fleet import (
+    MAX_COUNTER_TOKENS,
+    ReportSnapshot,
+    SequenceUsage,
+    TenantCounter,
+    TenantTokens,
+)
+from services.core.generation import Grant, PlaceSpec
+from services.core.records import Priority
+from services.scheduler.policy.output_quantile import OutputPolicy, OutputQuantiles
+from services.scheduler.policy.queue.fairness import FairShares, ServiceWeights
+from services.scheduler.policy.queue.held_share import HeldShares
+from services.scheduler.policy.queue.length import is_long
+
+MAX_ADVANCES: Final = 262_144
+MAX_POOLS: Final = 1024
+MAX_WORKERS: Final = 16_384
+LOWEST: Final = min(Priority, key=lambda priority: priority.rank)
+_MAX_BROKEN_OFF: Final = 8192  # sequences that left a worker unfinished and were not asked for again yet
+
+Shares = dict[Priority, FairShares]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerPolicy:
+    """``hold_s``: after it, a grant that no report names has lapsed. ``max_age_s`` of an advance: what a
+    sequence that runs for longer still produces is charged as it comes. ``await_s``: for how long after a
+    worker told of an earlier leader's counters gateways ask again for what waited under it."""
+
+    weights: ServiceWeights = field(default_factory=ServiceWeights)
+    outputs: OutputPolicy = field(default_factory=OutputPolicy)
+    hold_s: float = 5.0
+    max_age_s: float = 300.0
+    await_s: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Advance:
+    """An open one; ``virtual`` is what it charged ahead."""
+
+    tenant: str
+    digest: str
+    priority: Priority
+    worker_id: str
+    number: int
+    request: tuple[str, int]
+    prompt_tokens: int
+    predicted_tokens: int
+    long_tokens: int
+    virtual: float
+    given_s: float
+    seen: bool = False
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    incarnation: int
+    heard: bool = False
+    advances: dict[int, Advance] = field(default_factory=dict)
+
+
+class ServiceLedger:
+    """The counters of all pools of a term."""
+
+    def __init__(self, policy: LedgerPolicy) -> None:
+        self.policy = policy
+        self.outputs = OutputQuantiles(policy.outputs)
+        self._pools: dict[str, Shares] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._requests: dict[tuple[str, int], Advance] = {}
+        self._unseen: deque[Advance] = deque()
+        self._by_age: deque[Advance] = deque()
+        self._long: dict[tuple[str, str], int] = {}
+        self._held: dict[str, dict[Priority, HeldShares]] = {}  # each of its class and those above
+        self._broken_off: dict[tuple[str, int], None] = {}
+        self._awaits = False  # gateways of an earlier leader
+        self._await_until_s: float | None = None
+
+    @property
+    def open_advances(self) -> int:
+        return sum(len(worker.advances) for worker in self._workers.values())
+
+    def shares(self, digest: str) -> Shares:
+        """Return the counters of a version's classes."""
+        found = self._pools.get(digest)
+        if found is None:
+            if len(self._pools) >= MAX_POOLS:
+                self._forget_pools()
+            found = self._pools[digest] = {priority: FairShares() for priority in Priority}
+        return found
+
+    def pools(self) -> Iterator[tuple[str, Shares]]:
+        yield from self._pools.items()
+
+    def long_tokens(self, digest: str, tenant: str) -> int:
+        """Return the KV, in tokens, that granted long prompts of the tenant hold in the pool."""
+        return self._long.get((digest, tenant), 0)
+
+    def gives_way(self, digest: str, priority: Priority, tenant: str) -> bool:
+        """Return whether a tenant with something waiting is to leave the others their room."""
+        held = self._held.get(digest)
+        if held is None:
+            return False
+        account = self.shares(digest)[priority].find(tenant)
+        return account is not None and held[priority].gives_way(tenant, account.waiting)
+
+    def is_below_share(self, digest: str, tenant: str, weight: float) -> bool:
+        """Return whether a tenant is to have a sequence more before others keep what they hold."""
+        held = self._held.get(digest)
+        return held is not None and held[LOWEST].is_below(tenant, weight)
+
+    # --- grants -----------------------------------------------------------------------------------
+
+    def asked(self, spec: PlaceSpec) -> None:
+        """A placement comes in; one that left a worker unfinished, and may go there again, was preempted."""
+        request = spec.request_id, spec.choice
+        if request in self._broken_off:
+            del self._broken_off[request]
+            if not spec.excluded_workers:
+                self.outputs.note_preempted(spec.version_digest)
+
+    def cost(self, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> float:
+        """Return weighted tokens."""
+        return self.policy.weights.cost(prompt_tokens, output_tokens, cached_tokens=cached_tokens)
+
+    def granted(
+        self, grant: Grant, spec: PlaceSpec, *, predicted_tokens: int, cost_tokens: float, now_s: float
+    ) -> None:
+        """Charge the grant ahead. The tenant still waits, with the placement that was granted if no other."""
+        request = spec.request_id, spec.choice
+        if (earlier := self._requests.get(request)) is not None:
+            self._close(earlier)
+        shares = self.shares(spec.version_digest)[spec.priority]
+        account = shares.find(spec.tenant_id)
+        assert account is not None, "a tenant without a counter was granted"
+        long_tokens = spec.prompt_tokens + predicted_tokens if is_long(spec.prompt_tokens) else 0
+        advance = Advance(
+            tenant=spec.tenant_id,
+            digest=spec.version_digest,
+            priority=spec.priority,
+            worker_id=grant.worker_id,
+            number=grant.sequence,
+            request=request,
+            prompt_tokens=spec.prompt_tokens,
+            predicted_tokens=predicted_tokens,
+            long_tokens=long_tokens,
+            virtual=shares.advance(account, cost_tokens, grant.worker_id),
+            given_s=now_s,
+        )
+        self._worker(grant.worker_id, grant.incarnation).advances[grant.sequence] = advance
+        self._requests[request] = advance
+        self._hold(advance, account.weight or 1.0)
+        self._unseen.append(advance)
+        self._by_age.append(advance)
+        if long_tokens:
+            key = spec.version_digest, spec.tenant_id
+            self._long[key] = self._long.get(key, 0) + long_tokens
+        while len(self._by_age) > MAX_ADVANCES:
+            self._close(self._by_age.popleft())
+
+    def returned(self, grant: Grant) -> None:
+        """The gateway gave it back before any worker saw it."""
+        worker = self._workers.get(grant.worker_id)
+        advance = None if worker is None else worker.advances.get(grant.sequence)
+        if advance is not None:
+            self._close(advance)
+
+    def expire(self, now_s: float) -> None:
+        """End the advances of grants that lapsed, and those that are too old."""
+        while self._unseen and self._is_past(self._unseen[0], now_s - self.policy.hold_s, seen=True):
+            advance = self._unseen.popleft()
+            if not advance.seen:
+                self._close(advance)
+        while self._by_age and self._is_past(self._by_age[0], now_s - self.policy.max_age_s, seen=False):
+            self._close(self._by_age.popleft())
+        if self._awaits and self._await_until_s is None:
+            self._await_until_s = now_s + self.policy.await_s
+        if self._await_until_s is not None and now_s >= self._await_until_s:
+            self._awaits, self._await_until_s = False, None
+            for shares in self._pools.values():
+                for found in shares.values():
+                    found.await_no_more()
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def report(self, snapshot: ReportSnapshot) -> tuple[TenantCounter, ...]:
+        """Take a report over; return the counters of the tenants that it told of, for the worker to keep.
+
+        What its worker told before, under a number of deltas that was taken over, is not in it (``Term``).
+        """
+        worker = self._worker(snapshot.worker_id, snapshot.incarnation)
+        if not worker.heard:
+            worker.heard = True
+            self._restore(snapshot.counters)
+        for number in snapshot.grants_seen:
+            if (advance := worker.advances.get(number)) is not None:
+                advance.seen = True
+        counters = [told for use in snapshot.tenants if (told := self._charge(use, snapshot.worker_id))]
+        for last in snapshot.usage:
+            self._left(last, snapshot.worker_id)
+        return tuple(counters)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when counters and open advances disagree."""
+        tabs: dict[tuple[str, Priority, str, str], int] = {}
+        long: dict[tuple[str, str], int] = {}
+        for worker_id, worker in self._workers.items():
+            for advance in worker.advances.values():
+                assert advance.open
+                assert advance.worker_id == worker_id
+                key = advance.digest, advance.priority, advance.tenant, worker_id
+                tabs[key] = tabs.get(key, 0) + 1
+                if advance.long_tokens:
+                    name = advance.digest, advance.tenant
+                    long[name] = long.get(name, 0) + advance.long_tokens
+        assert long == self._long, "tokens of long prompts leaked"
+        for classes in self._held.values():
+            for held in classes.values():
+                held.check_integrity()
+        assert sum(found[LOWEST].sequences for found in self._held.values()) == self.open_advances
+        for digest, shares in self._pools.items():
+            for priority, found in shares.items():
+                found.check_integrity()
+                for account in found.accounts():
+                    for worker_id, tab in account.tabs.items():
+                        count = tabs.pop((digest, priority, account.tenant, worker_id), 0)
+                        assert tab.advances == count, "a tab and its advances disagree"
+        assert not tabs, "an advance has no tab"
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _worker(self, worker_id: str, incarnation: int) -> _Worker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            if len(self._workers) >= MAX_WORKERS:
+                for name in [name for name, found in self._workers.items() if not found.advances]:
+                    del self._workers[name]
+            worker = self._workers[worker_id] = _Worker(incarnation)
+        elif incarnation > worker.incarnation:
+            for advance in list(worker.advances.values()):
+                self._close(advance)
+            worker.incarnation = incarnation
+        return worker
+
+    def _charge(self, use: TenantTokens, worker_id: str) -> TenantCounter | None:
+        """Charge what a worker produced; return the tenant's counter, None without any service."""
+        tenant, digest, priority = use.tenant, use.digest, use.priority
+        shares = (self._pools.get(digest) or self.shares(digest))[priority]
+        cost = self.policy.weights.cost(use.prefill, use.output, cached_tokens=use.cached)
+        account = shares.charge(tenant, cost, worker_id) if cost > 0.0 else shares.find(tenant)
+        if account is None or account.base + account.served <= 0.0:
+            return None
+        served, floor = shares.tell(account), shares.floor
+        if served > MAX_COUNTER_TOKENS or floor > MAX_COUNTER_TOKENS:
+            served, floor = min(MAX_COUNTER_TOKENS, served), min(MAX_COUNTER_TOKENS, floor)
+        return TenantCounter(tenant, digest, priority, served, floor)
+
+    def _left(self, last: SequenceUsage, worker_id: str) -> None:
+        """A sequence is no longer on the worker; what it used was charged with this report or before."""
+        request = last.request_id, last.choice
+        advance = self._requests.get(request)
+        mine = advance is not None and advance.worker_id == worker_id
+        if last.ended:
+            predicted = advance.predicted_tokens if advance is not None and mine else None
+            self.outputs.note(last.tenant, last.digest, last.output_tokens, predicted_tokens=predicted)
+        elif last.output_tokens:
+            self._broken_off[request] = None
+            if len(self._broken_off) > _MAX_BROKEN_OFF:
+                del self._broken_off[next(iter(self._broken_off))]
+        if advance is not None and mine:
+            earlier = max(0, advance.prompt_tokens - last.prompt_tokens)  # output of runs before this one
+            output = max(0, last.output_tokens - earlier)
+            prefilled = advance.prompt_tokens if output else 0
+            self._close(advance, used_tokens=self.cost(prefilled, output, last.cached_tokens))
+
+    def _close(self, advance: Advance, *, used_tokens: float = 0.0) -> None:
+        if not advance.open:
+            return
+        advance.open = False
+        self._workers[advance.worker_id].advances.pop(advance.number, None)
+        if self._requests.get(advance.request) is advance:
+            del self._requests[advance.request]
+        shares = self._pools[advance.digest][advance.priority]
+        shares.close(advance.tenant, advance.worker_id, advance.virtual, used_tokens=used_tokens)
+        self._let_go(advance)
+        if advance.long_tokens:
+            key = advance.digest, advance.tenant
+            self._long[key] -= advance.long_tokens
+            if not self._long[key]:
+                del self._long[key]
+
+    def _hold(self, advance: Advance, weight: float) -> None:
+        classes = self._held.get(advance.digest)
+        if classes is None:
+            classes = self._held[advance.digest] = {priority: HeldShares() for priority in Priority}
+        for priority, held in classes.items():
+            if priority.rank <= advance.priority.rank:
+                held.take(advance.tenant, weight)
+
+    def _let_go(self, advance: Advance) -> None:
+        classes = self._held[advance.digest]
+        for priority, held in classes.items():
+            if priority.rank <= advance.priority.rank:
+                held.release(advance.tenant)
+        if not len(classes[LOWEST]):
+            del self._held[advance.digest]
+
+    def _is_past(self, advance: Advance, since_s: float, *, seen: bool) -> bool:
+        return not advance.open or (seen and advance.seen) or advance.given_s <= since_s
+
+    def _restore(self, counters: Sequence[TenantCounter]) -> None:
+        self._awaits = self._awaits or bool(counters)
+        for counter in sorted(counters, key=lambda found: -found.floor_tokens):  # few raise the floor so
+            shares = self.shares(counter.digest)[counter.priority]
+            shares.restore(counter.tenant, counter.virtual_tokens, floor=counter.floor_tokens)
+
+    def _forget_pools(self) -> None:
+        """Drop the pools in which nobody waits and nothing is granted."""
+        idle = [
+            digest for digest, shares in self._pools.items() if all(found.idle for found in shares.values())
+        ]
+        for digest in idle:
+            del self._pools[digest]

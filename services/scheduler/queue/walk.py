@@ -1,0 +1,82 @@
+"""One walk over a pool's queue: who was passed, and where those behind may not go for their sake.
+
+Two rules, both on workers that the one in front may use:
+- A worker that is earmarked for a placement takes nothing that is behind it in order.
+- A tenant that is further ahead than the window of one whose placement waits for room takes nothing: however
+  the requests of two tenants differ in size, their service stays within the bound of ``fairness``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from services.core.records import Priority
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, may_use
+from services.scheduler.policy.placement.choose import NoWorker
+from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.queue.waiting import Earmarks, Waiting
+
+
+class QueueWalk:
+    """Lives for one pass. ``candidates`` is the live mapping of the pool."""
+
+    def __init__(self, earmarks: Earmarks, candidates: Mapping[str, Candidate], policy: OrderPolicy) -> None:
+        self._earmarks = earmarks
+        self._candidates = candidates
+        self._policy = policy
+        self._window = policy.window_tokens(len(candidates))
+        self._passed: list[Waiting] = []
+        self._closed: dict[str, None] = {}
+        self._held: dict[Priority, tuple[float, Waiting]] = {}
+        self._usable: dict[Priority, tuple[str, ...]] = {}
+        self.looked_past = 0
+
+    def query(self, item: Waiting, value: float) -> PlaceQuery:
+        """Return where the placement may go; its own query when nothing in front restricts it."""
+        shut = list(self._closed)
+        held = self._held.get(item.priority)
+        if held is not None and value > held[0] + self._window:
+            shut += self._usable_by(held[1])
+        if not shut:
+            return item.query
+        return replace(item.query, excluded_workers=(*item.query.excluded_workers, *dict.fromkeys(shut)))
+
+    def pass_by(self, item: Waiting, found: NoWorker, value: float, *, restricted: bool) -> None:
+        """It stays in the queue, and those behind it are tried."""
+        self.looked_past += 1
+        if not found.waits_for_room and not restricted:
+            return  # it waits for no room: nobody takes any from it
+        self._passed.append(item)
+        if item.priority not in self._held and self._policy.kind == "fair":
+            self._held[item.priority] = value, item
+        if item.bypassed >= self._policy.max_bypasses:
+            self._protect(item)
+
+    def granted(self, worker_id: str) -> None:
+        """One behind those that were passed took room of this worker."""
+        if not self._passed:
+            return  # as for most: the worker, which changed, need not be looked at again
+        candidate = self._candidates[worker_id]
+        for item in self._passed:
+            if item.earmark is None and may_use(item.query, candidate):
+                item.bypassed = min(item.bypassed + 1, self._policy.max_bypasses)
+                if item.bypassed >= self._policy.max_bypasses:
+                    self._protect(item)
+
+    def _usable_by(self, item: Waiting) -> tuple[str, ...]:
+        """Return the workers that the first of its class without room may use."""
+        found = self._usable.get(item.priority)
+        if found is None:
+            found = self._usable[item.priority] = tuple(
+                worker_id
+                for worker_id, candidate in self._candidates.items()
+                if may_use(item.query, candidate)
+            )
+        return found
+
+    def _protect(self, item: Waiting) -> None:
+        self._earmarks.give(item, self._candidates)
+        if item.earmark is not None:
+            self._closed[item.earmark] = None

@@ -1,0 +1,435 @@
+"""The worker agent: registered under a lease, it runs what it is assigned and says how that goes.
+
+One reconcile loop, level-triggered: it reads the assignment and its slots, asks the pure plan what to do,
+and starts it. Everything that takes time runs in the slots' own tasks and wakes the loop when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from fairway.task_group import TaskGroup
+from services.core.fleet import ReportSnapshot, TenantCounter
+from services.core.records import (
+    ASSIGNMENTS,
+    WORKERS,
+    AssignedVersion,
+    Assignment,
+    LoadedVersion,
+    VersionState,
+    Worker,
+    dump,
+    load,
+)
+from services.ports.clock import Clock
+from services.ports.store import Entry, Store
+from services.ports.text_check import TextCheck
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.fleet_state.registration import Registration
+from services.runtime.process.machine import resident_bytes
+from services.runtime.supervisor import Supervisor
+from services.worker.agent.memory_ledger import MemoryLedger
+from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.kv.pool import PoolStats
+from services.worker.policy.lifecycle import (
+    Action,
+    Discard,
+    Drain,
+    Fetch,
+    Load,
+    Phase,
+    Retire,
+    Slot,
+    Undrain,
+    plan,
+    wanted,
+)
+from services.worker.policy.memory_shares import Share, kv_targets
+from services.worker.slots.engine_settings import EngineSettings
+from services.worker.slots.version_slot import RESIZABLE, ModelSource, SlotContext, VersionSlot
+from services.worker.streams.host import SequenceHost
+from services.worker.telemetry import EngineLevels, WorkerTelemetry
+
+log = structlog.get_logger()
+
+SWEEP_S: Final = 0.05
+PAUSE_S: Final = 1.0  # between two sweeps: this process was stopped, or its machine slept
+RECONCILE_S: Final = 0.5  # at the latest; a change wakes it at once
+PUBLISH_S: Final = 0.1  # several changes within it are one write
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this worker is. ``memory_bytes`` is what its device may give to engines; ``device_type`` names
+    what makes workers equally fast, ``cost_per_hour`` is in any one currency, 0 when unknown."""
+
+    worker_id: str
+    address: str
+    zone: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    memory_bytes: int = 2 * 1024**3
+    lease_ttl_s: int = 5
+    device_type: str = ""
+    cost_per_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """A published version with its engine's live numbers."""
+
+    record: LoadedVersion
+    kv_blocks_reserved: int = 0
+    kv_blocks_used: int = 0
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    engine_pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    worker_id: str
+    incarnation: int
+    draining: bool
+    versions: tuple[VersionStatus, ...]
+
+
+class WorkerAgent:
+    """Owner of the worker's slots. ``run`` until cancelled, then ``close``."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        settings: EngineSettings,
+        host: SequenceHost,
+        store: Store,
+        files: ModelSource,
+        clock: Clock,
+        supervisor: Supervisor,
+        telemetry: WorkerTelemetry | None = None,
+        texts: TextCheck | None = None,
+    ) -> None:
+        self._identity = identity
+        self._reported = ReportIdentity(
+            worker_id=identity.worker_id,
+            address=identity.address,
+            zone=identity.zone,
+            device_type=identity.device_type,
+            cost_per_hour=identity.cost_per_hour,
+        )
+        self._host = host
+        self._clock = clock
+        self._supervisor = supervisor
+        self._ledger = MemoryLedger(identity.memory_bytes)
+        self._slots: dict[str, VersionSlot] = {}
+        self._assigned = Assignment(identity.worker_id)
+        self._closing = False
+        self._woken = asyncio.Event()
+        self._context = SlotContext(
+            settings,
+            host,
+            self._ledger,
+            files,
+            clock,
+            supervisor,
+            self._wake,
+            telemetry if telemetry is not None else WorkerTelemetry(clock=clock),
+            texts,
+        )
+        self._key = ASSIGNMENTS + identity.worker_id
+        self._assignments: Informer[Assignment] = Informer(
+            store, self._key, _assignment, clock, on_change=lambda _key, _record: self._wake()
+        )
+        self._registration = Registration(
+            store,
+            WORKERS + identity.worker_id,
+            dump(self._record()),
+            clock,
+            ttl_s=identity.lease_ttl_s,
+        )
+
+    async def run(self) -> None:
+        """Register, reconcile and sweep until cancelled; the registration is given back then."""
+        async with TaskGroup() as group:
+            group.create_task(self._assignments.run())
+            group.create_task(self._registration.run())
+            group.create_task(self._reconcile_forever())
+            group.create_task(self._publish_forever())
+            group.create_task(self._sweep_forever())
+
+    async def close(self) -> None:
+        """Return once every engine process is gone. Sequences that still run end with ENGINE_LOST."""
+        self._closing = True
+        outcomes = await asyncio.gather(
+            *(slot.stop() for slot in self._slots.values()), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                log.error("version.stop_failed", exc_info=outcome)
+        self._slots.clear()
+        self.check_integrity()
+
+    async def wait_registered(self, timeout_s: float) -> int:
+        """Return the incarnation once the worker is registered. Raises StoreUnavailable."""
+        incarnation = await self._registration.wait_registered(timeout_s)
+        self._follow_incarnation()
+        return incarnation
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new sequences from now on; return how many still ran when ``timeout_s`` had passed."""
+        self._host.draining = True
+        self._host.note_change()
+        self._wake()
+        deadline_s = self._clock.monotonic_s() + timeout_s
+        while self._host.running and self._clock.monotonic_s() < deadline_s:
+            await self._clock.sleep(SWEEP_S)
+        log.info("worker.drained", remaining=self._host.running)
+        return self._host.running
+
+    def status(self) -> WorkerStatus:
+        """Return what is loaded, and how it fares, as of now."""
+        return WorkerStatus(
+            worker_id=self._identity.worker_id,
+            incarnation=self._host.grants.incarnation,
+            draining=self._host.draining,
+            versions=tuple(self._status_of(record) for record in self._records()),
+        )
+
+    def levels(self) -> tuple[EngineLevels, ...]:
+        """Return how each version stands, for the metrics."""
+        return tuple(self._levels_of(slot) for slot in self._slots.values())
+
+    def moving(self) -> dict[str, bool]:
+        """Return by digest of each loaded version whether its engine's step loop was heard of late."""
+        return {
+            digest: not slot.table.stalled for digest, slot in self._slots.items() if slot.table is not None
+        }
+
+    def problem(self) -> str:
+        """Return what keeps this worker from serving; empty when its engines move and it takes requests."""
+        if self._host.draining:
+            return "this worker takes no new requests"
+        silent = [
+            f"{digest[:19]} for {self._slots[digest].silent_s:.1f} s"
+            for digest, moves in self.moving().items()
+            if not moves
+        ]
+        return f"the step loop is silent: {', '.join(silent)}" if silent else ""
+
+    @property
+    def views(self) -> tuple[Informer[Assignment], LeaseHolder]:
+        """What it follows the store by and is registered under."""
+        return self._assignments, self._registration.lease
+
+    def take_snapshot(self, whole: bool) -> ReportSnapshot:
+        """Return the report for the scheduler; the deltas in it are the caller's from now on.
+
+        ``whole``: it is the first of a stream.
+        """
+        return take_snapshot(self._host, self._reported, whole=whole)
+
+    def hear_leader(self, epoch: int) -> None:
+        """Grants of older leaders are refused from now on."""
+        self._host.hear_leader(epoch)
+
+    def hear_counters(self, counters: Sequence[TenantCounter]) -> None:
+        """Keep what the leader says of tenants for the leader after it."""
+        self._host.counters.hear(counters)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when memory or KV books are wrong."""
+        self._ledger.check_integrity()
+        self._host.check_integrity()
+
+    # --- loops ----------------------------------------------------------------------------------
+
+    async def _reconcile_forever(self) -> None:
+        while True:
+            self._woken.clear()
+            if self._assignments.synced and not self._closing:  # before, nobody knows what is wanted
+                self._reconcile()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECONCILE_S):
+                    await self._woken.wait()
+
+    def _reconcile(self) -> None:
+        entry = self._assignments.view.get(self._key)
+        self._assigned = Assignment(self._identity.worker_id) if entry is None else entry.record
+        for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
+            del self._slots[digest]
+        desired = wanted(self._assigned.versions)
+        observed = {digest: slot.observed() for digest, slot in self._slots.items()}
+        self._share_memory(desired, observed)
+        actions = plan(
+            desired,
+            list(observed.values()),
+            self._clock.monotonic_s(),
+            free_bytes=self._ledger.free_bytes,
+            giving_back=any(slot.memory.gives_back for slot in self._slots.values()),
+            retire_s=self._context.settings.retire_s,
+        )
+        for action in actions:
+            log.info("version.planned", action=type(action).__name__, digest=_digest(action))
+            match action:
+                case Fetch(version):
+                    slot = self._slots.setdefault(version.version_digest, VersionSlot(version, self._context))
+                    slot.fetch()
+                case Load(digest):
+                    self._slots[digest].load()
+                case Retire(digest):
+                    self._slots[digest].retire()
+                case Drain(digest):
+                    self._slots[digest].drain()
+                case Undrain(digest):
+                    self._slots[digest].undrain()
+                case Discard(digest):
+                    self._slots[digest].discard()
+
+    def _share_memory(self, desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]) -> None:
+        """Have every pool move towards its share of the device."""
+        shares = {
+            digest: share
+            for digest, slot in self._slots.items()
+            if (share := _share(slot, desired.get(digest), observed[digest])) is not None
+        }
+        staying = {digest for digest, version in desired.items() if not version.retiring}
+        targets = kv_targets(self._ledger.total_bytes, list(shares.values()))
+        later = kv_targets(
+            self._ledger.total_bytes, [share for digest, share in shares.items() if digest in staying]
+        )
+        for digest, slot in self._slots.items():
+            slot.share_memory(targets.get(digest), comes=digest in later)
+
+    async def _publish_forever(self) -> None:
+        """Write the public record when it changed, and follow the registration's incarnation."""
+        published = self._record()
+        while True:
+            self._follow_incarnation()
+            record = self._record()
+            if record != published:
+                self._registration.update(dump(record))
+                published = record
+            await self._clock.sleep(PUBLISH_S)
+
+    async def _sweep_forever(self) -> None:
+        swept_s = self._clock.monotonic_s()
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            now_s = self._clock.monotonic_s()
+            if now_s - swept_s > PAUSE_S:
+                self._host.forgive_silence()
+            swept_s = now_s
+            self._host.sweep(now_s)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._woken.set()
+
+    def _follow_incarnation(self) -> None:
+        """A new registration is a new life. While etcd is away the last one goes on: etcd's absence
+        stops nobody from serving."""
+        incarnation = self._registration.incarnation
+        if incarnation is not None and incarnation != self._host.grants.incarnation:
+            self._host.grants.registered(incarnation)
+            self._host.note_change()
+            log.info("worker.registered", worker_id=self._identity.worker_id, incarnation=incarnation)
+
+    def _record(self) -> Worker:
+        identity = self._identity
+        return Worker(
+            worker_id=identity.worker_id,
+            address=identity.address,
+            zone=identity.zone,
+            labels=identity.labels,
+            device=identity.device,
+            memory_bytes=identity.memory_bytes,
+            draining=self._host.draining,
+            versions=self._records(),
+            memory_free_bytes=self._ledger.free_bytes,
+        )
+
+    def _records(self) -> tuple[LoadedVersion, ...]:
+        """One per assigned deployment, and one per version that is on its way out."""
+        records: list[LoadedVersion] = []
+        for assigned in self._assigned.versions:
+            slot = self._slots.get(assigned.version_digest)
+            if slot is None:
+                continue
+            record = slot.record(assigned.deployment)
+            if assigned.executor != slot.version.executor and slot.phase is not Phase.STOPPING:
+                record = LoadedVersion(
+                    assigned.deployment,
+                    assigned.model,
+                    assigned.version_digest,
+                    VersionState.FAILED,
+                    f"another deployment runs this version with executor {slot.version.executor}",
+                    reason="EXECUTOR_CONFLICT",
+                )
+            records.append(record)
+        assigned_digests = {assigned.version_digest for assigned in self._assigned.versions}
+        records += [
+            slot.record(slot.version.deployment)
+            for digest, slot in self._slots.items()
+            if digest not in assigned_digests
+        ]
+        return tuple(records)
+
+    def _levels_of(self, slot: VersionSlot) -> EngineLevels:
+        table, grant = slot.table, self._ledger.held_by(slot.digest)
+        stats = PoolStats() if table is None else table.stats
+        return EngineLevels(
+            model=slot.version.deployment,
+            state=slot.phase.value,
+            kv_blocks_used=stats.kv_blocks_used,
+            kv_blocks_reserved=0 if table is None else table.kv.blocks,
+            kv_blocks_total=0 if table is None else table.limits.kv_blocks_total,
+            running=0 if table is None else table.running,
+            waiting=0 if table is None else table.waiting,
+            parked=0 if table is None else table.slots.parked,
+            queued_prefill_tokens=0 if table is None else table.prefills.queued_tokens,
+            silent_s=slot.silent_s,
+            rss_bytes=resident_bytes(slot.engine_pid),
+            device_bytes=0 if grant is None else grant.bytes,
+        )
+
+    def _status_of(self, record: LoadedVersion) -> VersionStatus:
+        slot = self._slots[record.version_digest]
+        table = slot.table
+        if table is None:
+            return VersionStatus(record, engine_pid=slot.engine_pid)
+        return VersionStatus(
+            record,
+            kv_blocks_reserved=table.kv.blocks,
+            kv_blocks_used=table.stats.kv_blocks_used,
+            running=table.running,
+            waiting=table.waiting,
+            steps=table.stats.steps,
+            engine_pid=slot.engine_pid,
+        )
+
+
+def _assignment(entry: Entry) -> Assignment:
+    return load(entry.value, Assignment)
+
+
+def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> Share | None:
+    """Return a version's claim on memory; of one that is leaving, or has no use for it, what it holds."""
+    stays = wanted is not None and wanted.executor == slot.version.executor and not observed.final
+    if slot.memory.granted is None and not (stays and observed.unbooked):
+        return None
+    rank = slot.version.priority.rank if wanted is None else wanted.priority.rank
+    return slot.memory.share(rank, movable=stays and slot.phase in RESIZABLE)
+
+
+def _digest(action: Action) -> str:
+    return action.version.version_digest if isinstance(action, Fetch) else action.version_digest

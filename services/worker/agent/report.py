@@ -1,0 +1,101 @@
+"""What this worker tells the scheduler of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from services.core import fleet
+from services.core.fleet import PoolSnapshot, ReportSnapshot
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.sequences import SequenceTable
+
+MAX_TENANTS: Final = 4096
+MAX_USAGE: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ReportIdentity:
+    """What no report changes. ``device_type``: workers of one type are expected to be equally fast."""
+
+    worker_id: str
+    address: str
+    zone: str = ""
+    device_type: str = ""
+    cost_per_hour: float = 0.0
+
+
+def take_snapshot(host: SequenceHost, identity: ReportIdentity, *, whole: bool) -> ReportSnapshot:
+    """Return the levels, and the deltas since the call before, which the caller owns from now on.
+
+    ``whole``: for the first report of a stream. It lists every live sequence, every cached prefix block and
+    the counters that the last leader told of; other reports list none of the first and the last, and
+    changes of the second. One synchronous step: the grants seen and the blocks reserved for them belong to
+    the same instant.
+    """
+    for table in host.tables():
+        table.charge(at_once=whole)
+    epoch, seen = host.grants.take_seen()
+    return ReportSnapshot(
+        worker_id=identity.worker_id,
+        incarnation=host.grants.incarnation,
+        address=identity.address,
+        zone=identity.zone,
+        draining=host.draining,
+        pools=tuple(_pool(host, table, whole=whole) for table in host.tables()),
+        epoch=epoch,
+        grants_seen=seen,
+        tenants=host.tally.take(MAX_TENANTS),
+        live=_all_live(host) if whole else (),
+        usage=host.tally.take_ended(MAX_USAGE),
+        counters=host.counters.all() if whole else (),
+        device_type=identity.device_type,
+        cost_per_hour=identity.cost_per_hour,
+    )
+
+
+def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnapshot:
+    stats = table.stats
+    added, removed = table.kv.cached.take(whole=whole)
+    shared, unshared = table.kv.shared.told.take(whole=whole)
+    return PoolSnapshot(
+        digest=table.version_digest,
+        kv_blocks_total=table.limits.kv_blocks_total,
+        kv_blocks_reserved=table.kv.blocks,
+        block_size=table.limits.block_size,
+        running=table.running,
+        waiting=table.waiting,
+        max_sequences=table.limits.max_sequences,
+        max_model_len=table.limits.max_model_len,
+        yields_to_rank=table.slots.yields_to_rank,
+        queued_prefill_tokens=table.prefills.queued_tokens,
+        ready=host.takes(table.version_digest),
+        steps=stats.steps,
+        step_seconds=stats.step_seconds,
+        prefill_tokens=stats.prefill_tokens,
+        decode_tokens=stats.decode_tokens,
+        attended_tokens=stats.attended_tokens,
+        long_prefills=table.prefills.long,
+        prefix_added=added,
+        prefix_removed=removed,
+        prefix_shared=shared,
+        prefix_unshared=unshared,
+    )
+
+
+def _all_live(host: SequenceHost) -> tuple[fleet.LiveSequence, ...]:
+    return tuple(_live(table, sequence) for table in host.tables() for sequence in table.sequences())
+
+
+def _live(table: SequenceTable, sequence: LiveSequence) -> fleet.LiveSequence:
+    generation = sequence.spec.generation
+    return fleet.LiveSequence(
+        request_id=generation.request_id,
+        choice=sequence.spec.choice,
+        tenant=sequence.spec.tenant_id,
+        digest=table.version_digest,
+        kv_blocks=sequence.reserved_blocks,
+        priority=generation.priority,
+        placed_alone=sequence.fallback,
+    )

@@ -1,0 +1,143 @@
+"""One decoder for the Llama, Mistral, Qwen2 and Qwen3 families; what differs is in ``ModelConfig``.
+
+The rows of a step belong to many sequences, one after the other, without padding. Only attention knows
+which row is whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fairway.formats.decoder_config import ModelConfig
+from services.worker.engine.execute.attention import Attention
+from services.worker.engine.execute.operators import Gated, HeadNorms, Operators, Projection
+from services.worker.engine.execute.rope import Rope
+from services.worker.engine.load.weights import EMBEDDING, HEAD, Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    input_norm: torch.Tensor
+    qkv: Projection
+    head_norms: HeadNorms | None
+    output: Projection
+    mlp_norm: torch.Tensor
+    gate_up: Gated
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Everything that is loaded, and the operators that packed it and compute with it.
+
+    ``bytes`` counts the parameters, not what packing adds.
+    """
+
+    embedding: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: Projection
+    operators: Operators
+    bytes: int
+
+
+class Decoder:
+    """Computes logits. Holds no state of any sequence: the attention backend has the KV."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, *, rope: Rope, attention: Attention) -> None:
+        self._config = config
+        self._weights = weights
+        self._rope = rope
+        self._attention = attention
+        self._operators = weights.operators
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the KV of all rows; return float32 logits [logit rows, vocabulary].
+
+        The arguments are int64, the first three [rows], on the CPU but for ``tokens``, which may be anywhere;
+        the attention's ``begin`` has been called.
+        """
+        device, norm = self._weights.embedding.device, self._operators.norm
+        cos, sin = self._rope.cos_sin(positions, prompt_tokens)
+        x = F.embedding(tokens.to(device, non_blocking=True), self._weights.embedding)
+        last = len(self._weights.layers) - 1
+        for index, layer in enumerate(self._weights.layers):
+            attended = self._attend(index, layer, norm(x, layer.input_norm), cos, sin)
+            if index == last and len(logit_rows) < len(x):
+                # All KV is written: from here on only the rows that sample are of use.
+                if not len(logit_rows):
+                    return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
+                chosen = logit_rows.to(device, non_blocking=True)
+                x, attended = x.index_select(0, chosen), attended.index_select(0, chosen)
+            x = layer.output.add_to(x, attended)
+            x = layer.down.add_to(x, layer.gate_up(norm(x, layer.mlp_norm)))
+        return self._weights.head(norm(x, self._weights.norm)).float()
+
+    def _attend(
+        self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        heads = self._config.heads + 2 * self._config.kv_heads
+        qkv = layer.qkv(x).view(len(x), heads, self._config.head_dim)
+        return self._attention.attend(index, *self._operators.heads(qkv, layer.head_norms, cos, sin))
+
+
+def load_weights(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    operators: Operators,
+    progress: Callable[[float], None],
+) -> Weights:
+    """Return the weights on the device. ``progress`` is called with 0..1; one layer at a time is unpacked."""
+
+    def tensor(name: str) -> torch.Tensor:
+        return checkpoint.tensor(name, dtype=dtype).to(device)
+
+    def joined(*names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Several projections of one input become one product."""
+        weight = torch.cat([tensor(f"{name}.weight") for name in names])
+        return weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
+
+    def layer(index: int) -> Layer:
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        norms = (tensor(f"{attention}{name}_norm.weight") for name in "qk" if config.qk_norm)
+        inputs = joined(*(attention + name for name in ("q_proj", "k_proj", "v_proj")), bias=config.qkv_bias)
+        return Layer(
+            input_norm=tensor(prefix + "input_layernorm.weight"),
+            qkv=operators.projection(*inputs),
+            head_norms=HeadNorms(*norms) if config.qk_norm else None,
+            output=operators.projection(*joined(attention + "o_proj", bias=config.output_bias)),
+            mlp_norm=tensor(prefix + "post_attention_layernorm.weight"),
+            gate_up=operators.gated(*joined(mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias)),
+            down=operators.projection(*joined(mlp + "down_proj", bias=config.mlp_bias)),
+        )
+
+    layers = []
+    for index in range(config.layers):
+        layers.append(layer(index))
+        progress((index + 1) / (config.layers + 1))
+    embedding, norm = tensor(EMBEDDING), tensor("model.norm.weight")
+    head = operators.projection(embedding if config.tied else tensor(HEAD), None)
+    loaded = [embedding, norm, *(part for one in layers for part in _tensors(one))]
+    products = [part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down)]
+    size = sum(part.nbytes for part in loaded) + sum(part.bytes for part in products)
+    progress(1.0)
+    return Weights(embedding, tuple(layers), norm, head, operators, size + (0 if config.tied else head.bytes))
+
+
+def _tensors(layer: Layer) -> list[torch.Tensor]:
+    norms = layer.head_norms
+    return [layer.input_norm, layer.mlp_norm, *((norms.query, norms.key) if norms is not None else ())]

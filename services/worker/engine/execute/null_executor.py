@@ -1,0 +1,69 @@
+"""An executor without a model: tokens are a function of (seed, choice, position), at a set pace.
+
+It stands in for a device of known speed wherever the platform around the engine is what is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.worker.engine.execute.executor import Batch, Samples
+from services.worker.engine_protocol import TokenLogprobs
+
+STRIDE = 7919  # a prime, so that the tokens of a stream differ from one position to the next
+
+
+class NullExecutor:
+    """``step_s`` seconds a step on an absolute schedule: oversleeping does not add up; 0: flat out."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        step_s: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        if len(eos_ids) >= vocab_size:
+            raise ValueError("the vocabulary has nothing but end-of-sequence tokens")
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._step_s = step_s
+        self._clock = clock
+        self._sleep = sleep
+        self._due_s = clock()
+
+    def run(self, batch: Batch) -> Samples:
+        """Return one token per sampling row, never an end-of-sequence id: lengths are those asked for."""
+        vocab_size = self._vocab_size
+        sampled = batch.sampled
+        tokens = [(s.key + (len(s.tokens) - s.prompt_tokens) * STRIDE) % vocab_size for s in sampled]
+        if not self._eos_ids.isdisjoint(tokens):
+            tokens = [self._not_eos(token) for token in tokens]
+        logprobs = {
+            row: TokenLogprobs(0.0, [], [])
+            for row, s in enumerate(sampled)
+            if s.sampling.logprobs is not None
+        }
+        if self._step_s > 0:
+            self._pace()
+        return Samples(tokens, logprobs)
+
+    def resize(self, blocks: int) -> None:
+        """See ``Runner``: there is no memory behind its blocks."""
+
+    def _not_eos(self, token: int) -> int:
+        while token in self._eos_ids:
+            token = (token + 1) % self._vocab_size
+        return token
+
+    def _pace(self) -> None:
+        now_s = self._clock()
+        self._due_s += self._step_s
+        if (
+            self._due_s < now_s - self._step_s
+        ):  # it was idle, or fell behind for good: do not race to catch up
+            self._due_s = now_s + self._step_s
+        if self._due_s > now_s:
+            self._sleep(self._due_s - now_s)

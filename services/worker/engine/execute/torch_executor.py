@@ -1,0 +1,128 @@
+"""Runs a batch on the decoder: rows from sequences, logits from rows, tokens from logits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from services.worker.engine.execute.attention import Attention
+from services.worker.engine.execute.executor import Batch, Samples
+from services.worker.engine.execute.kv_cache import KvPool
+from services.worker.engine.execute.step_rows import Seats, StepRows
+from services.worker.engine.sample.reductions import Reductions
+from services.worker.engine.sample.sampler import TORCH, Sampled, launch
+
+
+class Forward(Protocol):
+    """What ``Decoder.forward`` promises."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+class TorchExecutor:
+    """Implements ``Runner`` and ``Executor``. What it keeps of sequences is their KV; its seats are a copy.
+
+    ``submit`` queues the step on the device and ``collect`` waits for its tokens. On the CPU the step is over
+    when ``submit`` returns. A token that is unknown on the host is taken from the batch before on the device.
+    """
+
+    def __init__(
+        self,
+        decoder: Forward,
+        attention: Attention,
+        cache: KvPool,
+        reductions: Reductions = TORCH,
+        *,
+        rebuild: Callable[[bool], tuple[Forward, Attention]] | None = None,
+        runs_ahead: bool = False,
+    ) -> None:
+        """``rebuild`` makes decoder and attention anew, where what they keep depends on the pool's size; told
+        true, with all that is otherwise made at its first use."""
+        self.runs_ahead = runs_ahead
+        self._rebuild = rebuild
+        self._decoder = decoder
+        self._attention = attention
+        self._cache = cache
+        self._reductions = reductions
+        self._seats = Seats(cache.block_size)
+        self._under_way: deque[Sampled | None] = deque()  # None: nothing is sampled
+        self._tokens = torch.empty(0, dtype=torch.int64)  # of the newest batch's rows, on the device
+
+    def run(self, batch: Batch) -> Samples:
+        """Return one sample per sampling row; the KV of every row is written."""
+        self.submit(batch)
+        return self.collect()
+
+    def submit(self, batch: Batch) -> None:
+        """See ``Executor``."""
+        rows = self._seats.rows(batch)
+        with torch.inference_mode():
+            self._cache.copy(batch.copies)
+            logits = self._logits(rows)
+            if not len(logits):
+                self._under_way.append(None)
+                return
+            sampled = launch(logits, rows.sampling, self._reductions)
+            self._tokens = sampled.tokens
+            self._under_way.append(sampled.to_host())
+
+    def collect(self) -> Samples:
+        """See ``Executor``."""
+        sampled = self._under_way.popleft()
+        return Samples([]) if sampled is None else sampled.samples()
+
+    @property
+    def contexts_at_once(self) -> int:
+        """See ``Attention``."""
+        return self._attention.contexts_at_once
+
+    def moving_bytes(self, blocks: int) -> int:
+        """Return what a change to or from so many blocks takes while it goes on, beside the larger pool."""
+        return self._cache.moving_bytes(blocks)
+
+    def resize(self, blocks: int, *, warm: bool = False) -> None:
+        """See ``Runner``. Unless ``warm``, graphs are captured again when they are used."""
+        assert not self._under_way, "a batch is being computed"
+        with torch.inference_mode():
+            if self._rebuild is None:
+                self._cache.resize(blocks)
+                return
+            del self._decoder, self._attention  # and the graphs, which point into the pool
+            try:
+                self._cache.resize(blocks)
+            finally:
+                self._decoder, self._attention = self._rebuild(warm)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Return the float32 logits [sampling rows, vocabulary] of a step."""
+        return self._logits(self._seats.rows(batch))
+
+    def _logits(self, rows: StepRows) -> torch.Tensor:
+        self._attention.begin(rows.spans, torch.from_numpy(rows.slots))
+        return self._decoder.forward(
+            self._known(rows),
+            torch.from_numpy(rows.positions),
+            torch.from_numpy(rows.prompt_tokens),
+            torch.from_numpy(rows.logit_rows),
+        )
+
+    def _known(self, rows: StepRows) -> torch.Tensor:
+        """Return the tokens [rows], those that are unknown on the host from the batch before.
+
+        A sample that failed there gives token 0: nobody will look at what comes of it.
+        """
+        tokens = torch.from_numpy(rows.tokens)
+        if not (rows.tokens < 0).any():
+            return tokens
+        tokens = tokens.to(self._tokens.device, non_blocking=True)
+        places = (-1 - tokens).clamp_(min=0)
+        return torch.where(tokens < 0, self._tokens.index_select(0, places).clamp_(min=0), tokens)

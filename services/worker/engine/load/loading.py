@@ -1,0 +1,301 @@
+"""From the process's configuration to a warmed engine. Torch is imported only where it is used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import ModelConfig, parse_config
+from fairway.formats.rope_config import context_of
+from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.worker.engine.core import Engine
+from services.worker.engine.execute.executor import Executor
+from services.worker.engine.execute.null_executor import NullExecutor
+from services.worker.engine.load.config import eos_ids, read_json, vocab_size_of
+from services.worker.engine.load.launch import Inline
+from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
+from services.worker.engine.load.profiling import PROFILED_BLOCKS, largest_batches, sized
+from services.worker.engine.plan.block_manager import BlockManager
+from services.worker.engine.plan.planner import PlannerLimits
+from services.worker.engine.prefix.cache import PrefixCache
+from services.worker.engine.prefix.eviction import EvictionLimits
+from services.worker.engine.speculation.draft_model import DraftModel
+from services.worker.engine.speculation.prompt_lookup import PromptLookup
+from services.worker.engine.speculation.proposer import Proposer
+from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig
+from services.worker.engine.validation import ModelLimits
+from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
+from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.speculation import SpeculationPolicy
+
+if TYPE_CHECKING:
+    from services.worker.engine.execute.torch_executor import TorchExecutor
+
+NULL_KV_BYTES_PER_TOKEN: Final = 4096
+NULL_MAX_MODEL_LEN: Final = 32768
+WARM_UP_TOKENS: Final = 32
+MAX_KV_BLOCKS: Final = 1 << 24
+MAX_PROPOSALS: Final = 64
+
+Report = Callable[[str, float], None]  # phase, done 0..1
+
+
+def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
+    """Return an engine that has run a prefill and a decode. Raises LoadError where a retry would not help."""
+    try:
+        limits = PlannerLimits(config.token_budget, config.max_sequences, config.max_long_prefills)
+    except ValueError as error:
+        raise BadEngineConfig(str(error)) from error
+    if not 0.0 <= config.itl_target_s < 3600.0:
+        raise BadEngineConfig(f"itl_target_s {config.itl_target_s} is no time for a step")
+    counts = (config.kv_blocks, config.max_model_len, config.threads, config.memory_bytes)
+    if config.block_size < 1 or min(counts) < 0:
+        raise BadEngineConfig("block_size, kv_blocks, max_model_len, threads and memory_bytes are counts")
+    if not 0.0 < config.cache_domain_ratio <= 1.0:
+        raise BadEngineConfig(f"cache_domain_ratio {config.cache_domain_ratio} is no share")
+    if not 1 <= config.max_proposals <= MAX_PROPOSALS:
+        raise BadEngineConfig(f"max_proposals {config.max_proposals} is not within 1 to {MAX_PROPOSALS}")
+    if (config.speculation == "draft") != bool(config.draft_model_dir):
+        raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
+    if config.draft_model_dir and config.executor == "null":
+        raise BadEngineConfig("a null engine has no draft")
+    loaded: tuple[Executor, Ready, frozenset[int], DraftModel | None] = (
+        (*_load_null(config), None) if config.executor == "null" else _load_measured(config, report)
+    )
+    executor, ready, stop_ids, draft = loaded
+    report("warm_up", 0.0)
+    full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
+    report("warm_up", 1.0)
+    budget = _budget(config, full_step_s)
+    cache = _prefix_cache(config, ready)
+    speculation = _speculation(config, draft)
+    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache)
+    return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
+
+
+def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:
+    if not config.itl_target_s:
+        return None
+    return PrefillBudget(config.itl_target_s, most_tokens=config.token_budget, full_step_s=full_step_s)
+
+
+def _speculation(config: EngineConfig, draft: DraftModel | None) -> Speculator | None:
+    """Return who proposes tokens."""
+    if config.speculation == "off":
+        return None
+    proposer: Proposer = PromptLookup(max_sequences=config.max_sequences) if draft is None else draft
+    policy = SpeculationPolicy(most_tokens=config.max_proposals)
+    return Speculator(proposer, policy, clock=time.monotonic)
+
+
+def _load_measured(
+    config: EngineConfig, report: Report
+) -> tuple[TorchExecutor, Ready, frozenset[int], DraftModel | None]:
+    """Load the model and its draft, run the largest steps, and give them the pool that is left."""
+    with meter_for(config.device) as meter:
+        executor, most, stop_ids = _load_torch(config, report, meter)
+        runners = [(executor, config, most)]
+        if config.draft_model_dir:
+            runners.append(_load_draft(config, most, report, meter))
+        report("profile", 0.0)
+        for runner, limits, model in runners:
+            for batch in largest_batches(limits, model, contexts_at_once=runner.contexts_at_once):
+                meter.run(partial(runner.run, batch))
+        weight_bytes = sum(model.weight_bytes for _, _, model in runners)
+        moving_bytes = sum(runner.moving_bytes(most.kv_blocks_total) for runner, _, _ in runners)
+        most = msgspec.structs.replace(most, weight_bytes=weight_bytes)
+        profiled_bytes = weight_bytes + PROFILED_BLOCKS * most.kv_bytes_per_block
+        ready = sized(config, most, meter.peak_bytes - profiled_bytes + moving_bytes)
+        for runner, _, _ in runners:
+            runner.resize(ready.kv_blocks_total, warm=True)
+        report("profile", 1.0)
+    return executor, ready, stop_ids, _draft(config, ready, runners[1:])
+
+
+def _load_draft(
+    config: EngineConfig, ready: Ready, report: Report, meter: MemoryMeter
+) -> tuple[TorchExecutor, EngineConfig, Ready]:
+    """Return the checkpoint in ``draft_model_dir``, which may have as many KV blocks as the model."""
+    draft = msgspec.structs.replace(
+        config,
+        model_dir=config.draft_model_dir,
+        draft_model_dir="",
+        speculation="off",
+        kv_blocks=ready.kv_blocks_total,
+        max_model_len=0,
+    )
+    try:
+        runner, found, _ = _load_torch(draft, report, meter)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"the draft model: {error}") from error
+    return runner, draft, found
+
+
+def _draft(
+    config: EngineConfig, ready: Ready, loaded: Sequence[tuple[TorchExecutor, EngineConfig, Ready]]
+) -> DraftModel | None:
+    """Return the proposer on a draft that was loaded, with the model's number of KV blocks."""
+    for runner, _, found in loaded:
+        return DraftModel(
+            runner,
+            blocks=BlockManager(ready.kv_blocks_total, found.block_size),
+            max_model_len=found.max_model_len,
+            token_budget=config.token_budget,
+        )
+    return None
+
+
+def _engine(
+    executor: Executor,
+    ready: Ready,
+    limits: PlannerLimits,
+    stop_ids: frozenset[int],
+    budget: PrefillBudget | None = None,
+    speculation: Speculator | None = None,
+    cache: PrefixCache | None = None,
+) -> Engine:
+    return Engine(
+        executor,
+        blocks=cache if cache is not None else _blocks(ready),
+        limits=limits,
+        model=ModelLimits(ready.vocab_size, ready.max_model_len),
+        eos_ids=stop_ids,
+        clock=time.monotonic,
+        budget=budget,
+        reuse=cache,
+        speculation=speculation,
+    )
+
+
+def _blocks(ready: Ready) -> BlockManager:
+    """Return the pool, which never gets smaller than what one sequence may need."""
+    longest = -(-ready.max_model_len // ready.block_size)
+    return BlockManager(ready.kv_blocks_total, ready.block_size, least_blocks=longest)
+
+
+def _prefix_cache(config: EngineConfig, ready: Ready) -> PrefixCache | None:
+    if not config.prefix_cache or PREFIX_BLOCK_TOKENS % ready.block_size:
+        return None
+    if config.executor != "torch":
+        return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio))
+    model = _model_of(config)
+    if model.rope.depends_on_length:
+        return None  # the KV of a prefix is not that of the same prefix of a longer prompt
+    return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio, model.attention_half_tokens))
+
+
+def _model_of(config: EngineConfig) -> ModelConfig:
+    return parse_config(read_json(Path(config.model_dir) / "config.json"))
+
+
+def _warm_up(engine: Engine, token_budget: int) -> float:
+    """Run a prefill and a decode, twice: the first request does not pay for what is set up lazily.
+
+    Returns the seconds that a prefill of the whole budget takes, by the measure of the second time.
+    """
+    longest = engine.max_model_len
+    prompt = [0] * max(1, min(WARM_UP_TOKENS, longest - 2))
+    tokens = min(2, longest - len(prompt))
+    if tokens < 1:
+        raise BadEngineConfig(f"a context of {longest} tokens has no room for a prompt and an answer")
+    sampling = Sampling(seed=0, max_tokens=tokens, ignore_eos=True)
+    longest_s = 0.0
+    for number in range(2):
+        engine.apply(Submit(number, prompt, sampling, credit_limit=tokens))
+        longest_s = 0.0
+        while engine.has_work:
+            began_s = time.monotonic()
+            if "not_finite" in engine.step().finished.values():
+                raise BadCheckpoint("the logits are not finite in the warm-up: the weights are at fault")
+            longest_s = max(longest_s, time.monotonic() - began_s)
+    return longest_s * max(1.0, token_budget / len(prompt))
+
+
+def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:
+    model_dir = Path(config.model_dir)
+    fields = read_json(model_dir / "config.json") if (model_dir / "config.json").exists() else {}
+    vocab_size = vocab_size_of(fields)
+    stop_ids = eos_ids(model_dir, fields, vocab_size)
+    longest = config.max_model_len or (
+        context_of(fields) if "max_position_embeddings" in fields else NULL_MAX_MODEL_LEN
+    )
+    ready = _ready(config, vocab_size, longest, config.block_size * NULL_KV_BYTES_PER_TOKEN, weight_bytes=0)
+    executor = NullExecutor(
+        vocab_size=vocab_size,
+        eos_ids=stop_ids,
+        step_s=config.null_step_s,
+        clock=time.monotonic,
+        sleep=time.sleep,
+    )
+    return Inline(executor), ready, stop_ids
+
+
+def _load_torch(
+    config: EngineConfig, report: Report, meter: MemoryMeter | None = None
+) -> tuple[TorchExecutor, Ready, frozenset[int]]:
+    """Return the executor with its whole pool, or with PROFILED_BLOCKS of it if it is metered."""
+    model_dir = Path(config.model_dir)
+    fields = read_json(model_dir / "config.json")
+    model = parse_config(fields)
+    stop_ids = eos_ids(model_dir, fields, model.vocab_size)
+    longest = _longest(config, model)
+    report("import", 0.0)
+    from services.worker.engine.load import torch_loading
+
+    report("import", 1.0)
+    block_bytes = torch_loading.block_bytes(model, config)
+    if config.draft_model_dir:  # a block of the pool is one of the draft's as well
+        block_bytes += torch_loading.block_bytes(_draft_of(config, model), config)
+    torch_loading.device_of(config)
+    if meter is not None:
+        meter.begin()
+    weights = torch_loading.load_weights_of(model, model_dir, config, report)
+    ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
+    blocks = ready.kv_blocks_total if meter is None else PROFILED_BLOCKS
+    executor = torch_loading.executor_of(model, weights, config, ready, blocks=blocks)
+    return executor, ready, stop_ids
+
+
+def _draft_of(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the draft's shape. Raises UnsupportedModel, BadEngineConfig where it has other tokens."""
+    try:
+        draft = parse_config(read_json(Path(config.draft_model_dir) / "config.json"))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"the draft model's {error.field}", error.value) from error
+    if draft.vocab_size != model.vocab_size:
+        raise BadEngineConfig(
+            f"the draft model's vocabulary of {draft.vocab_size} is not the model's {model.vocab_size}"
+        )
+    return draft
+
+
+def _longest(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len > model.max_context:
+        raise BadEngineConfig(f"max_model_len {config.max_model_len} exceeds the model's {model.max_context}")
+    return config.max_model_len or model.max_context
+
+
+def _ready(
+    config: EngineConfig, vocab_size: int, longest: int, block_bytes: int, *, weight_bytes: int
+) -> Ready:
+    """Return what the agent is told; a context that the KV pool cannot hold is not promised."""
+    blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
+    if not 0 < blocks <= MAX_KV_BLOCKS:
+        raise BadEngineConfig(
+            f"{config.kv_memory_bytes} bytes make {blocks} KV blocks of {block_bytes} bytes"
+        )
+    return Ready(
+        kv_blocks_total=blocks,
+        block_size=config.block_size,
+        max_model_len=min(longest, blocks * config.block_size),
+        vocab_size=vocab_size,
+        kv_bytes_per_block=block_bytes,
+        weight_bytes=weight_bytes,
+    )

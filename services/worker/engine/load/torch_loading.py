@@ -1,0 +1,176 @@
+"""The part of loading that needs torch: operators, weights, KV pool, decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+import torch
+
+from fairway.formats.decoder_config import ModelConfig
+from services.runtime.process.folders import cache_folder
+from services.worker.engine.cuda import backend as cuda_backend
+from services.worker.engine.cuda.kernel_cache import keep_kernels_in
+from services.worker.engine.execute.attention import Attention, TorchAttention
+from services.worker.engine.execute.kv_cache import KvCache, kv_shape
+from services.worker.engine.execute.model import Decoder, Weights, load_weights
+from services.worker.engine.execute.operators import Operators, TorchOperators
+from services.worker.engine.execute.rope import Rope
+from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
+from services.worker.engine.load.weights import Checkpoint
+from services.worker.engine.native.attention import NativeAttention, NativeKvCache
+from services.worker.engine.native.build import BuildFailed
+from services.worker.engine.native.loading import load_library
+from services.worker.engine.native.operators import NativeOperators
+from services.worker.engine.unsupported import BadEngineConfig
+from services.worker.engine_protocol import EngineConfig, Ready
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+log = structlog.get_logger()
+
+
+def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the bytes of one KV block."""
+    return kv_shape(model, block_size=config.block_size, dtype=DTYPES[config.dtype]).block_bytes
+
+
+def load_weights_of(
+    model: ModelConfig, model_dir: Path, config: EngineConfig, report: Callable[[str, float], None]
+) -> Weights:
+    """Return the weights on the configured device. Raises BadCheckpoint, BadEngineConfig.
+
+    ``report`` is told the phases "operators", which may compile for some time, and "weights".
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = device_of(config)
+    if device.type == "cuda" and config.operators_cache:
+        keep_kernels_in(Path(config.operators_cache))
+    with torch.inference_mode(), Checkpoint(model_dir, model) as checkpoint:
+        report("operators", 0.0)
+        operators = operators_of(model, config, device)
+        report("operators", 1.0)
+        return load_weights(
+            model,
+            checkpoint,
+            dtype=DTYPES[config.dtype],
+            device=device,
+            operators=operators,
+            progress=lambda ratio: report("weights", ratio),
+        )
+
+
+def executor_of(
+    model: ModelConfig, weights: Weights, config: EngineConfig, ready: Ready, *, blocks: int | None = None
+) -> TorchExecutor:
+    """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
+    device, dtype = device_of(config), DTYPES[config.dtype]
+    has_kernels = cuda_backend.has_kernels(device)
+    with torch.inference_mode():
+        rope = Rope(model.rope, max_model_len=ready.max_model_len, dtype=dtype, device=device)
+        first = ready.kv_blocks_total if blocks is None else blocks
+        cache = _pool(model, weights.operators, config, ready, blocks=first, has_kernels=has_kernels)
+
+    def build(warm: bool) -> tuple[Forward, Attention]:
+        with torch.inference_mode():
+            attention = _attention(model, weights.operators, config, cache, has_kernels=has_kernels)
+            decoder: Forward = Decoder(model, weights, rope=rope, attention=attention)
+            if has_kernels:
+                decoder = cuda_backend.graphed(decoder, attention, model, config, device, warm=warm)
+        return decoder, attention
+
+    return TorchExecutor(
+        *build(True),
+        cache,
+        cuda_backend.reductions_of(config, has_kernels=has_kernels),
+        rebuild=build,
+        runs_ahead=device.type == "cuda",
+    )
+
+
+def operators_of(model: ModelConfig, config: EngineConfig, device: torch.device) -> Operators:
+    """Return C++ operators on a CPU, fused ones on CUDA, where they can be had. Raises BadEngineConfig."""
+    if config.operators == "auto" and cuda_backend.has_kernels(device):
+        return cuda_backend.fused_operators(model, config)
+    fallback = TorchOperators(kv_heads=model.kv_heads, eps=model.norm_eps)
+    if config.mode == "exact" and (config.operators == "torch" or device.type != "cpu"):
+        raise BadEngineConfig(f"torch's operators on {device} cannot promise mode 'exact'; 'auto' takes them")
+    if config.operators == "torch" or (config.operators == "auto" and device.type != "cpu"):
+        return fallback
+    dtype = DTYPES[config.dtype]
+    try:
+        if device.type != "cpu":
+            raise BuildFailed(f"they are for the CPU, not for {device}")
+        library = load_library(_operators_folder(config), dtype)
+    except BuildFailed as error:
+        if config.operators == "native" or config.mode == "exact":
+            raise BadEngineConfig(f"no native operators: {error}") from error
+        log.warning("operators.not_built", reason=str(error))
+        return fallback
+    threads = torch.get_num_threads()
+    log.info("operators.loaded", library=library.name, threads=threads, mode=config.mode)
+    # Where processors multiply bfloat16 matrices, torch's linears are the faster ones.
+    linears = fallback if config.mode == "free" and dtype is torch.bfloat16 else None
+    return NativeOperators(
+        library, kv_heads=model.kv_heads, eps=model.norm_eps, threads=threads, linears=linears
+    )
+
+
+def _operators_folder(config: EngineConfig) -> Path:
+    """Return where compiled operators are. Raises BuildFailed where nothing names a folder of the user."""
+    if config.operators_cache:
+        return Path(config.operators_cache)
+    try:
+        return cache_folder() / "fairway"
+    except RuntimeError as error:  # no HOME, and the user is in no passwd file
+        raise BuildFailed(f"operators_cache is empty, and there is no cache folder: {error}") from error
+
+
+def _pool(
+    model: ModelConfig,
+    operators: Operators,
+    config: EngineConfig,
+    ready: Ready,
+    *,
+    blocks: int,
+    has_kernels: bool,
+) -> NativeKvCache | KvCache:
+    """Return the pool as the backend that goes with the operators reads it."""
+    shape = kv_shape(model, block_size=ready.block_size, dtype=DTYPES[config.dtype])
+    most = ready.kv_blocks_total
+    if isinstance(operators, NativeOperators):
+        return NativeKvCache(shape, blocks, most_blocks=most)
+    spare = cuda_backend.PADDING_BLOCKS if has_kernels else 0
+    return KvCache(shape, blocks, device_of(config), most_blocks=most, spare_blocks=spare)
+
+
+def _attention(
+    model: ModelConfig,
+    operators: Operators,
+    config: EngineConfig,
+    cache: NativeKvCache | KvCache,
+    *,
+    has_kernels: bool,
+) -> Attention:
+    """Return the backend that goes with the operators, over its pool of the present size."""
+    if isinstance(cache, NativeKvCache):
+        assert isinstance(operators, NativeOperators), "the pool is theirs"
+        threads = torch.get_num_threads()
+        return NativeAttention(operators.library, cache, windows=model.windows, threads=threads)
+    device = device_of(config)
+    if has_kernels:
+        return cuda_backend.paged_attention(model, cache, config, device)
+    return TorchAttention(cache, windows=model.windows, device=device)
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Return the configured device, which computes. Raises BadEngineConfig."""
+    try:
+        device = torch.device(config.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise BadEngineConfig(f"device {config.device} is not usable") from error
+    return device

@@ -1,0 +1,327 @@
+"""Continuous batching: which sequences run in the next step, and who gives way when KV is short.
+
+Iteration-level scheduling (Orca, OSDI'22), decode first and prefill in chunks within a token budget
+(Sarathi-Serve, OSDI'24), preemption with recompute (PagedAttention, SOSP'23). ``policy/prefill_share.py``
+says how the prefills of a step share its budget, ``policy/prefill_budget.py`` how large that is. One writer:
+the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
+
+from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.plan.admission import Admission
+from services.worker.engine.plan.block_manager import BlockPool
+from services.worker.engine.plan.block_tables import clear, cut, extend
+from services.worker.engine.plan.sequence_sets import Places
+from services.worker.engine.prefix.reuse import PrefixReuse
+from services.worker.engine.prefix.shared_prefill import claims
+from services.worker.engine.sequence import SequenceState, Status
+from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill_share import shares
+
+MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
+MAX_LONG_PREFILLS = 2
+_ORDER: Final = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """``token_budget``: tokens computed in one step; ``max_sequences``: sequences that run. Those without
+    credit hold KV at most.
+
+    ``max_long_prefills``: sequences with LONG_PROMPT_TOKENS and more to compute that prefill at a time.
+    """
+
+    token_budget: int
+    max_sequences: int
+    max_long_prefills: int = MAX_LONG_PREFILLS
+
+    def __post_init__(self) -> None:
+        if self.max_sequences < 1 or self.token_budget < self.max_sequences:
+            # Otherwise a step could not give every running sequence its decode.
+            raise ValueError(f"token_budget {self.token_budget} is below max_sequences {self.max_sequences}")
+        if self.max_long_prefills < 1:
+            raise ValueError("max_long_prefills is below 1: a long prompt would wait for ever")
+
+
+class Planner:
+    """Owns every live sequence and its blocks. ``plan`` decides and reserves; nothing here computes."""
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        limits: PlannerLimits,
+        *,
+        budget: PrefillBudget | None = None,
+        reuse: PrefixReuse | None = None,
+    ) -> None:
+        """``budget`` paces the prefill, which without it takes what is left of the token budget."""
+        self._blocks = blocks
+        self._limits = limits
+        self._budget = budget
+        self._reuse = reuse
+        self._places = Places()
+        self._admission = Admission(
+            self._places,
+            blocks,
+            max_sequences=limits.max_sequences,
+            max_long_prefills=limits.max_long_prefills,
+            reuse=reuse,
+        )
+        self._copies: list[tuple[int, int]] = []  # of the step that is planned
+        self.preemptions = 0
+
+    @property
+    def running(self) -> int:
+        """How many sequences hold KV."""
+        return self._places.with_kv
+
+    @property
+    def waiting(self) -> int:
+        """How many sequences hold none."""
+        return self._places.without_kv
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``plan`` would return a batch."""
+        places = self._places
+        return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
+            self._admission.head() is not None
+        )
+
+    @property
+    def decoding(self) -> Sequence[SequenceState]:
+        """Those that decode in the next step, to be read before it is planned."""
+        return self._places.decoding
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the next step decodes and nothing else: nobody prefills, nobody can start."""
+        if self._places.prefilling or self._places.returning or self._blocks.is_closing:
+            return False
+        return bool(self._places.decoding) and self._admission.head() is None
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queue a new sequence; the planner owns it from now on."""
+        self._admission.line_up(sequence)
+
+    def credit(self, sequence: SequenceState, limit: int) -> None:
+        """Raise the output limit; a sequence that waited for that is planned again once it has a seat."""
+        sequence.set_credit(limit)
+        if not sequence.has_credit:
+            return
+        if sequence.status is Status.STALLED:
+            self._places.move(sequence, Status.RETURNING)
+            self._seat_returning()
+        elif sequence.status is Status.PARKED:
+            self._places.take(sequence)
+            self._admission.line_up(sequence)
+
+    def plan(self) -> tuple[Batch, list[SequenceState]]:
+        """Return the next batch, with its blocks reserved, and the sequences that are handed back.
+
+        The batch computes at most ``token_budget`` tokens. Of sequences with credit the older take blocks
+        from the younger, never the reverse, so the oldest always moves and everything finishes; those
+        without credit give way to all of them, so that a slow reader holds nobody up. Whoever has a place
+        prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
+        wait behind a long one and a long one is never starved. While the pool shrinks, one holder of blocks
+        beyond its end gives way in each plan.
+        """
+        self._seat_returning()
+        handed_back = [*self._give_closed_back(), *self._grow()]
+        decodes = list(self._places.decoding)
+        while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
+            self._copies += self._admission.admit(head)
+        copies, self._copies = self._copies, []
+        return Batch(decodes, self._chunks(len(decodes)), copies=copies), handed_back
+
+    def room(self, batch: Batch) -> int:
+        """Return how many more rows the token budget leaves to a batch."""
+        return self._limits.token_budget - len(batch.decodes) - batch.prefill_tokens
+
+    def with_proposals(self, batch: Batch, proposals: dict[int, list[int]]) -> Batch:
+        """Return the batch with proposals by index in its decodes, and the blocks that they need reserved.
+
+        They take what is free, from nobody, and give it back with the step's commit: where blocks are short
+        they are cut to what their sequence has.
+        """
+        size = self._blocks.block_size
+        kept: dict[int, list[int]] = {}
+        for index, tokens in proposals.items():
+            sequence = batch.decodes[index]
+            missing = self._blocks.blocks_for(sequence.computed + 1 + len(tokens)) - len(sequence.blocks)
+            taken = min(missing, self._blocks.blocks_free)
+            if taken > 0:
+                extend(sequence, taken, self._blocks)
+            fitting = tokens[: len(sequence.blocks) * size - sequence.computed - 1]
+            if fitting:
+                kept[index] = fitting
+        return Batch(batch.decodes, batch.prefills, kept, batch.copies)
+
+    def give_back(self, sequence: SequenceState) -> None:
+        """Free the blocks of proposals that were not accepted."""
+        cut(sequence, self._blocks)
+
+    def blocks_ahead(self, steps: int) -> int:
+        """Return how many more blocks the decoding sequences take for ``steps`` steps."""
+        return sum(
+            self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
+            for sequence in self._places.decoding
+            if sequence.computed + steps > sequence.capacity
+        )
+
+    def grow_ahead(self, steps: int) -> None:
+        """Reserve the blocks of ``blocks_ahead``, which are free."""
+        for sequence in self._places.decoding:
+            missing = self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
+            if missing > 0:
+                extend(sequence, missing, self._blocks)
+
+    def measured(self, prefill_tokens: int, step_s: float) -> None:
+        """Note what a step took: the prefill budget follows it."""
+        if self._budget is not None:
+            self._budget.measured(prefill_tokens, step_s)
+
+    def computed(self, prefills: list[Chunk]) -> None:
+        """Record that the chunks have run; those that reached their last token decode from now on.
+
+        Chunks of sequences that were removed meanwhile mean nothing.
+        """
+        for chunk in prefills:
+            sequence = chunk.sequence
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.computed = chunk.end
+            if chunk.samples:
+                self._places.move(sequence, Status.DECODING)
+
+    def publish(self, prefills: list[Chunk]) -> None:
+        """Let others find what the chunks computed, once it is known which of their sequences failed."""
+        if self._reuse is not None:
+            for chunk in prefills:
+                self._reuse.publish(chunk.sequence)
+
+    def has_blocks_after(self, batch: Batch) -> bool:
+        """Whether all can go on after a batch that is computed, without a block of anybody's."""
+        return self.blocks_ahead(2) + len(batch.prefills) <= self._blocks.blocks_free
+
+    def hold(self, sequence: SequenceState) -> None:
+        """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
+        self._places.move(sequence, Status.HELD)
+
+    def stall(self, sequence: SequenceState) -> None:
+        """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay while nobody
+        needs them."""
+        self._places.move(sequence, Status.STALLED)
+
+    def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
+        """Forget the sequence, whatever it was doing; its blocks are free.
+
+        What it computed is kept for others if it ``is_sound``.
+        """
+        self._places.move(sequence, Status.FINISHED)
+        if self._reuse is not None and not is_sound:
+            self._reuse.discard(sequence)
+        self._release(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if blocks leaked, a status lies or a bound is exceeded."""
+        places, holders = self._places, self._places.holders()
+        places.check_integrity()
+        self._blocks.check_integrity(sequence.blocks for sequence in holders)
+        assert places.seated <= self._limits.max_sequences, "more sequences run than allowed"
+        assert places.long_prefills <= self._limits.max_long_prefills, "too many long prefills"
+        for sequence in holders:
+            assert sequence.computed <= sequence.capacity == len(sequence.blocks) * self._blocks.block_size
+
+    def _seat_returning(self) -> None:
+        """Let sequences with KV and credit decode while seats are free, before others start."""
+        returning = self._places.returning
+        while returning and self._places.seated < self._limits.max_sequences:
+            self._places.move(returning[0], Status.DECODING)
+
+    # --- blocks --------------------------------------------------------------------------------------
+
+    def _closed_holders(self) -> list[SequenceState]:
+        """Return those that hold a block which the pool asked back."""
+        if not self._blocks.is_closing:
+            return []
+        return [sequence for sequence in self._places.holders() if self._blocks.holds_closed(sequence.blocks)]
+
+    def _give_closed_back(self) -> list[SequenceState]:
+        """Preempt the youngest holder of a closed block, so that a shrink ends; return it if handed back."""
+        holders = self._closed_holders()
+        if not holders:
+            return []
+        victim = max(holders, key=_ORDER)
+        return [victim] if self._preempt(victim) else []
+
+    def _grow(self) -> list[SequenceState]:
+        """Give a block to every decode that needs one, oldest first; return those handed back."""
+        handed_back: list[SequenceState] = []
+        needy = [sequence for sequence in self._places.decoding if sequence.computed == sequence.capacity]
+        needy.sort(key=_ORDER)
+        for sequence in needy:
+            # An older one of this loop may have taken this one's blocks.
+            while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
+                victim = self._victim()
+                if self._preempt(victim):
+                    handed_back.append(victim)
+            if sequence.status is Status.DECODING:
+                extend(sequence, 1, self._blocks)
+        return handed_back
+
+    def _victim(self) -> SequenceState:
+        """Return who gives way to a decode: one that waits for its reader, else the youngest of all.
+
+        Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
+        """
+        if self._blocks.freed_by([sequence.blocks for sequence in self._places.stalled]):
+            return self._admission.stalled_victim()
+        places = self._places
+        return max((*places.decoding, *places.prefilling, *places.returning), key=_ORDER)
+
+    def _release(self, sequence: SequenceState) -> None:
+        if self._reuse is not None:
+            self._reuse.retain(sequence)
+        clear(sequence, self._blocks)
+
+    def _preempt(self, victim: SequenceState) -> bool:
+        """Take the victim's KV; it is computed again later. Return whether it is handed back instead."""
+        assert victim.tokens[-1] >= 0, "its next token is being computed"
+        self._places.take(victim)
+        victim.preemptions += victim.computed > victim.cached  # one that had not begun loses nothing
+        self._release(victim)
+        self.preemptions += 1
+        if victim.preemptions >= MAX_PREEMPTIONS:
+            self._places.put(victim, Status.FINISHED)
+            return True
+        self._admission.line_up(victim)
+        return False
+
+    def _make_room(self, head: SequenceState, handed_back: list[SequenceState]) -> bool:
+        """Let those without credit give way, the youngest first, until ``head`` fits; whether it does."""
+        while not self._admission.fits(head):
+            if not self._places.stalled:
+                return False
+            victim = self._admission.stalled_victim(kept=self._admission.found(head))
+            if self._preempt(victim):
+                handed_back.append(victim)
+        return True
+
+    def _chunks(self, decodes: int) -> list[Chunk]:
+        """Return this step's chunks, in the order in which their sequences got their places."""
+        movers, claimed = claims(self._places.prefilling, self._reuse)
+        budget = self._limits.token_budget - decodes
+        if self._budget is not None and (decodes or self._places.long_prefills):
+            budget = min(budget, self._budget.tokens)
+        return [
+            Chunk(sequence, sequence.computed, sequence.computed + tokens)
+            for sequence, tokens in zip(movers, shares(claimed, budget), strict=True)
+            if tokens
+        ]

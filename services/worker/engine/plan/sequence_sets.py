@@ -1,0 +1,97 @@
+"""Where every sequence is: in a line, in the plan, or held up by something."""
+
+from __future__ import annotations
+
+from services.worker.engine.plan.wait_queue import WaitQueue
+from services.worker.engine.sequence import SequenceState, Status
+
+
+class Places:
+    """Single writer: the planner. A sequence is in the place that its status names, and in no other.
+
+    ``parked`` are by handle; as many as the agent submits without credit.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = WaitQueue()
+        self.preempted = WaitQueue()
+        self.parked: dict[int, SequenceState] = {}
+        self.prefilling: list[SequenceState] = []
+        self.decoding: list[SequenceState] = []
+        self.held: list[SequenceState] = []
+        self.stalled: list[SequenceState] = []
+        self.returning: list[SequenceState] = []  # in the order of their credit
+        self.long_prefills = 0  # of those that prefill
+        self._lists = {
+            Status.PREFILLING: self.prefilling,
+            Status.DECODING: self.decoding,
+            Status.HELD: self.held,
+            Status.STALLED: self.stalled,
+            Status.RETURNING: self.returning,
+        }
+
+    @property
+    def seated(self) -> int:
+        """How many sequences run: they are computed in the next steps."""
+        return len(self.decoding) + len(self.prefilling) + len(self.held)
+
+    @property
+    def with_kv(self) -> int:
+        """How many sequences hold KV."""
+        return self.seated + len(self.stalled) + len(self.returning)
+
+    @property
+    def without_kv(self) -> int:
+        """How many sequences hold none."""
+        return len(self.waiting) + len(self.preempted) + len(self.parked)
+
+    def holders(self) -> list[SequenceState]:
+        """Return those that hold KV."""
+        return [*self.decoding, *self.prefilling, *self.held, *self.stalled, *self.returning]
+
+    def head(self, *, long: bool) -> SequenceState | None:
+        """Return who is next, or next of those that are not long: preempted ones go first."""
+        return self.preempted.head(long=long) or self.waiting.head(long=long)
+
+    def put(self, sequence: SequenceState, status: Status) -> None:
+        """Put a sequence that is nowhere in its place; ``is_long`` stays while it is there."""
+        sequence.status = status
+        match status:
+            case Status.WAITING:
+                self.waiting.push(sequence)
+            case Status.PREEMPTED:
+                self.preempted.push(sequence)
+            case Status.PARKED:
+                self.parked[sequence.handle] = sequence
+            case Status.FINISHED:
+                pass
+            case _:
+                self._lists[status].append(sequence)
+                self.long_prefills += status is Status.PREFILLING and sequence.is_long
+
+    def take(self, sequence: SequenceState) -> None:
+        """Take a sequence out of its place."""
+        match sequence.status:
+            case Status.WAITING:
+                self.waiting.remove(sequence)
+            case Status.PREEMPTED:
+                self.preempted.remove(sequence)
+            case Status.PARKED:
+                del self.parked[sequence.handle]
+            case Status.FINISHED:
+                raise AssertionError(f"sequence {sequence.handle} has finished")
+            case status:
+                self._lists[status].remove(sequence)
+                self.long_prefills -= status is Status.PREFILLING and sequence.is_long
+
+    def move(self, sequence: SequenceState, status: Status) -> None:
+        """Take it out of its place and put it in another."""
+        self.take(sequence)
+        self.put(sequence, status)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a status lies or a count is off."""
+        for status, group in (*self._lists.items(), (Status.PARKED, list(self.parked.values()))):
+            assert all(sequence.status is status for sequence in group), f"a status is not {status}"
+        assert self.long_prefills == sum(sequence.is_long for sequence in self.prefilling), "long prefills"
+        assert all(not sequence.blocks for sequence in self.parked.values()), "a parked sequence holds KV"

@@ -1,0 +1,140 @@
+"""The KV blocks of one engine that its sequences were granted or hold; what several share counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from services.core.generation import StartSpec
+from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.worker.kv.pool import PoolLimits
+from services.worker.kv.prefix_set import PrefixSet
+from services.worker.kv.shared_blocks import SharedBlocks
+from services.worker.streams.live_sequence import LiveSequence
+
+
+class Reservations:
+    """Single writer: the sequence table, which tells of changes to the room.
+
+    ``blocks`` is the sum over sequences of the larger of their grant and their use; a block of a prefix that
+    several share counts once. ``fallback_blocks`` of them belong to what gateways placed themselves.
+    ``lost_blocks`` counts those that sequences were taken to share and had to compute themselves, since they
+    were evicted before. ``cached`` are the prefix blocks that the engine has.
+    """
+
+    def __init__(self, limits: PoolLimits) -> None:
+        self.blocks = 0
+        self.fallback_blocks = 0
+        self.lost_blocks = 0
+        self.cached = PrefixSet()
+        self.shared = SharedBlocks(limits.block_size, self.cached)
+        self._total_blocks = limits.kv_blocks_total
+        self._block_size = limits.block_size
+
+    def resize(self, total_blocks: int) -> None:
+        """Grant no more than so many from now on; what is reserved stays so."""
+        self._total_blocks = total_blocks
+
+    def needed_blocks(self, spec: StartSpec) -> int:
+        """Return the larger of the grant and what the tokens to prefill take."""
+        return max(spec.grant.kv_blocks, -(-spec.prefill_tokens // self._block_size))
+
+    def has_room(self, spec: StartSpec) -> bool:
+        shared = self.shared.held_blocks(self._cached_run(spec))
+        return self.blocks + self.needed_blocks(spec) - shared <= self._total_blocks
+
+    def add(self, sequence: LiveSequence) -> None:
+        """Reserve what it was granted, less what it shares with others."""
+        self._reserve(sequence, sequence.reserved_blocks)
+        self._share(sequence, len(self._cached_run(sequence.spec)))
+
+    def remove(self, sequence: LiveSequence) -> None:
+        self._share(sequence, 0)
+        self._reserve(sequence, -sequence.reserved_blocks)
+
+    def has_room_again(self, sequence: LiveSequence) -> bool:
+        """Whether a sequence whose reservation was given back could have it again. One may be alone in any
+        pool: it fitted into one that was larger."""
+        if not self.blocks:
+            return True
+        shared = self.shared.held_blocks(self._cached_run(sequence.spec))
+        return self.blocks + sequence.reserved_blocks - shared <= self._total_blocks
+
+    def grow(self, sequence: LiveSequence, *, reserved: bool = True) -> None:
+        """It holds one block more than was reserved for it, or than it had ``reserved``."""
+        sequence.reserved_blocks += 1
+        sequence.reserved_tokens += self._block_size
+        if reserved:
+            self._reserve(sequence, 1)
+
+    def attach(self, sequence: LiveSequence, tokens: int) -> bool:
+        """The engine gave it that many tokens of cached KV, and blocks of its own for the rest.
+
+        True if that is not what it was taken to share: the room changed.
+        """
+        blocks = tokens // PREFIX_BLOCK_TOKENS if self.shared.each_blocks else 0
+        count = min(blocks, len(sequence.spec.generation.prefix_hashes))
+        if count == sequence.shared_prefixes:
+            return False
+        self._lose(sequence, count)
+        return True
+
+    def share_computed(self, sequence: LiveSequence) -> None:
+        """It is prefilled: what it computed and is cached by now is one with what is cached."""
+        if chain := sequence.spec.generation.prefix_hashes:
+            self._share(sequence, self.shared.reach(chain, sequence.spec.prefill_tokens))
+
+    def change_cached(
+        self, added: Sequence[int], evicted: Sequence[int], live: Collection[LiveSequence]
+    ) -> bool:
+        """Note which prefix blocks a step cached and evicted.
+
+        True if sequences waited for those evicted: they need their own now, and the room changed.
+        """
+        self.cached.change(added, evicted)
+        gone = self.shared.any_of(evicted)
+        for sequence in live if gone else ():
+            run = sequence.spec.generation.prefix_hashes[: sequence.shared_prefixes]
+            kept = next((place for place, name in enumerate(run) if name in gone), len(run))
+            self._lose(sequence, kept)
+        self.shared.forget(evicted)
+        return bool(gone)
+
+    def check_integrity(self, live: Collection[LiveSequence]) -> None:
+        """Raise AssertionError if a reservation leaked."""
+        each = self.shared.each_blocks
+        self.shared.check_integrity(s.spec.generation.prefix_hashes[: s.shared_prefixes] for s in live)
+        own = sum(s.reserved_blocks - s.shared_prefixes * each for s in live)
+        assert self.blocks == own + self.shared.blocks, "KV reservation leaked"
+        assert all(s.reserved_blocks >= s.shared_prefixes * each for s in live), "it shares more than it has"
+        assert all(s.tokens <= s.reserved_tokens for s in live), "it holds more than it reserved"
+        alone = sum(s.reserved_blocks for s in live if s.fallback)
+        assert self.fallback_blocks == alone, "credit of fallback placements leaked"
+
+    def _reserve(self, sequence: LiveSequence, blocks: int) -> None:
+        self.blocks += blocks
+        if sequence.fallback:
+            self.fallback_blocks += blocks
+
+    def _cached_run(self, spec: StartSpec) -> Sequence[int]:
+        """Return the leading blocks of the prompt that are cached, the last token's apart."""
+        chain = spec.generation.prefix_hashes
+        return chain[: self.shared.reach(chain, spec.prefill_tokens - 1)] if chain else ()
+
+    def _share(self, sequence: LiveSequence, count: int) -> None:
+        """From now on it refers to that many leading prefix blocks. What it refers to is not its own."""
+        had = sequence.shared_prefixes
+        if count == had:
+            return
+        chain, shared = sequence.spec.generation.prefix_hashes, self.shared
+        held = shared.blocks
+        if count > had:
+            shared.refer(chain[had:count])
+        else:
+            shared.release(chain[count:had])
+        sequence.shared_prefixes = count
+        self.blocks += shared.blocks - held - (count - had) * shared.each_blocks
+
+    def _lose(self, sequence: LiveSequence, kept: int) -> None:
+        lost = max(0, sequence.shared_prefixes - kept)
+        self.lost_blocks += lost * self.shared.each_blocks
+        self._share(sequence, kept)

@@ -1,0 +1,328 @@
+"""One engine process: started, spoken to, watched, and gone when it should be.
+
+The agent listens on a socket in a directory that only it can enter; the engine connects. The engine is
+its own process group and ends when the socket does, so nothing outlives the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import structlog
+
+from fairway.task_group import TaskGroup
+from services.core.errors import FailedPrecondition
+from services.ports.clock import Clock
+from services.runtime.process.child_end import wait_end
+from services.runtime.supervisor import Supervisor
+from services.worker.engine_protocol import (
+    Command,
+    EngineConfig,
+    Event,
+    Heartbeat,
+    LoadFailed,
+    Progress,
+    Ready,
+    Resized,
+    Shutdown,
+    Stepped,
+    encode,
+)
+from services.worker.policy.engine_silence import HAND_BACK_STEPS
+from services.worker.slots.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink, LogPipe, Refusal
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 with its end
+CHECK_S: Final = 0.25
+EXIT_GRACE_S: Final = 2.0
+ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimeouts:
+    """Seconds. ``silence_s`` is how long a running engine may say nothing; it speaks once a second."""
+
+    load_s: float = 1800.0
+    load_silence_s: float = 300.0
+    silence_s: float = 20.0
+    shutdown_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """It ended because it was told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRefused:
+    """The model cannot be loaded here, and a retry would meet the same.
+
+    Where it does not fit, the bytes say what it needs at least.
+    """
+
+    reason: str
+    message: str
+    weight_bytes: int = 0
+    working_bytes: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """It ended by itself or was killed because it hung. ``exit_code`` is negative for a signal."""
+
+    exit_code: int
+    message: str
+
+
+EngineExit = Stopped | LoadRefused | Crashed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """Called in the event loop, in order; ``on_exit`` once, last. They must not block."""
+
+    on_progress: Callable[[Progress], None]
+    on_ready: Callable[[Ready], None]
+    on_stepped: Callable[[Stepped], None]
+    on_heartbeat: Callable[[Heartbeat], None]
+    on_resized: Callable[[Resized], None]
+    on_exit: Callable[[EngineExit], None]
+
+
+class EngineProcess:
+    """Runs from ``start`` until ``on_exit``. One instance is one process; a restart is a new instance."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        events: EngineEvents,
+        clock: Clock,
+        supervisor: Supervisor,
+        timeouts: EngineTimeouts | None = None,
+        env: Mapping[str, str] | None = None,
+        command: tuple[str, ...] = ENGINE_MODULE,
+    ) -> None:
+        """``config.socket_path`` is filled in here. ``env`` None is the agent's own environment."""
+        self._config = config
+        self._events = events
+        self._clock = clock
+        self._supervisor = supervisor
+        self._timeouts = timeouts if timeouts is not None else EngineTimeouts()
+        self._env = env
+        self._command = command
+        self._link = EngineLink(self._on_event, self._kill)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._full_step_s = 0.0
+        self._stopping = False
+        self._refused: LoadRefused | None = None
+        self._fault = ""
+        self._started_s = self._heard_s = clock.monotonic_s()
+        self._exited = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before it was started."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def silent_s(self) -> float:
+        """Since its step loop was last heard, once it is ready; 0 before."""
+        return self._clock.monotonic_s() - self._heard_s if self._ready else 0.0
+
+    async def start(self) -> None:
+        """Start the process and watch it. Raises FailedPrecondition when it cannot be started."""
+        async with contextlib.AsyncExitStack() as undo:
+            try:
+                server, path = await self._listen(undo)
+                log_pipe = await LogPipe.open()
+                undo.callback(log_pipe.close)
+                self._process = process = self._spawn(path, log_pipe)
+            except OSError as exc:
+                raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
+            self._started_s = self._heard_s = self._clock.monotonic_s()
+            log.info("engine.started", pid=process.pid, executor=self._config.executor)
+            self._supervisor.spawn(
+                f"engine-{process.pid}", self._run(process, server, log_pipe, undo.pop_all())
+            )
+
+    def send(self, command: Command) -> bool:
+        """Queue a command. False when there is no connection; an engine that does not read is killed."""
+        transport = self._link.transport
+        if transport is None or transport.is_closing() or self._fault:
+            return False
+        if transport.get_write_buffer_size() > MAX_SEND_BUFFER_BYTES:
+            self._kill("the engine does not read its commands")
+            return False
+        transport.write(encode(command))
+        return True
+
+    async def stop(self) -> None:
+        """Return once the process is gone: told to end, and killed after ``shutdown_s``. Idempotent."""
+        if self._process is None:
+            return
+        self._stopping = True
+        if not self.send(Shutdown()):
+            self._signal_group(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await self._exited.wait()
+        except TimeoutError:
+            self._signal_group(signal.SIGKILL)
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await self._exited.wait()
+
+    # --- starting -------------------------------------------------------------------------------
+
+    async def _listen(self, undo: contextlib.AsyncExitStack) -> tuple[asyncio.Server, str]:
+        """Listen in a directory that only this user can enter."""
+        directory = tempfile.mkdtemp(prefix="fw-")
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        path = os.path.join(directory, "e")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
+        server = await asyncio.get_running_loop().create_unix_server(self._accept, path)
+        undo.callback(server.close)
+        return server, path
+
+    def _accept(self) -> asyncio.Protocol:
+        return self._link if self._link.transport is None else Refusal()
+
+    def _spawn(self, socket_path: str, log_pipe: LogPipe) -> subprocess.Popen[bytes]:
+        """Start it in a session, and so in a process group, of its own; blocks for about a millisecond.
+
+        Not by the event loop: uvloop forks, and gRPC's fork handlers now and then crash the child before it
+        is the engine; ``Popen`` uses vfork. Not in a thread: the engine dies with the thread that started it.
+        """
+        config = msgspec.structs.replace(self._config, socket_path=socket_path)
+        with log_pipe.write_end() as stderr:
+            return subprocess.Popen(
+                [sys.executable, *self._command, "--config", msgspec.json.encode(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+                env=None if self._env is None else dict(self._env),
+            )
+
+    # --- watching -------------------------------------------------------------------------------
+
+    async def _run(
+        self,
+        process: subprocess.Popen[bytes],
+        server: asyncio.Server,
+        log_pipe: LogPipe,
+        undo: contextlib.AsyncExitStack,
+    ) -> None:
+        """Own the process until it is gone, whatever happens to this task."""
+        try:
+            async with undo, TaskGroup() as group:
+                reader = group.create_task(log_pipe.copy(process.pid))
+                watcher = group.create_task(self._watch(server))
+                await wait_end(process.pid, self._clock)
+                self._signal_group(signal.SIGKILL)  # what it may have started
+                code = process.wait()
+                watcher.cancel()
+                await self._drain(reader)
+        finally:
+            self._signal_group(signal.SIGKILL)
+            if process.returncode is None:  # this task was cancelled: leave no zombie
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1.0)
+            if self._link.transport is not None:
+                self._link.transport.abort()
+            self._exited.set()
+        exit_ = self._exit_of(code)
+        log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__)
+        self._events.on_exit(exit_)
+
+    async def _drain(self, reader: asyncio.Task[None]) -> None:
+        """What the process said before it ended is still in the sockets: hear it first."""
+        if self._link.transport is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_GRACE_S):
+                    await self._link.closed.wait()
+        await asyncio.wait({reader}, timeout=EXIT_GRACE_S)
+        reader.cancel()
+
+    async def _watch(self, server: asyncio.Server) -> None:
+        """Kill a process that hung, or that lives on without its connection."""
+        checked_s = self._clock.monotonic_s()
+        while True:
+            await self._clock.sleep(CHECK_S)
+            now_s = self._clock.monotonic_s()
+            if now_s - checked_s > 4 * CHECK_S:  # this process was stopped: what was said waits in the socket
+                self._heard_s = now_s
+            checked_s = now_s
+            if self._link.transport is not None and server.is_serving():
+                server.close()  # nobody else is to connect
+            if self._link.closed.is_set():
+                await self._clock.sleep(EXIT_GRACE_S)
+                self._kill("the engine closed its connection")
+            elif not self._ready and now_s - self._started_s > self._timeouts.load_s:
+                self._kill(f"loading took longer than {self._timeouts.load_s:g} s")
+            elif now_s - self._heard_s > (
+                self._patience_s() if self._ready else self._timeouts.load_silence_s
+            ):
+                self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
+
+    def _patience_s(self) -> float:
+        """After how long a silence it is killed: later than its sequences are given to others."""
+        return max(self._timeouts.silence_s, 2 * HAND_BACK_STEPS * self._full_step_s)
+
+    def _on_event(self, event: Event) -> None:
+        self._heard_s = self._clock.monotonic_s()
+        match event:
+            case Stepped():
+                self._events.on_stepped(event)
+            case Heartbeat():
+                self._events.on_heartbeat(event)
+            case Resized():
+                self._events.on_resized(event)
+            case Progress():
+                self._events.on_progress(event)
+            case Ready():
+                self._ready = True
+                self._full_step_s = event.full_step_s
+                self._events.on_ready(event)
+            case LoadFailed():
+                self._refused = LoadRefused(
+                    event.reason, event.message, event.weight_bytes, event.working_bytes, event.kv_bytes
+                )
+
+    def _exit_of(self, code: int) -> EngineExit:
+        if self._stopping:
+            return Stopped()
+        if self._refused is not None:
+            return self._refused
+        if self._fault:
+            return Crashed(code, self._fault)
+        if code < 0:
+            return Crashed(code, f"the engine was killed by signal {-code}")
+        return Crashed(code, f"the engine ended with exit code {code}")
+
+    def _kill(self, fault: str) -> None:
+        if not self._fault:
+            self._fault = fault
+            log.warning("engine.killed", pid=self.pid, reason=fault)
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, signal_number: signal.Signals) -> None:
+        """Signal a process that was not reaped yet, and what it may have started."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal_number)

@@ -1,0 +1,73 @@
+"""How the engines of a worker are started, and what that makes of one version's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from services.worker.engine_protocol import EngineConfig
+from services.worker.slots.drafts import Speculation, speculation_of
+from services.worker.slots.engine_process import EngineTimeouts
+
+Executor = Literal["torch", "null"]
+
+RETIRE_MARGIN_S: Final = 5.0  # gateways observe an update, and place what they accepted before it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What all engines of a worker have in common. Sizes in bytes, times in seconds."""
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 0
+    block_size: int = 16
+    kv_memory_bytes: int = 256 * 1024 * 1024
+    token_budget: int = 512
+    max_sequences: int = 64
+    itl_target_s: float = 0.05
+    mode: Literal["auto", "exact", "free"] = "auto"
+    operators: Literal["auto", "native", "torch"] = "auto"
+    operators_cache: str = ""
+    prefix_cache: bool = True
+    speculation: Speculation = "off"
+    max_proposals: int = 8
+    null_step_s: float = 0.0
+    slow_reader_s: float = 30.0
+    request_log_per_s: float = 200.0
+    drain_s: float = 30.0
+    retire_s: float = 30.0 + RETIRE_MARGIN_S
+    crash_backoff_first_s: float = 0.5
+    crash_backoff_most_s: float = 30.0
+    failed_backoff_first_s: float = 2.0
+    failed_backoff_most_s: float = 60.0
+    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
+
+    def config(
+        self, folder: Path, executor: Executor, *, memory_bytes: int, draft: Path | None
+    ) -> EngineConfig:
+        """Return the configuration of an engine for the version and the draft in these folders."""
+        return EngineConfig(
+            socket_path="",
+            model_dir=str(folder),
+            executor=executor,
+            device=self.device,
+            dtype=self.dtype,
+            threads=self.threads,
+            block_size=self.block_size,
+            kv_memory_bytes=self.kv_memory_bytes,
+            memory_bytes=memory_bytes,
+            token_budget=self.token_budget,
+            max_sequences=self.max_sequences,
+            itl_target_s=self.itl_target_s,
+            mode=self.mode,
+            operators=self.operators,
+            operators_cache=self.operators_cache,
+            prefix_cache=self.prefix_cache,
+            speculation=speculation_of(self.speculation, draft),
+            draft_model_dir="" if draft is None else str(draft),
+            max_proposals=self.max_proposals,
+            null_step_s=self.null_step_s,
+            request_log_per_s=self.request_log_per_s,
+        )

@@ -1,0 +1,218 @@
+"""All sequences of one worker: who may start here, and which engine's table a sequence belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from services.core.errors import InvalidInput
+from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
+from services.ports.worker_stream import StepFrame
+from services.worker.kv.prefix_set import PrefixSet
+from services.worker.streams.fairness_counters import CounterBook
+from services.worker.streams.fallback import FallbackAdmission
+from services.worker.streams.grants import GrantBook
+from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.outbox import Outbox
+from services.worker.streams.sequences import SequenceTable
+from services.worker.streams.usage_tally import Tally
+
+_MAX_LEFT: Final = 8
+
+
+class SequenceHost:
+    """The admission authority. Implements ``ports.worker_stream.WorkerStreams``.
+
+    ``changed`` is called whenever the worker's room or its readiness changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        changed: Callable[[], None],
+        not_admitted: Callable[[NotAdmittedReason], None] = lambda _: None,
+        fallback: FallbackAdmission | None = None,
+    ) -> None:
+        """Without ``fallback``, only what a leader granted is taken."""
+        self._not_admitted = not_admitted
+        self._fallback = fallback
+        self.grants = GrantBook()
+        self.tally = Tally()
+        self.counters = CounterBook()
+        self.draining = False
+        self.changed = changed
+        self._tables: dict[str, SequenceTable] = {}
+        self._closed_to: set[str] = set()  # versions that finish what runs and take nothing new
+        # Cached and shared prefixes of engines that are gone, by version.
+        self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
+
+    def note_change(self) -> None:
+        """Tell whoever reports the room; who that is may be said after this was built."""
+        self.changed()
+
+    def hear_leader(self, epoch: int) -> None:
+        """A leader was heard: grants of older ones are refused from now on, and so is what others place."""
+        self.grants.hear_leader(epoch)
+        if self._fallback is not None:
+            self._fallback.heard()
+
+    def open(self, wake: Callable[[], None]) -> GatewayStream:
+        return GatewayStream(self, wake)
+
+    def add(self, table: SequenceTable) -> None:
+        """Take sequences for a version from now on."""
+        assert table.version_digest not in self._tables, "the version has an engine already"
+        self._tables[table.version_digest] = table
+        self._closed_to.discard(table.version_digest)
+        if (left := self._left_prefixes.pop(table.version_digest, None)) is not None:
+            table.kv.cached.follow(left[0])
+            table.kv.shared.told.follow(left[1])
+        self.changed()
+
+    def remove(self, table: SequenceTable) -> None:
+        """Forget a table; its sequences, if any are left, end with ENGINE_LOST."""
+        if self._tables.get(table.version_digest) is table:
+            del self._tables[table.version_digest]
+            self._closed_to.discard(table.version_digest)
+            table.lost()
+            self._leave_prefixes(table)
+            self.changed()
+
+    def _leave_prefixes(self, table: SequenceTable) -> None:
+        """The leader still knows them, should the version be back before a report without it."""
+        self._left_prefixes[table.version_digest] = table.kv.cached, table.kv.shared.told
+        while len(self._left_prefixes) > _MAX_LEFT:
+            del self._left_prefixes[next(iter(self._left_prefixes))]
+
+    def close_version(self, version_digest: str, closed: bool) -> None:
+        """Take, or take no more, new sequences of a loaded version."""
+        (self._closed_to.add if closed else self._closed_to.discard)(version_digest)
+        self.changed()
+
+    def takes(self, version_digest: str) -> bool:
+        """Whether new sequences of the version are admitted, room apart."""
+        table = self._tables.get(version_digest)
+        if table is None or table.stalled:
+            return False
+        return not self.draining and version_digest not in self._closed_to
+
+    def table(self, version_digest: str) -> SequenceTable | None:
+        return self._tables.get(version_digest)
+
+    def tables(self) -> Iterable[SequenceTable]:
+        return self._tables.values()
+
+    def table_of(self, sequence: LiveSequence) -> SequenceTable:
+        return self._tables[sequence.spec.grant.version_digest]
+
+    @property
+    def running(self) -> int:
+        return sum(len(table) for table in self._tables.values())
+
+    def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> NotAdmittedReason | None:
+        """Start the sequence, or say why the grant does not suffice. A grant counts as seen either way."""
+        grant = spec.grant
+        if isinstance(grant, FallbackGrant):
+            refusal = self._fallback_refusal(grant)
+        else:
+            refusal = self.grants.check(grant)
+        if refusal is None:
+            refusal = self._refusal(spec)
+        if refusal is None:
+            table = self._tables[spec.grant.version_digest]
+            if not table.start(outbox, handle, spec):
+                refusal = NotAdmittedReason.NOT_READY
+            elif self._fallback is not None and isinstance(grant, FallbackGrant):
+                self._fallback.started()
+        if refusal is not None:
+            self._not_admitted(refusal)
+            self.changed()  # the scheduler's estimate of the room was another
+        return refusal
+
+    def sweep(self, now_s: float) -> None:
+        """End what is overdue, in every table."""
+        for table in self._tables.values():
+            table.sweep(now_s)
+
+    def forgive_silence(self) -> None:
+        """No engine is silent because this process did not listen."""
+        for table in self._tables.values():
+            table.forgive_silence()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a table's books are wrong."""
+        for table in self._tables.values():
+            table.check_integrity()
+
+    def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
+        if self.draining:
+            return NotAdmittedReason.DRAINING
+        digest = spec.grant.version_digest
+        table = self._tables.get(digest)
+        if table is None or spec.generation.version_digest != digest:
+            return NotAdmittedReason.NOT_READY
+        if digest in self._closed_to:
+            return NotAdmittedReason.DRAINING
+        if table.stalled:
+            return NotAdmittedReason.NOT_READY
+        if not table.has_room(spec):
+            return NotAdmittedReason.NO_ROOM
+        if isinstance(spec.grant, FallbackGrant) and not self._has_credit(table, spec):
+            return NotAdmittedReason.NO_FALLBACK
+        return None
+
+    def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
+        if self._fallback is None:
+            return NotAdmittedReason.NO_FALLBACK
+        return self._fallback.refusal(grant, incarnation=self.grants.incarnation, epoch=self.grants.epoch)
+
+    def _has_credit(self, table: SequenceTable, spec: StartSpec) -> bool:
+        credit = 0 if self._fallback is None else self._fallback.credit_blocks(table.limits.kv_blocks_total)
+        return table.kv.fallback_blocks + table.kv.needed_blocks(spec) <= credit
+
+
+class GatewayStream:
+    """One gateway's stream. Implements ``ports.worker_stream.WorkerStream``."""
+
+    def __init__(self, host: SequenceHost, wake: Callable[[], None]) -> None:
+        self._host = host
+        self._outbox = Outbox(wake)
+        self._closed = False
+
+    def start(self, handle: int, spec: StartSpec) -> None:
+        if handle in self._outbox.live:
+            raise InvalidInput("the handle is in use on this stream", field="handle", handle=handle)
+        refusal = self._host.start(self._outbox, handle, spec)
+        if refusal is not None:
+            self._outbox.refuse(handle, refusal)
+
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        """Answer a start that cannot be asked for."""
+        self._outbox.refuse(handle, reason)
+
+    def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        grants: dict[str, list[tuple[LiveSequence, int]]] = {}
+        live = self._outbox.live
+        for handle, count in zip(handles, tokens, strict=False):
+            if (sequence := live.get(handle)) is not None and count:
+                grants.setdefault(sequence.spec.grant.version_digest, []).append((sequence, count))
+        for digest, credited in grants.items():
+            if (table := self._host.table(digest)) is not None:
+                table.credit(credited)
+
+    def cancel(self, handles: Sequence[int]) -> None:
+        cancelled: dict[str, list[LiveSequence]] = {}
+        for handle in handles:
+            if (sequence := self._outbox.drop(handle)) is not None:
+                cancelled.setdefault(sequence.spec.grant.version_digest, []).append(sequence)
+        for digest, sequences in cancelled.items():
+            if (table := self._host.table(digest)) is not None:
+                table.cancel(sequences)
+
+    def take(self) -> StepFrame | None:
+        return self._outbox.take()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.cancel(list(self._outbox.live))

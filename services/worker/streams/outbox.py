@@ -1,0 +1,101 @@
+"""What one gateway's stream still has to be told, merged until its writer takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.core.generation import NotAdmittedReason, SequenceEnd
+from services.ports.worker_stream import StepFrame
+from services.worker.streams.live_sequence import LiveSequence
+
+MAX_FRAME_TOKENS = 8192  # of one frame; the rest waits for the next
+LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as so many
+
+
+class Outbox:
+    """Single-threaded: engine events append, the stream's one writer takes. ``wake`` rouses the writer.
+
+    What is pending is bounded by the sequences' credits: tokens of a sequence beyond them never come.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self.live: dict[int, LiveSequence] = {}  # by the gateway's handle
+        self.dirty: list[LiveSequence] = []  # those with pending output, each once
+        self._accepted: list[int] = []
+        self._not_admitted: list[tuple[int, NotAdmittedReason]] = []
+        self._ended: list[tuple[LiveSequence, SequenceEnd]] = []
+
+    def accept(self, sequence: LiveSequence) -> None:
+        self.live[sequence.handle] = sequence
+        self._accepted.append(sequence.handle)
+        self.wake()
+
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        self._not_admitted.append((handle, reason))
+        self.wake()
+
+    def touch(self, sequence: LiveSequence) -> None:
+        """Note that a sequence has pending output."""
+        if not sequence.queued:
+            sequence.queued = True
+            self.dirty.append(sequence)
+            self.wake()
+
+    def end(self, sequence: LiveSequence, end: SequenceEnd) -> None:
+        """Say a sequence's last word, after its pending output."""
+        del self.live[sequence.handle]
+        self._ended.append((sequence, end))
+        self.wake()
+
+    def drop(self, handle: int) -> LiveSequence | None:
+        """Forget all that is pending of a handle and return its sequence if it still ran."""
+        sequence = self.live.pop(handle, None)
+        if sequence is not None:
+            sequence.dropped = True
+        self._accepted = [other for other in self._accepted if other != handle]
+        for ended, _ in self._ended:
+            ended.dropped = ended.dropped or ended.handle == handle
+        return sequence
+
+    def take(self) -> StepFrame | None:
+        """Return everything pending, up to the size of a frame; None when nothing is."""
+        if not (self.dirty or self._ended or self._accepted or self._not_admitted):
+            return None
+        frame = StepFrame(accepted=self._accepted, not_admitted=self._not_admitted)
+        self._accepted, self._not_admitted = [], []
+        self._take_tokens(frame)
+        if self._ended:
+            waiting = [pair for pair in self._ended if pair[0].queued and not pair[0].dropped]
+            frame.finished = [
+                (sequence.handle, end)
+                for sequence, end in self._ended
+                if not sequence.queued and not sequence.dropped
+            ]
+            self._ended = waiting
+        return frame if frame.handles or frame.finished or frame.accepted or frame.not_admitted else None
+
+    def _take_tokens(self, frame: StepFrame) -> None:
+        dirty, self.dirty = self.dirty, []
+        room = MAX_FRAME_TOKENS
+        for index, sequence in enumerate(dirty):
+            if room <= 0:
+                self.dirty = dirty[index:]
+                return
+            sequence.queued = False
+            if sequence.dropped:
+                continue
+            pending = sequence.pending_ids
+            count = len(pending)
+            room -= count
+            if sequence.pending_logprobs:
+                frame.logprobs[len(frame.handles)] = sequence.pending_logprobs
+                sequence.pending_logprobs = []
+                room -= count * LOGPROBS_WEIGHT
+            frame.handles.append(sequence.handle)
+            frame.offsets.append(sequence.tokens - sequence.prompt_tokens - count)
+            frame.counts.append(count)
+            frame.ids += pending
+            frame.texts.append(sequence.pending_text)
+            pending.clear()
+            sequence.pending_text = ""

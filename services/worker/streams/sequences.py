@@ -1,0 +1,492 @@
+"""The token path of one engine: its sequences, their credits and ends.
+
+One table lives as long as its engine process. A step's tokens go through one loop without a task
+switch; a plain token costs a look-up, an append and a string concatenation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.ports.clock import Clock
+from services.worker import engine_protocol as wire
+from services.worker.kv.pool import PoolLimits, PoolStats
+from services.worker.kv.reservations import Reservations
+from services.worker.policy.engine_silence import EngineSilence
+from services.worker.streams.charges import Charges
+from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.outbox import Outbox
+from services.worker.streams.prefills import Prefills
+from services.worker.streams.sequence_slots import SequenceSlots
+from services.worker.streams.submit import submit_command
+from services.worker.streams.usage_tally import Tally
+from services.worker.telemetry import VersionTelemetry
+from services.worker.text.detokenizer import Vocabulary
+from services.worker.text.text_stream import TextStream
+
+MAX_CREDIT: Final = 2**31 - 1
+CHARGE_S: Final = 0.25  # between two reports of what running sequences produced; a beat is four of it
+# The stream ends here for the client, so what was held back is final text. A sequence that is placed
+# again goes on elsewhere with its own hold-back.
+FLUSHED: Final = frozenset(
+    {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+        FinishReason.DEADLINE,
+        FinishReason.SLOW_READER,
+        FinishReason.ERROR,
+    }
+)
+
+
+class SequenceTable:
+    """Single writer: the worker's event loop. ``send`` hands a command to the engine, False if it cannot.
+
+    ``slots`` says which sequences run. ``kv`` is what these reserve, ``prefills`` those of them that have no
+    token yet.
+    """
+
+    def __init__(
+        self,
+        version_digest: str,
+        *,
+        limits: PoolLimits,
+        vocabulary: Vocabulary,
+        send: Callable[[wire.Command], bool],
+        clock: Clock,
+        tally: Tally,
+        changed: Callable[[], None],
+        slow_reader_s: float = 30.0,
+        telemetry: VersionTelemetry | None = None,
+    ) -> None:
+        self.version_digest = version_digest
+        self.limits = limits
+        self.stats = PoolStats()
+        self.kv = Reservations(limits)
+        self.gave_not_finite = False  # a sequence ended because its logits were not finite
+        self.prefills = Prefills()
+        self.slots = SequenceSlots(limits.max_sequences)
+        self._vocabulary = vocabulary
+        self._texts = vocabulary.texts
+        self._send = send
+        self._clock = clock
+        self._charges = Charges(version_digest, tally)
+        self._changed = changed
+        self._slow_reader_s = slow_reader_s
+        self._telemetry = telemetry
+        self._live: dict[int, LiveSequence] = {}
+        self._last_number = 0
+        self._charged_s = clock.monotonic_s()
+        self._silence = EngineSilence(clock.monotonic_s(), limits.full_step_s)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def sequences(self) -> Iterable[LiveSequence]:
+        return self._live.values()
+
+    @property
+    def running(self) -> int:
+        """Return how many have a slot and a token."""
+        return self.slots.taken - len(self.prefills)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many have no token yet, or wait to have a slot again."""
+        return len(self.prefills) + self.slots.returning
+
+    @property
+    def stalled(self) -> bool:
+        """The engine is silent: what runs waits for it, what comes goes elsewhere."""
+        return self._silence.stalled
+
+    def resize(self, kv_blocks_total: int) -> None:
+        """The engine has, or is about to have, so many blocks. What runs keeps what it reserved."""
+        if kv_blocks_total != self.limits.kv_blocks_total:
+            self.limits = replace(self.limits, kv_blocks_total=kv_blocks_total)
+            self.kv.resize(kv_blocks_total)
+            self._room_changed()
+
+    # --- the gateway's side ---------------------------------------------------------------------
+
+    def has_room(self, spec: StartSpec) -> bool:
+        return self.slots.admits(spec) and self.kv.has_room(spec)
+
+    def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> bool:
+        """Reserve, submit and accept; False, with nothing changed, if the engine takes no commands.
+
+        The caller made sure of ``has_room``.
+        """
+        sequence = self._new_sequence(outbox, handle, spec)
+        resumed_text = sequence.text.resume(spec.produced_ids, spec.delivered_chars)
+        if not sequence.text.stop and not self._send(submit_command(sequence)):
+            return False
+        self._last_number = sequence.number
+        self._live[sequence.number] = sequence
+        if sequence.has_credit:
+            self._make_slot(spec)
+            self._run(sequence)
+        else:
+            self._wait_for_reader(sequence)
+        outbox.accept(sequence)
+        if resumed_text:
+            sequence.pending_text = resumed_text
+            outbox.touch(sequence)
+        if sequence.text.stop:  # the earlier run met it, and its last word was lost
+            self._end(sequence, FinishReason.STOP)
+        self._changed()
+        return True
+
+    def credit(self, grants: Sequence[tuple[LiveSequence, int]]) -> None:
+        """Raise the output limits of sequences of this table."""
+        raised: list[LiveSequence] = []
+        for sequence, tokens in grants:
+            sequence.credit_limit = min(sequence.credit_limit + tokens, MAX_CREDIT)
+            sequence.watch()
+            if sequence.slot is SlotState.RUNNING:
+                raised.append(sequence)
+            elif sequence.slot is SlotState.PARKED and sequence.has_credit:
+                sequence.blocked_since_s = None
+                self.slots.move(sequence, SlotState.RETURNING)
+        if raised:
+            self._send(wire.Credit([each.number for each in raised], [each.credit_limit for each in raised]))
+        if len(raised) < len(grants):
+            self._room_changed()
+
+    def cancel(self, sequences: Sequence[LiveSequence]) -> None:
+        """Forget them now; the engine frees their blocks before its next step."""
+        for sequence in sequences:
+            self._forget(sequence)
+            self._note_ended(sequence, FinishReason.CANCELLED)
+        self._send(wire.Cancel([sequence.number for sequence in sequences]))
+        self._room_changed()
+
+    def sweep(self, now_s: float) -> None:
+        """End what is past its deadline or was not read for too long. Called several times a second."""
+        self._watch_engine(now_s)
+        ended: list[tuple[LiveSequence, FinishReason]] = []
+        for sequence in self._live.values():
+            if now_s >= sequence.deadline_s:
+                ended.append((sequence, FinishReason.DEADLINE))
+            elif (since_s := sequence.blocked_since_s) is not None and now_s - since_s >= self._slow_reader_s:
+                ended.append((sequence, FinishReason.SLOW_READER))
+        if ended:
+            self._send(wire.Cancel([sequence.number for sequence, _ in ended]))
+            for sequence, reason in ended:
+                self._end(sequence, reason)
+            self._room_changed()
+
+    def _watch_engine(self, now_s: float) -> None:
+        """Take nothing new while the engine is silent; give back what it has when it is silent for long."""
+        if self._silence.begins(now_s):
+            self._changed()
+        if self._live and self._silence.lets_go(now_s):
+            self._send(wire.Cancel(list(self._live)))  # what it reads first when it wakes up
+            for sequence in list(self._live.values()):
+                self._end(sequence, FinishReason.ENGINE_LOST)
+            self._changed()
+
+    # --- the engine's side ----------------------------------------------------------------------
+
+    def on_stepped(self, event: wire.Stepped) -> None:
+        """Pass a step's tokens on. A sequence unknown here was cancelled while the step ran."""
+        live = self._live
+        texts = self._texts
+        self._hear(event.step_s)
+        self._note_step(event)
+        ends = _ends(event)
+        for number in ends:  # their last token may have to stay without text
+            if number in live:
+                live[number].fast = False
+        if event.cached:
+            self._note_cached(event)
+        if event.prefill_tokens:
+            self.prefills.note_step(event.prefill_tokens, began_s=self._clock.monotonic_s() - event.step_s)
+        for row, (number, token) in enumerate(zip(event.handles, event.tokens, strict=True)):
+            sequence = live.get(number)
+            if sequence is None:
+                continue
+            if sequence.fast and (text := texts[token]) is not None:
+                sequence.pending_text += text
+            else:
+                self._feed(sequence, token, event, is_end=ends.get(number) == row)
+                if sequence.text.stop:
+                    continue
+            sequence.pending_ids.append(token)
+            sequence.tokens = tokens = sequence.tokens + 1
+            if tokens >= sequence.notice_tokens:
+                self._notice(sequence)
+            if not sequence.queued:
+                sequence.queued = True
+                outbox = sequence.outbox
+                dirty = outbox.dirty
+                dirty.append(sequence)
+                if len(dirty) == 1:
+                    outbox.wake()
+        if event.finished:
+            self._finish(event)
+
+    def on_heartbeat(self, event: wire.Heartbeat) -> None:
+        self._hear()
+        self.stats.note_levels(event)
+
+    def on_resized(self, event: wire.Resized) -> None:
+        self._hear()
+        self.resize(event.kv_blocks_total)
+
+    def forgive_silence(self) -> None:
+        """This process stood still itself: what the engine said meanwhile is still to be read."""
+        self._hear()
+
+    def _hear(self, step_s: float = 0.0) -> None:
+        if self._silence.heard(self._clock.monotonic_s(), step_s):
+            self._changed()
+
+    def lost(self) -> None:
+        """The engine process is gone: every sequence ends with ENGINE_LOST; the table is done with."""
+        for sequence in list(self._live.values()):
+            self._end(sequence, FinishReason.ENGINE_LOST)
+        self.stats.kv_blocks_used = 0
+        self._changed()
+
+    def charge(self, *, at_once: bool) -> None:
+        """Bring the tally up to date with what running sequences produced, if that is due or asked for.
+
+        Not with each report: it would name the tenant of every running sequence each time, which is most of
+        what the scheduler has to do. What a sequence produced until its end is charged with its end.
+        """
+        now_s = self._clock.monotonic_s()
+        if not at_once and now_s - self._charged_s < CHARGE_S:
+            return
+        self._charged_s = now_s
+        for sequence in self._live.values():
+            self._charges.add_output(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a reservation leaked or a sequence is on one side only."""
+        live = self._live.values()
+        running = [sequence for sequence in live if sequence.slot is SlotState.RUNNING]
+        self.kv.check_integrity(running)
+        self.prefills.check_integrity(running)
+        self.slots.check_integrity(live)
+        for sequence in live:
+            assert sequence.outbox.live.get(sequence.handle) is sequence, "its stream does not know it"
+            assert sequence.has_credit or sequence.slot is SlotState.PARKED, "it can make no token here"
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> LiveSequence:
+        generation = spec.generation
+        text = TextStream(
+            self._vocabulary.open(), stops=generation.stop, min_tokens=generation.min_output_tokens
+        )
+        now_s = self._clock.monotonic_s()
+        blocks = self.kv.needed_blocks(spec)
+        sequence = LiveSequence(
+            spec=spec,
+            outbox=outbox,
+            handle=handle,
+            number=self._last_number + 1,
+            text=text,
+            prompt_tokens=len(generation.prompt_ids),
+            tokens=spec.prefill_tokens,
+            credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
+            reserved_blocks=blocks,
+            reserved_tokens=blocks * self.limits.block_size,
+            notice_tokens=0,
+            accepted_s=now_s,
+            deadline_s=math.inf if spec.time_left_s is None else now_s + spec.time_left_s,
+            prefill_left=spec.prefill_tokens,
+            charged_output=len(spec.produced_ids),
+        )
+        sequence.watch()
+        return sequence
+
+    def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
+        """The token that is not plain: the first, a partial character, one with log-probabilities or stops.
+
+        ``is_end``: it is the last of a sequence that finished. Ends it if the token completed a stop string.
+        """
+        if sequence.first_token_s is None:
+            self._note_first_token(sequence, event)
+        if entries := event.logprobs.get(sequence.number):
+            sequence.pending_logprobs.append(self._logprobs(token, entries.pop(0)))
+        text = sequence.text
+        if is_end and event.finished[sequence.number] == "stop":
+            return  # an end-of-sequence or stop token is no part of the text
+        sequence.pending_text += text.feed(token)
+        if text.stop:
+            sequence.pending_ids.append(token)
+            sequence.tokens += 1
+            sequence.outbox.touch(sequence)
+            if sequence.number not in event.finished:
+                self._send(wire.Cancel([sequence.number]))
+            self._end(sequence, FinishReason.STOP)
+            self._changed()
+        else:
+            plain = text.plain and sequence.spec.generation.logprobs is None and bool(self._texts)
+            sequence.fast = plain and sequence.number not in event.finished
+
+    def _logprobs(self, token: int, entry: wire.TokenLogprobs) -> TokenLogprobs:
+        alone = self._vocabulary.alone
+        return TokenLogprobs(
+            sampled=entry.sampled,
+            top_ids=tuple(entry.top_ids),
+            top_logprobs=tuple(entry.top_logprobs),
+            top_tokens=tuple(alone(other) for other in entry.top_ids),
+            token=alone(token),
+        )
+
+    def _finish(self, event: wire.Stepped) -> None:
+        for number, reason in event.finished.items():
+            if (sequence := self._live.get(number)) is None:
+                continue
+            if reason == "error":
+                error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
+                self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
+            elif reason == "not_finite":  # the worker may be to blame: elsewhere it may go on
+                self.gave_not_finite = True
+                self._end(
+                    sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
+                )
+            else:
+                self._end(sequence, FinishReason(reason))
+        self._room_changed()
+
+    def _end(
+        self, sequence: LiveSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
+    ) -> None:
+        """Say the last word on a sequence and release what it reserved."""
+        if reason in FLUSHED and (rest := sequence.text.finish()):
+            sequence.pending_text += rest
+            sequence.outbox.touch(sequence)
+        if sequence.text.stop:
+            reason = FinishReason.STOP
+        self._forget(sequence)
+        self._note_ended(sequence, reason, error[0])
+        started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
+        sequence.outbox.end(
+            sequence,
+            SequenceEnd(
+                reason=reason,
+                stop=sequence.text.stop,
+                output_tokens=sequence.output_tokens,
+                cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
+                engine_wait_us=_microseconds(sequence.accepted_s, started_s),
+                prefill_us=_microseconds(started_s, first_s),
+                error_reason=error[0],
+                error_message=error[1],
+            ),
+        )
+
+    def _forget(self, sequence: LiveSequence) -> None:
+        del self._live[sequence.number]
+        self._charges.add_output(sequence)
+        self.slots.take(sequence)
+        if sequence.slot is SlotState.RUNNING:
+            self.kv.remove(sequence)
+            self.prefills.remove(sequence)
+
+    def _note_ended(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
+        """Tell of a sequence that is no longer here."""
+        self._charges.add_ended(sequence, reason)
+        if self._telemetry is not None:
+            self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
+
+    def _notice(self, sequence: LiveSequence) -> None:
+        """It holds more blocks than it was granted, or has no credit left: the room says so."""
+        running = sequence.slot is SlotState.RUNNING
+        if sequence.tokens > sequence.reserved_tokens:
+            self.kv.grow(sequence, reserved=running)
+        sequence.watch()
+        if not sequence.has_credit and sequence.slot is not SlotState.PARKED:
+            if running:
+                self._leave(sequence)
+            else:  # the token after ``Park`` used its credit up
+                self.slots.take(sequence)
+            self._wait_for_reader(sequence)
+            if self.slots.spare < 0 and (longest := self.slots.longest_parked()) is not None:
+                self._send(wire.Cancel([longest.number]))
+                self._end(longest, FinishReason.SLOW_READER)
+        self._room_changed()
+
+    def _note_step(self, event: wire.Stepped) -> None:
+        self.stats.note_step(event)
+        added, evicted = event.prefix_added, event.prefix_removed
+        if (added or evicted) and self.kv.change_cached(added, evicted, self._live.values()):
+            self._changed()
+        if self._telemetry is not None:
+            self._telemetry.stepped(event, shared_lost_blocks=self.kv.lost_blocks)
+
+    def _note_cached(self, event: wire.Stepped) -> None:
+        """What came from the cache needs no prefill, and no blocks of its own."""
+        for number, tokens in event.cached.items():
+            sequence = self._live.get(number)
+            if sequence is not None and sequence.slot is SlotState.RUNNING:
+                if self.kv.attach(sequence, tokens):
+                    self._changed()
+                self.prefills.note_cached(sequence, tokens)
+
+    def _note_first_token(self, sequence: LiveSequence, event: wire.Stepped) -> None:
+        now_s = self._clock.monotonic_s()
+        sequence.first_token_s = now_s
+        if sequence.prefill_started_s is None:
+            sequence.prefill_started_s = max(now_s - event.step_s, sequence.accepted_s)
+        if sequence.slot is SlotState.RUNNING:
+            self.prefills.remove(sequence)
+            self.kv.share_computed(sequence)
+        self.stats.decode_tokens -= 1  # a prefill made it
+        self._charges.add_prefill(sequence)
+
+    # --- slots ----------------------------------------------------------------------------------
+
+    def _room_changed(self) -> None:
+        """Let those that wait to return have what is free, then report what is left."""
+        while (sequence := self.slots.next_back(self.kv.has_room_again)) is not None:
+            self._make_slot(sequence.spec)
+            self.slots.take(sequence)
+            self._run(sequence)
+            self._send(wire.Credit([sequence.number], [sequence.credit_limit]))
+        self._changed()
+
+    def _make_slot(self, spec: StartSpec) -> None:
+        """Have a slot free for a sequence, to which another yields one if there is none."""
+        if self.slots.taken >= self.slots.most and (victim := self.slots.victim(spec)) is not None:
+            self._leave(victim)
+            self.slots.put(victim, SlotState.RETURNING)
+            self._send(wire.Park([victim.number]))
+
+    def _run(self, sequence: LiveSequence) -> None:
+        """Give a sequence that is in no group a slot and its reservation."""
+        self.slots.put(sequence, SlotState.RUNNING)
+        self.kv.add(sequence)
+        if sequence.first_token_s is None:
+            self.prefills.add(sequence)
+
+    def _leave(self, sequence: LiveSequence) -> None:
+        """Take slot and reservation from a running sequence. Its KV stays while nobody needs it."""
+        self.slots.take(sequence)
+        self.kv.remove(sequence)
+        self.prefills.remove(sequence)
+
+    def _wait_for_reader(self, sequence: LiveSequence) -> None:
+        """Park a sequence that is in no group until it has credit."""
+        sequence.blocked_since_s = self._clock.monotonic_s()
+        self.slots.put(sequence, SlotState.PARKED)
+
+
+def _ends(event: wire.Stepped) -> dict[int, int]:
+    """Return the row of the last token of each sequence that finished, by number; -1 without a token."""
+    if not event.finished:
+        return {}
+    rows = dict(zip(event.handles, range(len(event.handles)), strict=True))
+    return {number: rows.get(number, -1) for number in event.finished}
+
+
+def _microseconds(start_s: float | None, end_s: float | None) -> int:
+    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))

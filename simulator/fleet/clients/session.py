@@ -1,0 +1,368 @@
+"""Clients: each sends its request through a gateway, reads the answer and judges it.
+
+A client knows what its answer has to be, since tokens are a function of seed and position. One whose gateway
+goes away asks another under its idempotency key, or has failed if it has none. One that is refused for now
+may send it again after the delay that it was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from random import Random
+from typing import Final, Protocol
+
+from fairway.v1 import inference_pb2
+from services.core.errors import FairwayError
+from services.core.generation import TokenLogprobs
+from services.gateway.events import Accepted, Finished, Handle, RequestSink
+from services.rpc.convert.inference import PRIORITIES
+from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.prompts import prompt_ids
+from simulator.fleet.clients.tokens import Due, request_seed
+from simulator.fleet.spec import MODEL
+from simulator.invariants.violations import Violations
+from simulator.kernel.loop import VirtualTimeLoop
+
+GATEWAY_LOST: Final = "GATEWAY_LOST"
+UNREACHABLE: Final = "UNREACHABLE"
+ONCE: Final = "one-end"
+TOKENS: Final = "tokens"
+_MAX_ATTEMPTS: Final = 8
+_READ_S: Final = 0.25
+
+
+class Door(Protocol):
+    """A gateway, as its clients see it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reachable(self) -> bool:
+        """It accepts connections: its process runs, or is paused."""
+
+    def enter(self, call: Callable[[], None]) -> None:
+        """Do something inside its process: later while it is paused, never if it ends before."""
+
+    def submit(
+        self, tenant: str, generation: inference_pb2.Generation, sink: RequestSink, *, attempt: int = 0
+    ) -> Handle:
+        """Hand a request to its service. Raises what the service raises."""
+
+
+class Clients:
+    """All clients of a run, the present ones by number."""
+
+    def __init__(
+        self,
+        loop: VirtualTimeLoop,
+        doors: Callable[[], Iterable[Door]],
+        rng: Random,
+        violations: Violations,
+        on_record: Callable[[Record], None],
+    ) -> None:
+        self._doors = doors
+        self._rng = rng
+        self._on_record = on_record
+        self._loop = loop
+        self._context = copy_context()  # no process's: clients have no clock and no faults of their own
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.violations = violations
+        self.present: dict[int, Session] = {}
+        self.sent = 0
+
+    @property
+    def now_s(self) -> float:
+        return self._loop.now_s
+
+    def send(self, request: SimRequest) -> Session:
+        """Begin a request now."""
+        self.sent += 1
+        session = Session(self, self.sent, request)
+        self.present[session.record.number] = session
+        self._idle.clear()
+        session.begin()
+        return session
+
+    async def wait_idle(self) -> None:
+        """Return when every request has ended."""
+        await self._idle.wait()
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.at(self._loop.now_s + delay_s, call, context=self._context)
+
+    def door(self) -> Door | None:
+        """Return a gateway that accepts connections, None while none does."""
+        reachable = [door for door in self._doors() if door.reachable]
+        return self._rng.choice(reachable) if reachable else None
+
+    def jitter(self) -> float:
+        return 0.5 + self._rng.random()
+
+    def gateway_lost(self, name: str) -> None:
+        """Tell the clients of a gateway that their connections broke."""
+        for session in [held for held in self.present.values() if held.gateway == name]:
+            session.lost()
+
+    def ended(self, session: Session) -> None:
+        if self.present.pop(session.record.number, None) is None:
+            self.violations.add(ONCE, f"request {session.record.number} ended twice")
+            return
+        if not self.present:
+            self._idle.set()
+        self._on_record(session.record)
+
+
+class Session:
+    """One request of one client, over as many attempts as it takes."""
+
+    __slots__ = ("_attempt", "_clients", "_request", "_timer", "due", "record")
+
+    def __init__(self, clients: Clients, number: int, request: SimRequest) -> None:
+        self._clients = clients
+        self._request = request
+        self._attempt: _Attempt | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.record = Record(number, request, clients.now_s)
+        self.expect(allowed_tokens(request))
+
+    def expect(self, allowed: int) -> None:
+        """From now on the answer has at most ``allowed`` tokens."""
+        self.due = Due(self._seed, output_tokens=self._request.output_tokens, allowed_tokens=allowed)
+
+    @property
+    def _seed(self) -> int:
+        return request_seed(self.record.number, self._request.output_tokens)
+
+    @property
+    def gateway(self) -> str:
+        return "" if self._attempt is None else self._attempt.door.name
+
+    def begin(self) -> None:
+        if self._request.cancel_after_s is not None:
+            self._timer = self._clients.later(self._request.cancel_after_s, self.leave)
+        self.ask()
+
+    def ask(self) -> None:
+        """Send it, or send it again."""
+        if self.record.outcome:
+            return
+        record = self.record
+        if record.attempts >= _MAX_ATTEMPTS:
+            self.end(UNREACHABLE)
+            return
+        record.attempts += 1
+        door = self._clients.door()
+        if door is None:
+            self._clients.later(0.5 * self._clients.jitter(), self.ask)
+            return
+        record.gateway = door.name
+        self._attempt = attempt = _Attempt(self, door)
+        door.enter(attempt.submit)
+
+    def leave(self) -> None:
+        """The client goes away."""
+        attempt = self._attempt
+        if attempt is None:
+            self.end("CANCELLED")
+        else:
+            attempt.door.enter(attempt.cancel)
+
+    def lost(self) -> None:
+        """The connection to the gateway broke."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        attempt.over = True
+        if self._request.key:
+            self._clients.later(0.2 * self._clients.jitter(), self.ask)
+        else:
+            self.end(GATEWAY_LOST)
+
+    def failed(self, error: FairwayError) -> None:
+        """It was refused or broken off: sent again where that may help, over otherwise."""
+        record = self.record
+        again = error.retry_after_s is not None and not record.output_tokens
+        if not again or record.refusals >= self._request.retries:
+            self.end(error.reason)
+            return
+        assert error.retry_after_s is not None
+        record.refusals += 1
+        self._attempt = None
+        self._clients.later(error.retry_after_s * self._clients.jitter(), self.ask)
+
+    def end(self, outcome: str) -> None:
+        record = self.record
+        if record.outcome:
+            self._clients.violations.add(
+                ONCE, f"request {record.number} ended with {record.outcome}, then with {outcome}"
+            )
+            return
+        record.outcome, record.ended_s = outcome, self._clients.now_s
+        self._attempt = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._clients.ended(self)
+
+    def generation(self) -> inference_pb2.Generation:
+        """Return what is sent, the same in every attempt."""
+        request = self._request
+        generation = inference_pb2.Generation(
+            model=MODEL,
+            token_ids=inference_pb2.TokenIds(ids=prompt_ids(request, self.record.number)),
+            max_output_tokens=allowed_tokens(request),
+            priority=PRIORITIES[request.priority],
+            idempotency_key=request.key,
+        )
+        generation.sampling.seed = self._seed
+        if request.deadline_s is not None:
+            generation.timeout.FromMicroseconds(round(request.deadline_s * 1e6))
+        return generation
+
+    def came(self, heard: int) -> None:
+        """The client has ``heard`` tokens of its answer now."""
+        record, now_s = self.record, self._clients.now_s
+        fresh = heard - record.output_tokens
+        if fresh <= 0:
+            return
+        record.output_tokens = heard
+        if record.first_token_s:
+            gap_s = now_s - record.last_token_s
+            record.gap_s.append(gap_s)
+            record.gap_tokens.append(fresh)
+            record.max_gap_s = max(record.max_gap_s, gap_s)
+        else:
+            record.first_token_s = now_s
+        record.last_token_s = now_s
+
+    def violated(self, invariant: str, text: str) -> None:
+        self._clients.violations.add(invariant, f"request {self.record.number}: {text}")
+
+    @property
+    def request(self) -> SimRequest:
+        return self._request
+
+    @property
+    def clients(self) -> Clients:
+        return self._clients
+
+
+def allowed_tokens(request: SimRequest) -> int:
+    return request.max_output_tokens if request.max_output_tokens is not None else request.output_tokens
+
+
+class _Attempt:
+    """One way through one gateway. Implements ``RequestSink`` and checks that what it hears is right."""
+
+    __slots__ = ("_handle", "_heard", "_session", "_unread", "door", "over")
+
+    def __init__(self, session: Session, door: Door) -> None:
+        self._session = session
+        self._handle: Handle | None = None
+        self._heard = 0
+        self._unread = 0
+        self.door = door
+        self.over = False
+
+    def submit(self) -> None:
+        if self.over:
+            return
+        session = self._session
+        tenant, refusals = session.request.tenant, session.record.refusals
+        try:
+            handle = self.door.submit(tenant, session.generation(), self, attempt=refusals)
+        except FairwayError as error:
+            self.on_failed(error)
+        else:
+            if self.over:
+                return
+            self._handle = handle
+            if session.request.read_tokens_per_s is not None:
+                session.clients.later(_READ_S, self._read)
+
+    def cancel(self) -> None:
+        if self._handle is not None and not self.over:
+            self._handle.cancel()
+
+    # --- RequestSink -------------------------------------------------------------------------------
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        record = self._session.record
+        self._expect_open("accepted")
+        if not record.accepted_s:
+            record.accepted_s = self._session.clients.now_s
+        if accepted.degradations or record.degraded:  # by another gateway, at another time
+            record.degraded = bool(accepted.degradations)
+            caps = [int(one.applied) for one in accepted.degradations]
+            self._session.expect(min([allowed_tokens(self._session.request), *caps]))
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        session = self._session
+        if not self._expect_open("tokens"):
+            return
+        if offset != self._heard:
+            session.violated(TOKENS, f"token {offset} came where {self._heard} was due")
+            return
+        if list(ids) != session.due.tokens(offset, len(ids)):
+            session.violated(TOKENS, f"other tokens than were due from {offset} on")
+        self._heard += len(ids)
+        self._unread += len(ids)
+        session.came(self._heard)
+        if session.request.read_tokens_per_s is None:
+            self._credit()
+
+    def on_finished(self, finished: Finished) -> None:
+        if not self._expect_open("the end"):
+            return
+        self._close()
+        session, record = self._session, self._session.record
+        said = finished.choices[0].output_tokens
+        due = session.due.length
+        if not said == self._heard == due:
+            session.violated(TOKENS, f"{self._heard} tokens came, {said} were said, {due} were due")
+        record.cached_tokens = finished.usage.cached_tokens
+        record.resumes = finished.resumes
+        record.queue_s = finished.clock.queue_us / 1e6
+        session.end("finished")
+
+    def on_failed(self, error: FairwayError) -> None:
+        if self._expect_open("an error"):
+            self._close()
+            self._session.failed(error)
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Nothing comes any more. The request holds this sink: without the way back, no cycle is left."""
+        self.over = True
+        self._handle = None
+
+    def _expect_open(self, what: str) -> bool:
+        if self.over:
+            self._session.violated(ONCE, f"{what} came after the end")
+        return not self.over
+
+    def _credit(self) -> None:
+        """All that came is read."""
+        if self._handle is not None and self._unread:
+            unread, self._unread = self._unread, 0
+            self._handle.credit(0, unread)
+
+    def _read(self) -> None:
+        """A slow reader takes its next tokens."""
+        if not self.over:
+            self.door.enter(self._take_some)
+            self._session.clients.later(_READ_S, self._read)
+
+    def _take_some(self) -> None:
+        rate = self._session.request.read_tokens_per_s
+        assert rate is not None
+        tokens = min(self._unread, max(1, round(rate * _READ_S)))
+        if self._handle is not None and tokens and not self.over:
+            self._unread -= tokens
+            self._handle.credit(0, tokens)

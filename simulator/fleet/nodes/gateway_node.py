@@ -1,0 +1,216 @@
+"""A gateway's process: the production service over the simulated network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final
+
+from fairway.v1 import inference_pb2
+from services.adapters.links.muxed_placement import MuxedPlacement
+from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.core.generation import Principal
+from services.core.records import (
+    DEPLOYMENTS,
+    KEYS,
+    TENANTS,
+    WORKERS,
+    ApiKey,
+    Deployment,
+    KeyRole,
+    Record,
+    Tenant,
+    Worker,
+    load,
+)
+from services.gateway.catalog import ModelCatalog
+from services.gateway.events import Handle, Received, RequestSink
+from services.gateway.fallback import FallbackSettings, GatewayFallback
+from services.gateway.requests.validate import Validator
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.telemetry import GatewayTelemetry
+from services.gateway.text.local import LocalTexts
+from services.gateway.text.prefix_names import PrefixNames
+from services.ports.placement import FallbackPlacer
+from services.ports.store import Entry
+from services.ports.worker import WorkerClient
+from services.rpc.status import by_reason
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.identity import KeyDirectory
+from services.runtime.secrets import Ticket, issue_ticket
+from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
+from simulator.fleet.spec import FleetSpec
+from simulator.kernel.links.links import SimPlacementLinks, SimStore, SimWorkers
+from simulator.kernel.network import Network
+from simulator.kernel.process import Process
+
+TICKET_KEY: Final = b"the simulation's ticket key"
+_PREFIX_SECRET: Final = b"the simulation's prefix secret"
+_MODEL_FILES: Final = Path(__file__).parent / "model"
+
+
+def key_name(tenant: str) -> str:
+    """Return the name of the tenant's one API key."""
+    return f"key-{tenant}"
+
+
+class GatewayNode:
+    """One life of a gateway. Implements ``session.Door``; built inside its process."""
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        process: Process,
+        network: Network,
+    ) -> None:
+        self._process = process
+        self.name = process.name
+        self.draining = False
+        clock, supervisor = process.clock, process.supervisor
+        store = SimStore(process, network)
+        redis = RedisLink(process, network)
+        self.limiter = FallbackLimiter(RemoteLimiter(redis), MemoryLimiter(clock, local=True), clock)
+        directory = SchedulerDirectory(store, clock, rng=process.rng)
+        gateway_id = f"{process.name}/{process.ids.request_id()}"
+        links = SimPlacementLinks(process, network, directory, gateway_id)
+        fallback = self.make_fallback(spec)
+        self.placement = MuxedPlacement(links, clock, supervisor, process.rng, fallback=fallback)
+        self.workers = self.make_workers(network)
+        self._informers = _Informers(store, process)
+        catalog = ModelCatalog(
+            self._informers.deployments,
+            self._informers.workers,
+            _BundledFiles(),
+            clock,
+            texts=LocalTexts(Executor(), clock),
+        )
+        identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
+        self._directory = directory
+        self.catalog = catalog
+        self.service = GatewayService(
+            validator=Validator(
+                catalog,
+                identity,
+                process.rng,
+                prefixes=PrefixNames(_PREFIX_SECRET, Executor()),
+            ),
+            identity=identity,
+            catalog=catalog,
+            ports=Ports(
+                limiter=self.limiter,
+                placement=self.placement,
+                workers=self.workers,
+                clock=clock,
+                supervisor=supervisor,
+                rng=process.rng,
+                sign_ticket=_sign_ticket,
+                new_incident=process.ids.incident_id,
+                error_of=by_reason,
+                telemetry=GatewayTelemetry(clock=clock),
+                idempotency=RemoteRecords(redis) if spec.idempotency else None,
+                gateway_id=gateway_id,
+                pressure=self.placement.pressure,
+            ),
+            limits=self.make_limits(spec),
+        )
+
+    # What a test overrides with something broken.
+
+    def make_workers(self, network: Network) -> WorkerClient:
+        """Return how this gateway runs sequences on workers."""
+        return SimWorkers(self._process, network, unsent=self.placement.give_back)
+
+    def make_fallback(self, spec: FleetSpec) -> FallbackPlacer:
+        """Return how this gateway places while it hears no leader."""
+        predicted = spec.term.queue.predicted_output_tokens
+        return GatewayFallback(self._process.rng, FallbackSettings(predicted_output_tokens=predicted))
+
+    def make_limits(self, spec: FleetSpec) -> GatewayLimits:
+        return spec.gateway
+
+    def start(self) -> None:
+        """Begin the tasks of the process."""
+        self._informers.start()
+        spawn = self._process.supervisor.spawn
+        spawn("scheduler directory", self._directory.run())
+        spawn("warm text models", self.catalog.warm_forever())
+        spawn("renew", self.service.renew_forever())
+        spawn("flush records", self.service.flush_forever())
+        self.placement.start()
+
+    @property
+    def process(self) -> Process:
+        return self._process
+
+    @property
+    def ready(self) -> bool:
+        """It knows the fleet and whom to ask for places."""
+        return self._informers.synced and self.placement.connected
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop as on SIGTERM: nothing new, what runs until the time is over."""
+        self.draining = True
+        await self.service.drain(timeout_s)
+
+    # --- for its clients ---------------------------------------------------------------------------
+
+    @property
+    def reachable(self) -> bool:
+        return self._process.alive and not self.draining and self._informers.synced
+
+    def enter(self, call: Callable[[], None]) -> None:
+        self._process.call_soon(call)
+
+    def submit(
+        self, tenant: str, generation: inference_pb2.Generation, sink: RequestSink, *, attempt: int = 0
+    ) -> Handle:
+        clock, request_id = self._process.clock, self._process.ids.request_id()
+        received = Received(clock.monotonic_s(), int(clock.unix_s() * 1e6), request_id, attempt=attempt)
+        principal = Principal(key_name(tenant), KeyRole.TENANT, tenant)
+        return self.service.submit(principal, generation, sink, received=received)
+
+
+class _Informers:
+    """What a gateway follows in the store."""
+
+    def __init__(self, store: SimStore, process: Process) -> None:
+        self._process = process
+
+        def informer(prefix: str, kind: type[Record]) -> Informer[Record]:
+            def decode(entry: Entry) -> Record:
+                return load(entry.value, kind)
+
+            return Informer(store, prefix, decode, process.clock, rng=process.rng)
+
+        self.deployments = informer(DEPLOYMENTS, Deployment)
+        self.workers = informer(WORKERS, Worker)
+        self.tenants = informer(TENANTS, Tenant)
+        self.keys = informer(KEYS, ApiKey)
+
+    def start(self) -> None:
+        for informer in (self.deployments, self.workers, self.tenants, self.keys):
+            self._process.supervisor.spawn(f"informer {informer.prefix}", informer.run())
+
+    @property
+    def synced(self) -> bool:
+        followed = self.deployments.synced and self.workers.synced
+        return followed and self.tenants.synced and self.keys.synced
+
+
+class _BundledFiles:
+    """Implements ``catalog.ModelFilesPort``: the one simulated version lies beside this module."""
+
+    async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
+        return _MODEL_FILES
+
+    def pin(self, folder: Path) -> None: ...
+
+    def unpin(self, folder: Path) -> None: ...
+
+
+def _sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
+    return issue_ticket(TICKET_KEY, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))

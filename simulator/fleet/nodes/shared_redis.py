@@ -1,0 +1,97 @@
+"""Redis, as gateways see it: the executable model of its scripts, on the far side of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
+from services.core.errors import StoreUnavailable
+from services.core.generation import Usage
+from services.ports.idempotency import Addition, Claim, Hold, RecordKey, Tail, Written
+from services.ports.limiter import Limits, Reservation
+from simulator.kernel.network import Network, Unreachable
+from simulator.kernel.process import Process
+
+REDIS: Final = "redis"
+_TIMEOUT_S: Final = 0.25  # of adapters.redis_limiter
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Redis:
+    """What Redis holds. It outlives the process, as with ``appendfsync always``."""
+
+    limiter: MemoryLimiter
+    records: MemoryIdempotency
+
+
+def serve_redis(process: Process, network: Network, redis: Redis) -> None:
+    """Answer gateways until the process crashes."""
+    network.listen(process, REDIS, lambda connection: None, answers=redis)
+
+
+class RedisLink:
+    """One gateway's way to Redis."""
+
+    def __init__(self, process: Process, network: Network) -> None:
+        self._process = process
+        self._network = network
+
+    async def ask(self, question: Callable[[Redis], Coroutine[Any, Any, T]]) -> T:
+        """Return the answer. Raises StoreUnavailable when none came in time: it may have been done then."""
+        try:
+            return await self._network.ask(self._process, REDIS, question, within_s=_TIMEOUT_S)
+        except Unreachable as error:
+            raise StoreUnavailable("Redis did not answer in time", retry_after_s=1.0) from error
+
+
+class RemoteLimiter:
+    """Implements ``ports.limiter.Limiter`` over a link."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        return await self._link.ask(lambda redis: redis.limiter.admit(tenant_id, request_id, limits))
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None:
+        await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, limits))
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None:
+        if reservations:
+            await self._link.ask(lambda redis: redis.limiter.renew(reservations))
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        await self._link.ask(lambda redis: redis.limiter.settle(reservation, usage))
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return await self._link.ask(lambda redis: redis.limiter.concurrency(tenant_id))
+
+
+class RemoteRecords:
+    """Implements ``ports.idempotency.IdempotencyStore`` over a link."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
+        return await self._link.ask(lambda redis: redis.records.claim(key, fingerprint, owner))
+
+    async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
+        return await self._link.ask(lambda redis: redis.records.append(additions))
+
+    async def finish(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._link.ask(lambda redis: redis.records.finish(hold, chunk, reservation, usage))
+
+    async def release(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._link.ask(lambda redis: redis.records.release(hold, chunk, reservation, usage))
+
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+        return await self._link.ask(lambda redis: redis.records.read(key, start, watch=watch))

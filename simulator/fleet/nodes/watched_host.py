@@ -1,0 +1,75 @@
+"""A worker's streams and books with an ear: each sequence that it admits, and what it charges for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.core.fleet import SequenceUsage
+from services.core.generation import NotAdmittedReason, StartSpec
+from services.ports.worker_stream import StepFrame, WorkerStream
+from services.worker.streams.host import SequenceHost
+from services.worker.streams.usage_tally import Key, Tally
+from simulator.fleet.grant_watch import GrantWatch, Produced
+
+Started = Callable[[StartSpec], None]
+
+
+class WatchedHost:
+    """Implements ``ports.worker_stream.WorkerStreams`` over a host; ``started`` is called inside of it."""
+
+    def __init__(self, host: SequenceHost, started: Started) -> None:
+        self._host = host
+        self._started = started
+
+    def open(self, wake: Callable[[], None]) -> WorkerStream:
+        return _WatchedStream(self._host, wake, self._started)
+
+
+class _WatchedStream:
+    def __init__(self, host: SequenceHost, wake: Callable[[], None], started: Started) -> None:
+        self._host = host
+        self._stream = host.open(wake)
+        self._started = started
+
+    def start(self, handle: int, spec: StartSpec) -> None:
+        before = self._host.running
+        self._stream.start(handle, spec)
+        if self._host.running > before:
+            self._started(spec)
+
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        self._stream.refuse(handle, reason)
+
+    def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        self._stream.credit(handles, tokens)
+
+    def cancel(self, handles: Sequence[int]) -> None:
+        self._stream.cancel(handles)
+
+    def take(self) -> StepFrame | None:
+        return self._stream.take()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class WatchedTally(Tally):
+    """The production tally of one worker, and the watch's ear."""
+
+    def __init__(self, worker_id: str, watch: GrantWatch) -> None:
+        super().__init__()
+        self._worker_id = worker_id
+        self._watch = watch
+
+    def add_prefill(self, key: Key, tokens: int, cached_tokens: int) -> None:
+        super().add_prefill(key, tokens, cached_tokens)
+        self._watch.produced(self._worker_id, key[0], key[2], Produced(tokens, cached_tokens))
+
+    def add_output(self, key: Key, tokens: int) -> None:
+        super().add_output(key, tokens)
+        if tokens:
+            self._watch.produced(self._worker_id, key[0], key[2], Produced(output=tokens))
+
+    def add_ended(self, usage: SequenceUsage) -> None:
+        super().add_ended(usage)
+        self._watch.ended(self._worker_id, usage)

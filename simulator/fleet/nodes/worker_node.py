@@ -1,0 +1,158 @@
+"""A worker's process in a fleet: the simulated worker, with an ear at its door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from services.worker.streams.fallback import FallbackAdmission
+from services.worker.streams.host import SequenceHost
+from services.worker.text.detokenizer import Detokenizer
+from simulator.engine.cost_model import cost_model
+from simulator.engine.sim_engine import SimEngineSpec
+from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
+from simulator.fleet.clients.tokens import EOS_ID, output_length
+from simulator.fleet.grant_watch import GrantWatch
+from simulator.fleet.nodes.watched_host import WatchedHost, WatchedTally
+from simulator.fleet.spec import MODEL, VERSION_DIGEST, VOCABULARY, FleetSpec, WorkerSpec
+from simulator.kernel.network import Network
+from simulator.kernel.process import Process
+
+
+class WorkerNode:
+    """One life of a worker. Built inside its process."""
+
+    def __init__(self, spec: FleetSpec, process: Process, network: Network, watch: GrantWatch) -> None:
+        self.process = process
+        self.name = process.name
+        self.born_s = process.clock.monotonic_s()
+        number = int(process.name.rpartition("-")[2])
+        self.kind = kind = spec.worker_kinds[number % len(spec.worker_kinds)]
+        self.host = self.make_host()
+        self.host.tally = WatchedTally(self.name, watch)
+        self.worker = SimWorker(
+            SimWorkerSpec(
+                worker_id=process.name,
+                address=process.name,
+                versions=(self._version(spec, kind),),
+                zone=kind.zones[number % len(kind.zones)],
+                device_type=kind.preset,
+                lease_ttl_s=spec.lease_ttl_s,
+                slow_reader_s=spec.slow_reader_s,
+            ),
+            process,
+            network,
+            vocabulary=_PlainText(),
+            output_length=output_length,
+            host=self.host,
+            streams=WatchedHost(self.host, lambda start: watch.started(self.name, start)),
+        )
+
+    def make_host(self) -> SequenceHost:
+        """Return the host of this life; a test overrides it with one that is broken."""
+        return SequenceHost(changed=_nobody, fallback=FallbackAdmission(self.process.clock))
+
+    def start(self) -> None:
+        """Begin the tasks of the process."""
+        self.worker.start()
+
+    async def drain(self, timeout_s: float) -> int:
+        return await self.worker.drain(timeout_s)
+
+    def slow(self, factor: float) -> None:
+        """Every step takes ``factor`` times as long; 1.0 heals it. Without effect on a dead process."""
+        if self.process.alive:
+            self.process.call_soon(self.worker.slow, factor)
+
+    def crash_engine(self) -> None:
+        self.worker.crash_engine()
+
+    def hang_engine(self) -> None:
+        self.worker.hang_engine()
+
+    def unhang_engine(self) -> None:
+        self.worker.unhang_engine()
+
+    @property
+    def serving(self) -> bool:
+        """Its engine runs and it takes requests."""
+        return self.process.running and not self.host.draining and self.host.takes(VERSION_DIGEST)
+
+    @property
+    def running(self) -> int:
+        """How many sequences have a slot of the batch."""
+        return sum(table.slots.taken for table in self.host.tables())
+
+    @property
+    def parked(self) -> int:
+        """How many are here without one."""
+        return sum(table.slots.parked + table.slots.returning for table in self.host.tables())
+
+    @property
+    def max_sequences(self) -> int:
+        return self.kind.max_sequences
+
+    def held(self) -> dict[str, int]:
+        """Return what sequences hold here, by a name of it."""
+        found = {"sequences": self.host.running}
+        for table in self.host.tables():
+            found["reserved blocks"] = table.kv.blocks
+            found["queued prefill tokens"] = table.prefills.queued_tokens
+        for slot in self.worker.slots.values():
+            if slot.engine is not None:
+                found["blocks in use"] = slot.engine.pool.blocks_used
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a book of the worker is wrong."""
+        self.worker.check_integrity()
+
+    def _version(self, spec: FleetSpec, kind: WorkerSpec) -> SimVersion:
+        engine = SimEngineSpec(
+            cost_model(kind.preset),
+            kv_blocks=kind.kv_blocks,
+            block_size=kind.block_size,
+            token_budget=kind.step_tokens,
+            max_sequences=kind.max_sequences,
+            max_model_len=spec.max_context_tokens,
+            vocab_size=VOCABULARY,
+            eos_id=EOS_ID,
+            coalesce_s=spec.coalesce_s,
+        )
+        return SimVersion(MODEL, MODEL, VERSION_DIGEST, engine, restart_s=spec.engine_restart_s)
+
+
+class _PlainText:
+    """Implements ``detokenizer.Vocabulary``: every token is one character."""
+
+    def __init__(self) -> None:
+        self._texts = _TEXTS
+
+    @property
+    def texts(self) -> Sequence[str | None]:
+        return self._texts
+
+    def open(self) -> Detokenizer:
+        return _PlainDetokenizer()
+
+    def alone(self, token: int) -> str:
+        return self._texts[token]
+
+    def cover(self, vocab_size: int) -> None: ...
+
+
+class _PlainDetokenizer:
+    clean = True
+
+    def feed(self, token: int) -> str:
+        return _TEXTS[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+_TEXTS: Final = ["x"] * VOCABULARY
+
+
+def _nobody() -> None:
+    """Until the reporter is there nobody is told."""

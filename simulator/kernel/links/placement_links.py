@@ -1,0 +1,47 @@
+"""A gateway's link to the leading scheduler, over the simulated network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.adapters.links.leader_links import SILENCE_S
+from services.adapters.links.muxed_placement import PlacementLink
+from services.adapters.links.scheduler_directory import LeaderDirectory
+from services.core.errors import NoLeader
+from services.core.fleet import PlacementFrame
+from services.core.generation import PlaceSpec
+from simulator.kernel.links.leader_links import SimLink, SimLinks
+from simulator.kernel.links.messages import ConnectHello, Leads, Places
+from simulator.kernel.network import Network
+from simulator.kernel.process import Process
+
+
+class SimPlacementLinks(SimLinks):
+    """Implements ``adapters.muxed_placement.PlacementLinks``."""
+
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        directory: LeaderDirectory,
+        gateway_id: str,
+        *,
+        zone: str = "",
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        super().__init__(process, network, directory, silence_s=silence_s)
+        self._hello = ConnectHello(gateway_id, zone)
+
+    async def open(self) -> PlacementLink:
+        connection, first = await self._connect(self._hello)
+        if not isinstance(first, Leads):
+            connection.close()
+            raise NoLeader("the scheduler did not say that it leads")
+        return _SimPlacementLink(connection, first.epoch, self._silence_s)
+
+
+class _SimPlacementLink(SimLink[PlacementFrame]):
+    async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
+        left = tuple((number, replace(spec, queue_ttl_s=ttl_s)) for number, spec, ttl_s in places)
+        await self._send(Places(left, tuple(cancelled)))

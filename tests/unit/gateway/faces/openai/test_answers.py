@@ -1,0 +1,212 @@
+"""Errors and answers in the shapes that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from services.core import errors
+from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
+from services.gateway.faces.openai.answers import (
+    Frames,
+    Identity,
+    chat_logprobs,
+    completion_logprobs,
+    whole_answer,
+)
+from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
+from services.gateway.faces.openai.requests import Wanted
+
+ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b")
+
+
+def wanted(dialect: Any = "chat", **changes: Any) -> Wanted:
+    values: dict[str, Any] = {
+        "generations": (None,), "choices": 1, "stream": True, "include_usage": False, "logprobs": False
+    }  # fmt: skip
+    return Wanted(dialect, **{**values, **changes})
+
+
+IDENTITY = Identity("req_1", 1_800_000_000, "m", "sha256:" + "ab" * 32)
+
+
+def frame(data: bytes) -> Any:
+    assert data.startswith(b"data: ")
+    assert data.endswith(b"\n\n")
+    assert data.count(b"\n") == 2
+    return json.loads(data[6:])
+
+
+def test_a_frame_of_a_chat() -> None:
+    assert frame(Frames(wanted(), IDENTITY).tokens(2, Tokens(0, 0, [5], 'a"\n\u2028é\x00'))) == {
+        "id": "chatcmpl-req_1",
+        "object": "chat.completion.chunk",
+        "created": 1_800_000_000,
+        "model": "m",
+        "system_fingerprint": "fp_abababababab",
+        "choices": [
+            {"index": 2, "delta": {"content": 'a"\n\u2028é\x00'}, "logprobs": None, "finish_reason": None}
+        ],
+    }
+
+
+def test_held_back_text_makes_no_frame_unless_its_logprobs_are_wanted() -> None:
+    held = Tokens(0, 0, [5], "", (ENTRY,))
+    assert Frames(wanted(), IDENTITY).tokens(0, held) == b""
+    found = frame(Frames(wanted(logprobs=True), IDENTITY).tokens(0, held))["choices"][0]
+    assert found["delta"] == {"content": ""}
+    assert len(found["logprobs"]["content"]) == 1
+
+
+def test_with_usage_every_frame_has_the_field() -> None:
+    frames = Frames(wanted(include_usage=True), IDENTITY)
+    assert frame(frames.role(0))["usage"] is None
+    last = frame(frames.usage([Usage(3, 4, 1), Usage(1, 1, 0)]))
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 5,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    assert "usage" not in frame(Frames(wanted(), IDENTITY).role(0))
+    assert Frames(wanted(), IDENTITY).usage([]) == b""
+
+
+def test_logprobs_of_a_chat_have_bytes_and_no_infinity() -> None:
+    found = chat_logprobs([ENTRY]).content[0]
+    assert (found.token, found.logprob, found.bytes) == ("b", -0.5, [98])
+    assert [(top.token, top.logprob, top.bytes) for top in found.top_logprobs] == [
+        ("a", -0.25, [97]),
+        ("é", -9999.0, [195, 169]),
+    ]
+    nan = TokenLogprobs(math.nan, (), (), (), "")
+    assert chat_logprobs([nan]).content[0].logprob == -9999.0
+
+
+def test_offsets_of_completion_logprobs_go_on_over_frames() -> None:
+    frames = Frames(wanted("completions", logprobs=True), IDENTITY)
+    one = frame(frames.tokens(0, Tokens(0, 0, [1, 1], "bb", (ENTRY, ENTRY))))["choices"][0]
+    other = frame(frames.tokens(1, Tokens(0, 0, [1], "b", (ENTRY,))))["choices"][0]
+    two = frame(frames.tokens(0, Tokens(0, 2, [1], "b", (ENTRY,))))["choices"][0]
+    assert one["logprobs"]["text_offset"] == [0, 1]
+    assert other["logprobs"]["text_offset"] == [0]
+    assert two["logprobs"]["text_offset"] == [2]
+    assert one["logprobs"]["top_logprobs"][0] == {"a": -0.25, "é": -9999.0, "b": -0.5}
+
+
+def test_of_two_tokens_with_one_text_the_likelier_stays() -> None:
+    twin = TokenLogprobs(-3.0, (1, 2), (-1.0, -2.0), ("\ufffd", "\ufffd"), "\ufffd")
+    assert completion_logprobs([twin], 0).top_logprobs == [{"\ufffd": -1.0}]
+
+
+class Whole:
+    def __init__(self, texts: list[str], logprobs: list[list[TokenLogprobs]]) -> None:
+        self.accepted = Accepted("r", "m", IDENTITY.version_digest, 1, 1, 3)
+        self.texts, self.logprobs = texts, logprobs
+        results = tuple(
+            ChoiceResult(n, FinishReason.LENGTH if n else FinishReason.STOP, "", 2) for n in range(len(texts))
+        )
+        self.finished = Finished(results, Usage(3, 2 * len(texts), 0), StageClock(0))
+
+
+def test_choices_of_several_prompts_are_numbered_through() -> None:
+    want = wanted("completions", generations=(None, None), choices=2, stream=False)
+    answer = json.loads(
+        whole_answer(want, [Whole(["a", "b"], [[], []]), Whole(["c", "d"], [[], []])], 7, "req_1")
+    )
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]] == [
+        (0, "a", "stop"),
+        (1, "b", "length"),
+        (2, "c", "stop"),
+        (3, "d", "length"),
+    ]
+    assert answer["object"] == "text_completion"
+    assert answer["usage"]["total_tokens"] == 14
+
+
+def test_a_whole_chat_answer() -> None:
+    answer = json.loads(whole_answer(wanted(logprobs=True), [Whole(["hi"], [[ENTRY]])], 7, "req_1"))
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hi", "refusal": None}
+    assert answer["choices"][0]["logprobs"]["refusal"] is None
+    assert answer["created"] == 7
+
+
+def every_error() -> list[type[errors.FairwayError]]:
+    found, queue = [], [errors.FairwayError]
+    while queue:
+        kind = queue.pop()
+        found.append(kind)
+        queue += kind.__subclasses__()
+    return [kind for kind in found if kind.__name__ != "HttpProblem"]
+
+
+@pytest.mark.parametrize("kind", every_error())
+def test_every_error_has_a_shape(kind: type[errors.FairwayError]) -> None:
+    error = kind("why", field="sampling.top_p")
+    body = json.loads(error_body(error))
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == "top_p"
+    assert 400 <= status_of(error) < 600
+    if status_of(error) == 500:
+        assert "why" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (errors.InvalidInput("x"), 400, "invalid_request_error", "invalid_input"),
+        (errors.PromptTooLong("x"), 400, "invalid_request_error", "context_length_exceeded"),
+        (errors.Unauthenticated("x"), 401, "authentication_error", "invalid_api_key"),
+        (errors.PermissionDenied("x"), 403, "permission_error", "permission_denied"),
+        (errors.ModelNotFound("x"), 404, "not_found_error", "model_not_found"),
+        (errors.RequestRateExceeded("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (errors.ConcurrencyExceeded("x"), 429, "rate_limit_error", "concurrency_exceeded"),
+        (errors.NoWorkerAvailable("x"), 503, "service_unavailable", "no_worker_available"),
+        (errors.DeadlineExceeded("x"), 504, "timeout_error", "deadline_exceeded"),
+        (errors.InternalError("x"), 500, "server_error", "internal"),
+        (HttpProblem(413, "x"), 413, "invalid_request_error", None),
+    ],
+)
+def test_what_clients_switch_on(error: errors.FairwayError, status: int, kind: str, code: str | None) -> None:
+    detail = json.loads(error_body(error))["error"]
+    assert (status_of(error), detail["type"], detail["code"]) == (status, kind, code)
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("max_output_tokens", "max_tokens"),
+        ("min_output_tokens", "min_tokens"),
+        ("choices", "n"),
+        ("sampling.logit_bias[5]", "logit_bias[5]"),
+        ("chat.messages[3].role", "messages[3].role"),
+        ("token_ids", "prompt"),
+        ("session_key", "user"),
+        ("stop[1]", "stop[1]"),
+        ("\u2028x", "?x"),
+    ],
+)
+def test_parameters_have_their_openai_names(field: str, param: str) -> None:
+    detail = json.loads(error_body(errors.InvalidInput(f"{field} is wrong", field=field)))["error"]
+    assert detail["param"] == param
+    assert detail["message"] == f"{param} is wrong"
+
+
+def test_a_retry_is_told_when() -> None:
+    headers = dict(error_headers(errors.RequestRateExceeded("x", retry_after_s=1.2)))
+    assert headers == {b"retry-after": b"2", b"retry-after-ms": b"1200"}
+    assert error_headers(errors.RequestRateExceeded("x")) == []
+    assert dict(error_headers(errors.Unauthenticated("x"))) == {b"www-authenticate": b"Bearer"}
+
+
+def test_an_incident_is_named() -> None:
+    body = error_body(errors.InternalError("secret path /etc", incident="inc_7"))
+    assert b"inc_7" in body
+    assert b"/etc" not in body

@@ -1,0 +1,344 @@
+"""The OpenAI dialects, read strictly, as generations of fairway.v1."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairway.v1 import common_pb2, inference_pb2
+from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
+from services.gateway.faces.openai.requests import MAX_PROMPTS, Wanted, chat_request, completion_request
+
+TURNS = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> Wanted:
+    return chat_request(json.dumps({"model": "m", "messages": TURNS, **fields}).encode())
+
+
+def completion(**fields: Any) -> Wanted:
+    return completion_request(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+def raw(text: str | bytes) -> Wanted:
+    return chat_request(text.encode() if isinstance(text, str) else text)
+
+
+def test_what_is_absent_stays_absent() -> None:
+    wanted = chat()
+    (generation,) = wanted.generations
+    expected = inference_pb2.Generation(model="m", sampling=common_pb2.Sampling())
+    expected.chat.messages.add(role="user", content="hi")
+    assert generation == expected
+    assert (wanted.stream, wanted.include_usage, wanted.logprobs, wanted.choices) == (False, False, False, 1)
+
+
+def test_nulls_are_absences() -> None:
+    names = (
+        "stream n max_tokens temperature top_p stop seed user logit_bias tools response_format logprobs top_k"
+    )
+    assert chat(**dict.fromkeys(names.split())).generations == chat().generations
+
+
+def test_every_option_arrives() -> None:
+    wanted = chat(
+        stream=True,
+        stream_options={"include_usage": True},
+        n=3,
+        max_completion_tokens=40,
+        temperature=0.25,
+        top_p=0.5,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"5": -100, "7": 2.5},
+        stop=["a", "b"],
+        seed=-1,
+        user="someone",
+        logprobs=True,
+        top_logprobs=4,
+        top_k=-1,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        min_tokens=2,
+        stop_token_ids=[9],
+        ignore_eos=True,
+        priority="batch",
+    )
+    (found,) = wanted.generations
+    assert (wanted.stream, wanted.include_usage, wanted.logprobs, wanted.choices) == (True, True, True, 3)
+    sampling = found.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.25, 0.5, 0.125)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        1,
+        -1,
+        1.5,
+    )
+    assert dict(sampling.logit_bias) == {5: -100.0, 7: 2.5}
+    assert (sampling.seed, sampling.top_k) == (2**64 - 1, 0)
+    assert (found.choices, found.max_output_tokens, found.min_output_tokens, found.logprobs) == (3, 40, 2, 4)
+    assert (list(found.stop), list(found.stop_token_ids)) == (["a", "b"], [9])
+    assert (found.session_key, found.ignore_eos, found.priority) == (
+        "someone",
+        True,
+        common_pb2.PRIORITY_BATCH,
+    )
+
+
+def test_zero_is_not_absent() -> None:
+    (found,) = chat(temperature=0, top_k=0, seed=0).generations
+    assert all(found.sampling.HasField(name) for name in ("temperature", "top_k", "seed"))
+    assert not chat().generations[0].sampling.HasField("temperature")
+
+
+def test_logprobs_of_both_dialects() -> None:
+    assert chat(logprobs=True).generations[0].logprobs == 0
+    assert chat(logprobs=True).generations[0].HasField("logprobs")
+    assert not chat(logprobs=False).generations[0].HasField("logprobs")
+    assert completion(logprobs=3).generations[0].logprobs == 3
+    assert completion(logprobs=0).logprobs
+    assert not completion().logprobs
+    with pytest.raises(InvalidInput):
+        chat(top_logprobs=2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", ["hi"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_in_all_four_shapes(prompt: Any, expected: list[Any]) -> None:
+    found = [
+        generation.prompt if generation.HasField("prompt") else list(generation.token_ids.ids)
+        for generation in completion(prompt=prompt).generations
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        ["a", 1],
+        [1, "a"],
+        [[1], 2],
+        [[1], "a"],
+        [-1],
+        [2**32],
+        [1.5],
+        None,
+        {},
+        True,
+        ["a"] * (MAX_PROMPTS + 1),
+    ],
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        completion(prompt=prompt)
+    assert caught.value.metadata["field"].startswith("prompt")
+
+
+def test_a_large_batch_is_refused_before_it_is_built() -> None:
+    with pytest.raises(InvalidInput):
+        completion(prompt=["a"] * 1_000_000)
+    with pytest.raises(InvalidInput, match="outputs"):
+        completion(prompt=["a"] * 16, n=16)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("text", "text"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ([], ""),
+    ],
+)
+def test_content_as_text_or_parts(content: Any, expected: str) -> None:
+    wanted = chat(messages=[{"role": "user", "content": content, "name": "bob"}])
+    message = wanted.generations[0].chat.messages[0]
+    assert (message.content, message.name) == (expected, "bob")
+
+
+def test_an_answer_of_ours_can_be_sent_back() -> None:
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
+    assert chat(messages=[*TURNS, turn]).generations[0].chat.messages[1].content == "x"
+
+
+UNSUPPORTED = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "audio": {"voice": "a"},
+    "modalities": ["text", "audio"],
+    "prediction": {"type": "content"},
+    "reasoning_effort": "high",
+    "service_tier": "flex",
+    "store": True,
+    "metadata": {"a": "b"},
+    "web_search_options": {},
+    "verbosity": "low",
+    "prompt_cache_key": "salt",
+    "chat_template": "{{ 1 }}",
+    "chat_template_kwargs": {"chat_template": "{{ 1 }}"},
+    "parallel_tool_calls": 1,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_options_that_are_not_offered_are_named(name: str) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        chat(**{name: UNSUPPORTED[name]})
+    assert caught.value.metadata["field"] == name
+
+
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("echo", True), ("best_of", 2)])
+def test_options_of_completions_that_are_not_offered(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedFeature):
+        completion(**{name: value})
+
+
+def test_options_that_ask_for_nothing_pass() -> None:
+    chat(tools=[], tool_choice="auto", functions=[], response_format={"type": "text"}, modalities=["text"])
+    chat(parallel_tool_calls=True, store=False, metadata={}, service_tier="auto", reasoning_effort="none")
+    completion(suffix="", echo=False, best_of=1)
+
+
+@pytest.mark.parametrize(
+    ("turn", "field"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0].type",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": "x", "tool_call_id": "c"}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": "x", "name": "<|end|>"}, "messages[0].name"),
+    ],
+)
+def test_turns_that_cannot_be_rendered(turn: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        chat(messages=[turn])
+    assert caught.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"foo": 1}, "foo"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"n": "2"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": -1}, "n"),
+        ({"n": 2**40}, "n"),
+        ({"n": 10**100}, "n"),
+        ({"n": 129}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"priority": "urgent"}, "priority"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages[0].weight"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_malformed_fields_are_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        chat(**fields)
+    assert caught.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        '"x"',
+        "{} {}",
+        '{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+        '{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":Infinity}',
+        '{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
+        '{"model":"m","messages":[{"role":"user","content":"x"}],"n":' + "9" * 100_000 + "}",
+        '{"model":"m","messages":[{"role":"user","content":"x"}],"n":1,"n":2}',
+        '{"model":"m","messages":[{"role":"user","role":"system","content":"x"}]}',
+        '{"model":"m","messages":[{"role":"user","content":"x"}],"logit_bias":{"1":1,"1":2}}',
+        '{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
+        '{"model":"m","messages":[{"role":"user","content":"\\udc00\\ud800"}]}',
+        '{"model":"m","messages":' + "[" * 200_000,
+        '{"model":"m","messages":[],"tools":' + "[" * 200_000 + "]" * 200_000 + "}",
+        '{"model":"m","metadata":' + '{"a":' * 200_000 + "1" + "}" * 200_000 + "}",
+        "{'model': 'm'}",
+        b'{"model":"\xff"}',
+        b"\xef\xbb\xbf{}",
+        '{"model":"m"}'.encode("utf-16"),
+        b"\x00" * 100,
+    ],
+)
+def test_what_is_no_strict_json_is_refused(body: str | bytes) -> None:
+    with pytest.raises(InvalidInput):
+        raw(body)
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    [
+        "messages",
+        "prompt",
+        "n",
+        "stop",
+        "seed",
+        "logit_bias",
+        "stream_options",
+        "tools",
+        "temperature",
+        "user",
+        "x",
+    ]
+)
+
+
+@given(st.dictionaries(NAMES, ANY_JSON, max_size=5), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_no_body_is_a_bug(fields: dict[str, Any], is_chat: bool) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    with contextlib.suppress(FairwayError):
+        (chat_request if is_chat else completion_request)(body)

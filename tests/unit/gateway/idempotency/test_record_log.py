@@ -1,0 +1,251 @@
+"""The log of a request under a key: pieces split and joined as they are needed, compared and trimmed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.errors import IntegrityError
+from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.gateway.events import Accepted, ChoiceResult, Finished
+from services.gateway.idempotency.follower import Follower
+from services.gateway.idempotency.record_codec import (
+    Degraded,
+    End,
+    Failure,
+    Output,
+    Pin,
+    Resumed,
+    decode,
+    degraded_out,
+    encode,
+    end_in,
+    end_out,
+    logprobs_in,
+    logprobs_out,
+)
+from services.gateway.idempotency.record_log import (
+    START,
+    ChoiceLog,
+    Diverged,
+    Piece,
+    Place,
+    RecordLog,
+    outputs,
+)
+from services.gateway.policy.degrade import Degradation, DegradationKind
+
+ACCEPTED = Accepted("r", "m", "d", 1, 7, 3)
+END = Finished((ChoiceResult(0, FinishReason.STOP, "", 9),), Usage(3, 9), StageClock(1))
+
+
+def text_of(token: int) -> str:
+    return f"<{token}>"
+
+
+def piece(start: int, count: int) -> Piece:
+    """Tokens ``start`` to ``start + count`` of the one output that there is; token n is n + 100."""
+    ids = list(range(start + 100, start + count + 100))
+    logprobs = tuple(TokenLogprobs(-1.0, (i,), (-1.0,), (text_of(i),), text_of(i)) for i in ids)
+    chars = sum(len(text_of(n + 100)) for n in range(start))
+    return Piece(Place(start, chars), ids, "".join(map(text_of, ids)), logprobs)
+
+
+def log_of(cuts: Sequence[int]) -> ChoiceLog:
+    """A log of all tokens up to the last cut, in pieces that end at the cuts."""
+    log, start = ChoiceLog(), 0
+    for cut in sorted(set(cuts)):
+        if cut > start:
+            assert log.put(piece(start, cut - start))
+            start = cut
+    return log
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[list[int], str, int]:
+    ids = [each for found in pieces for each in found.ids]
+    return ids, "".join(found.text for found in pieces), sum(len(found.logprobs) for found in pieces)
+
+
+cuts = st.lists(st.integers(1, 40), min_size=1, max_size=10)
+
+
+@given(cuts, cuts)
+def test_a_second_telling_in_other_pieces_adds_only_what_is_new(first: list[int], second: list[int]) -> None:
+    log, start = log_of(first), 0
+    for cut in sorted(set(second)):
+        log.put(piece(start, cut - start))
+        start = cut
+    total = max(max(first), max(second))
+    whole = piece(0, total)
+    assert joined(list(log.pieces_from(START))) == (list(whole.ids), whole.text, total)
+    assert log.end == whole.end
+    assert log.size_bytes == sum(found.size_bytes for found in log.pieces)
+
+
+@given(cuts, st.integers(0, 40), st.integers(1, 7))
+def test_reading_in_small_steps_gives_every_token_and_character_once(
+    found: list[int], trimmed: int, step: int
+) -> None:
+    log = log_of(found)
+    read: list[Piece] = []
+    place = START
+    while (following := log.next_piece(place)) is not None:
+        read.append(following.first(step))
+        assert len(read[-1].ids) <= step
+        place = read[-1].end
+    whole = piece(0, max(found))
+    assert joined(read) == (list(whole.ids), whole.text, max(found))
+    before = log.end
+    log.trim(piece(0, min(trimmed, max(found))).end)
+    assert log.end == before
+
+
+@given(cuts, st.integers(0, 39))
+def test_a_log_that_is_cut_goes_on_differently(found: list[int], at: int) -> None:
+    log = log_of(found)
+    if at >= max(found):
+        return
+    other = piece(at, max(found) - at)
+    other = Piece(other.at, [token + 1 for token in other.ids], other.text, other.logprobs)
+    with pytest.raises(Diverged):
+        log.put(other)
+    log.cut(other.at)
+    assert log.put(other)
+    ids, _, _ = joined(list(log.pieces_from(START)))
+    assert ids == [*piece(0, at).ids, *other.ids]
+
+
+def test_a_gap_is_refused() -> None:
+    with pytest.raises(IntegrityError):
+        log_of([4]).put(piece(5, 1))
+
+
+def test_the_last_piece_is_recorded_with_what_follows_or_the_end() -> None:
+    log = log_of([3, 5, 6])
+    assert joined(log.unrecorded(all_of_it=False))[0] == [100, 101, 102, 103, 104]
+    assert joined(log.unrecorded(all_of_it=True))[0] == [100, 101, 102, 103, 104, 105]
+    log.recorded = piece(0, 4).end
+    assert joined(log.unrecorded(all_of_it=False)) == ([104], text_of(104), 1)
+    assert log.ids(log.recorded) == (100, 101, 102, 103)
+
+
+def test_pieces_of_a_choice_are_one_entry() -> None:
+    log = RecordLog()
+    for start in range(4):
+        log.choice(1).put(piece(start, 1))
+    pieces = log.unrecorded(all_of_it=False)
+    (output,) = outputs(pieces)
+    assert (output.choice, output.offset, output.ids) == (1, 0, [100, 101, 102])
+    log.recorded(pieces)
+    (output,) = outputs(log.unrecorded(all_of_it=True))
+    assert (output.offset, output.chars, output.text) == (3, 15, text_of(103))
+
+
+def test_entries_survive_their_encoding() -> None:
+    entries = (
+        Pin("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5, (Degraded("output_capped", "9", "4", 0.7),)),
+        Resumed(),
+        Output(1, 2, 3, [4, 5], "ü\0", logprobs_in(piece(0, 2).logprobs)),
+        end_in(END),
+        Failure("INVALID_INPUT", "no", {"field": "x"}),
+    )
+    found = decode(encode(entries))
+    assert found[0] == entries[0]
+    assert isinstance(found[2], Output)
+    assert logprobs_out(found[2].logprobs) == piece(0, 2).logprobs
+    assert isinstance(found[3], End)
+    assert end_out(found[3]) == END
+    assert found[4] == entries[4]
+    assert encode(()) == b""
+
+
+def test_a_record_of_a_release_without_degrading_is_read() -> None:
+    old = msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5]])
+    assert decode(old) == (Pin("r", "m", "d", 1, 7, 3, 4, 5),)
+
+
+def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
+    changes = [["output_capped", "9", "4", 0.7, "more"], ["colder", "1.0", "0.5", 0.9]]
+    (pin,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, "more"]]))
+    assert isinstance(pin, Pin)
+    assert degraded_out(pin.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_chunk_are_refused_or_read(data: bytes) -> None:
+    with contextlib.suppress(IntegrityError):
+        assert isinstance(decode(data), tuple)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.heard: list[str] = []
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        self.heard.append("accepted")
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        assert self.heard == ["accepted"]
+        assert offset == len(self.ids)
+        self.ids += ids
+        self.text += text
+
+    def on_finished(self, finished: Finished) -> None:
+        self.heard.append("finished")
+
+    def on_failed(self, error: Exception) -> None:
+        self.heard.append("failed")
+
+
+@given(
+    pieces=st.lists(st.integers(1, 5), max_size=12),
+    window=st.integers(1, 6),
+    client=st.one_of(st.none(), st.integers(1, 6)),
+    steps=st.lists(st.sampled_from(["produce", "take", "allow", "accept", "finish"]), max_size=60),
+)
+def test_a_follower_stays_within_its_windows_and_hears_all(
+    pieces: list[int], window: int, client: int | None, steps: list[str]
+) -> None:
+    log, sink, left = RecordLog(), Sink(), []
+    follower = Follower(
+        sink, log, window_tokens=window, client_window=client, leave=lambda found, _: left.append(found)
+    )
+    made, taken, allowed = 0, 0, client
+    queue = list(pieces)
+
+    def step(what: str) -> None:
+        nonlocal made, taken, allowed
+        if what == "produce" and queue:
+            count = queue.pop(0)
+            log.choice(0).put(piece(made, count))
+            made += count
+            follower.fresh(0, log.choice(0).pieces[-1])
+        elif what == "take":
+            count, taken = len(sink.ids) - taken, len(sink.ids)
+            follower.credit(0, count)
+        elif what == "allow" and allowed is not None:
+            allowed += 2
+            follower.allow(2)
+        elif what == "accept":
+            follower.accepted(ACCEPTED)
+        elif what == "finish" and not queue:
+            follower.finished(END)
+        assert len(sink.ids) - taken <= window
+        assert allowed is None or len(sink.ids) <= allowed
+        assert len(sink.ids) <= made
+
+    for what in [*steps, "accept", *(["produce", "take", "allow"] * 60), "finish", *(["take", "allow"] * 60)]:
+        step(what)
+    whole = piece(0, sum(pieces))
+    assert (sink.ids, sink.text) == (list(whole.ids), whole.text)
+    assert sink.heard == ["accepted", "finished"]
+    assert left == [follower]

@@ -1,0 +1,261 @@
+"""What costs is admitted first: nothing is tokenised for a request, or a count, that the quotas refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from fairway.v1 import inference_pb2
+from services.adapters.memory.limiter import MemoryLimiter
+from services.core.errors import (
+    ConcurrencyExceeded,
+    FairwayError,
+    InvalidInput,
+    PromptTooLong,
+    RequestRateExceeded,
+    ShareExceeded,
+)
+from services.core.generation import Principal, Usage
+from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.gateway.events import Received
+from services.gateway.idempotency.record_codec import Pin
+from services.gateway.idempotency.types import Resume
+from services.gateway.requests.admission import RunTerms
+from services.gateway.requests.validate import Validator
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.telemetry import GatewayTelemetry
+from services.gateway.text.text_model import Message, TextModel
+from services.gateway.text.texts import OpenFolder, Texts, Tokens
+from services.ports.limiter import Limits
+from services.rpc.status import by_reason
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
+
+DIGEST = "sha256:" + "ab" * 32
+CLOCK = SystemClock()
+LONG = "far too long for the context " * 8  # more tokens than fit, and bytes that might
+
+
+def who(tenant: str = "acme") -> Principal:
+    return Principal(f"key-{tenant}", KeyRole.TENANT, tenant, secret_hash="h")
+
+
+class CountedTexts:
+    """Texts that are counted when they are read, and are read when the gate is open."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self.encoded = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
+        return await self._texts.load(version_digest, folder)
+
+    def unload(self, version_digest: str) -> None:
+        self._texts.unload(version_digest)
+
+    async def read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
+    ) -> Tokens:
+        self.encoded += 1
+        await self.gate.wait()
+        return await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
+
+
+class Gateway:
+    """A service over a real validator; counts what is tokenised."""
+
+    def __init__(self, fleet: Any, limits: GatewayLimits) -> None:
+        self.texts = fleet.catalog.texts = CountedTexts(fleet.catalog.texts)
+        self.gate = self.texts.gate
+        self.supervisor = Supervisor(CLOCK)
+        self.limiter = MemoryLimiter(CLOCK)
+        self.requests = 0
+        validator = Validator(fleet.catalog, fleet.identity, Random(7))
+        self.service = GatewayService(
+            validator=validator,
+            identity=fleet.identity,
+            catalog=fleet.catalog,
+            ports=Ports(
+                limiter=self.limiter,
+                placement=Placement(),
+                workers=Workers(*[emit(1, ended(1))] * 100),
+                clock=CLOCK,
+                supervisor=self.supervisor,
+                rng=Random(0),
+                sign_ticket=lambda tenant, request, expiry: b"t",
+                new_incident=lambda: "inc_1",
+                error_of=by_reason,
+            ),
+            limits=limits,
+        )
+
+    @property
+    def encoded(self) -> int:
+        return self.texts.encoded
+
+    def received(self) -> Received:
+        self.requests += 1
+        return Received(CLOCK.monotonic_s(), 1, f"req_{self.requests}")
+
+    async def ask(self, prompt: str = "hi", tenant: str = "acme", **fields: Any) -> Any:
+        generation = inference_pb2.Generation(
+            **{"model": "chat-small", "prompt": prompt, "max_output_tokens": 2, **fields}
+        )
+        return await self.service.complete(who(tenant), generation, received=self.received(), timeout_s=20.0)
+
+    async def count(self, prompt: str = "hi", tenant: str = "acme") -> int:
+        request = inference_pb2.CountTokensRequest(model="chat-small", prompt=prompt)
+        _, tokens = await self.service.count_tokens(who(tenant), request)
+        return tokens
+
+
+@pytest.fixture
+async def gateway(fleet: Any) -> AsyncIterator[Gateway]:
+    gateway = Gateway(fleet, GatewayLimits(max_requests=6, max_tenant_counts=2))
+    for tenant, limits in (("acme", Limits(3, 2)), ("free", Limits())):
+        fleet.tenants.put(
+            TENANTS + tenant,
+            Tenant(
+                Meta(tenant),
+                requests_per_minute=limits.requests_per_minute,
+                max_concurrency=limits.max_concurrency,
+            ),
+        )
+        fleet.keys.put(
+            KEYS + f"key-{tenant}", ApiKey(Meta(f"key-{tenant}"), KeyRole.TENANT, "h", tenant=tenant)
+        )
+    yield gateway
+    assert gateway.supervisor.healthy, gateway.supervisor.failures
+    assert await gateway.limiter.concurrency("acme") == 0
+    await gateway.supervisor.close()
+
+
+async def refusals(gateway: Gateway, prompt: str, attempts: int) -> list[str]:
+    found = []
+    for _ in range(attempts):
+        try:
+            await gateway.ask(prompt)
+        except FairwayError as error:
+            found.append(error.reason)
+    return found
+
+
+async def test_refused_prompts_count_against_the_rate_and_then_cost_nothing(gateway: Gateway) -> None:
+    found = await refusals(gateway, LONG, 20)
+    assert found == [PromptTooLong.reason] * 3 + [RequestRateExceeded.reason] * 17
+    assert gateway.encoded == 3
+    assert await gateway.limiter.concurrency("acme") == 0, "a refused request holds no slot"
+
+
+async def test_what_makes_no_sense_is_refused_before_the_quotas(gateway: Gateway) -> None:
+    for _ in range(10):
+        with pytest.raises(InvalidInput):
+            await gateway.ask(max_output_tokens=1, stop=[""])
+    assert gateway.encoded == 0
+    await gateway.ask()
+
+
+async def test_nothing_is_tokenised_without_a_slot(gateway: Gateway) -> None:
+    gateway.gate.clear()
+    prompts = ["a", "b"]
+    running = [asyncio.create_task(gateway.ask(prompt, tenant="acme")) for prompt in prompts]
+    await until(lambda: gateway.encoded == 2)
+    with pytest.raises(ConcurrencyExceeded):
+        await gateway.ask("c")
+    assert gateway.encoded == 2
+    gateway.gate.set()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_request_that_is_cancelled_while_it_is_tokenised_gives_its_slot_back(
+    gateway: Gateway,
+) -> None:
+    gateway.gate.clear()
+    task = asyncio.create_task(gateway.ask("a"))
+    await until(lambda: gateway.encoded == 1)
+    assert await gateway.limiter.concurrency("acme") == 1
+    task.cancel()
+    gateway.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        while await gateway.limiter.concurrency("acme"):
+            await asyncio.sleep(0.001)
+
+
+async def test_counting_tokens_has_a_rate_of_its_own(gateway: Gateway) -> None:
+    for number in range(3):
+        await gateway.count(f"hi {number}")
+    for _ in range(10):
+        with pytest.raises(RequestRateExceeded) as caught:
+            await gateway.count()
+        assert caught.value.retry_after_s
+    assert gateway.encoded == 3
+    await gateway.ask()
+
+
+async def test_a_tenant_without_limits_counts_a_few_at_once(gateway: Gateway) -> None:
+    gateway.gate.clear()
+    running = [asyncio.create_task(gateway.count(letter, "free")) for letter in "ab"]
+    await until(lambda: gateway.encoded == 2)
+    with pytest.raises(RequestRateExceeded):
+        await gateway.count("c", "free")
+    gateway.gate.set()
+    await asyncio.gather(*running, return_exceptions=True)
+    for _ in range(5):
+        await gateway.count("hi", "free")
+
+
+async def test_one_tenant_leaves_room_for_others(gateway: Gateway) -> None:
+    gateway.gate.clear()
+    running = [asyncio.create_task(gateway.ask(letter, "free")) for letter in "abc"]
+    await until(lambda: gateway.service.running == 3)
+    with pytest.raises(ShareExceeded, match="at most 3 of one tenant; wait") as refused:
+        await gateway.ask("hi", "free")
+    assert refused.value.retry_after_s
+    gateway.gate.set()
+    await gateway.ask("hi", "acme")
+    await asyncio.gather(*running, return_exceptions=True)
+    await gateway.ask("hi", "free")
+
+
+async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gateway) -> None:
+    for _ in range(3):
+        await gateway.ask()
+    admission = gateway.service._admission
+    generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
+    terms = RunTerms(
+        gateway.received(), 20.0, resume=Resume(Pin("req_1", "chat-small", DIGEST, 1, 7, 3, 2, 1), ())
+    )
+    telemetry = GatewayTelemetry().begin(terms.received)
+    admitted = await admission.admit(who(), generation, telemetry.timer(), terms, telemetry)
+    await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
+    with pytest.raises(RequestRateExceeded):
+        await gateway.ask()
+
+
+async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> None:
+    """Tokenising belongs to validation, though it comes after the quotas."""
+    gateway.gate.clear()
+    asking = asyncio.create_task(gateway.ask("a b " * 10))
+    await until(lambda: gateway.encoded == 1)
+    await asyncio.sleep(0.05)
+    gateway.gate.set()
+    answer = await asking
+    clock = answer.finished.clock
+    assert clock.validate_us >= 40_000
+    assert clock.admit_us < 40_000
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)

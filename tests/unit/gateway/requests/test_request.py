@@ -1,0 +1,450 @@
+"""A request ends in exactly one terminal event, whatever its workers do, and frees what it held."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+
+from services.core import errors
+from services.core.generation import (
+    AnyGrant,
+    FinishReason,
+    GenerationSpec,
+    Grant,
+    NotAdmittedReason,
+    PlaceSpec,
+    SamplingParams,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+    Usage,
+)
+from services.gateway.events import Accepted, Finished, Received
+from services.gateway.requests.choice import RunContext
+from services.gateway.requests.request import Admitted, Request
+from services.gateway.requests.stage_timer import StageTimer
+from services.ports.limiter import Limits, Reservation
+from services.ports.worker import SequenceSink
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+
+CLOCK = SystemClock()
+
+
+@dataclass
+class Sink:
+    """Keeps what it heard; complains about anything after the end."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    end: Finished | errors.FairwayError | None = None
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        assert self.end is None
+        self.accepted.append(accepted)
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        assert self.end is None
+        got = self.tokens.setdefault(choice, [])
+        assert offset == len(got)
+        got.extend(ids)
+        self.text[choice] = self.text.get(choice, "") + text
+
+    def on_finished(self, finished: Finished) -> None:
+        assert self.end is None
+        self.end = finished
+
+    def on_failed(self, error: errors.FairwayError) -> None:
+        assert self.end is None
+        self.end = error
+
+
+class Placement:
+    def __init__(self) -> None:
+        self.asked: list[PlaceSpec] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.only_worker = ""
+        self.refusal: errors.FairwayError = errors.QueueTimeout("no other worker took it")
+
+    async def place(self, spec: PlaceSpec) -> Grant:
+        self.asked.append(spec)
+        await self.hold.wait()
+        if self.only_worker in spec.excluded_workers:
+            raise self.refusal
+        return Grant("w0", "127.0.0.1:1", 1, 1, len(self.asked), 4, 5.0, spec.version_digest)
+
+    def give_back(self, grant: AnyGrant) -> None: ...
+
+    def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None: ...
+
+
+Script = Callable[[StartSpec, SequenceSink], None]
+
+
+class Workers:
+    """Each start takes the next script; a script that does nothing leaves the sequence running."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.started: list[StartSpec] = []
+        self.cancelled = 0
+        self.credits: list[int] = []
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> "Workers":
+        self.started.append(spec)
+        asyncio.get_running_loop().call_soon(self.scripts.pop(0), spec, sink)
+        return self
+
+    def credit(self, tokens: int) -> None:
+        self.credits.append(tokens)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class SlotLimiter:
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.usage: list[Usage] = []
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+        self.held.add(request_id)
+        return Reservation(tenant_id, request_id)
+
+    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
+
+    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        await asyncio.sleep(0)
+        self.held.remove(reservation.request_id)
+        self.usage.append(usage)
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return len(self.held)
+
+
+def emit(tokens: int, end: SequenceEnd | str | NotAdmittedReason | None) -> Script:
+    """Accept, produce ``tokens`` more, then end, be lost (a str), refuse, or go on for ever (None)."""
+
+    def script(spec: StartSpec, sink: SequenceSink) -> None:
+        if isinstance(end, NotAdmittedReason):
+            sink.on_not_admitted(end)
+            return
+        sink.on_accepted()
+        done = len(spec.produced_ids)
+        for offset in range(done, done + tokens):
+            sink.on_tokens(offset, [100 + offset], f"t{offset} ", ())
+        if isinstance(end, SequenceEnd):
+            sink.on_finished(end)
+        elif end is not None:
+            sink.on_lost(end)
+
+    return script
+
+
+def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP, *, cached: int = 0) -> SequenceEnd:
+    return SequenceEnd(reason, output_tokens=output_tokens, cached_tokens=cached)
+
+
+class Harness:
+    def __init__(self, *scripts: Script, choices: int = 1) -> None:
+        self.client_window: int | None = None
+        self.placed_prefix_blocks = 0
+        self.queue_ttl_s = 5.0
+        self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
+        self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
+        self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
+        self.deadline_s: float | None = None
+        self.spec = GenerationSpec(
+            "req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64, choices=choices
+        )
+        self.request = Request(
+            Received(CLOCK.monotonic_s(), 1, "req_1"),
+            self.sink,
+            limiter=self.limiter,
+            clock=CLOCK,
+            supervisor=self.supervisor,
+            new_incident=lambda: "inc_7",
+        )
+
+    async def admit(self, timer: StageTimer) -> Admitted:
+        context = RunContext(
+            placement=self.placement,
+            workers=self.workers,
+            clock=CLOCK,
+            rng=Random(0),
+            error_of=self.reason_of,
+            tenant_id="acme",
+            ticket=b"t",
+            arrival_unix_us=1,
+            queue_ttl_s=self.queue_ttl_s,
+            deadline_s=self.deadline_s,
+            window_tokens=8,
+            telemetry=self.request.telemetry,
+            client_window=self.client_window,
+            placed_prefix_blocks=self.placed_prefix_blocks,
+        )
+        return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)
+
+    def start(self, timeout_s: float = 5.0) -> asyncio.Task[None]:
+        task = self.supervisor.spawn("request", self.request.run(self.admit, timeout_s))
+        self.request.bind(task)
+        return task
+
+    async def run(self, timeout_s: float = 5.0) -> Finished | errors.FairwayError:
+        await self.start(timeout_s)
+        assert self.limiter.held == set(), "the slot was not given back"
+        assert self.sink.end is not None
+        return self.sink.end
+
+
+async def test_a_request_that_ends_well() -> None:
+    harness = Harness(emit(3, ended(3)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.sink.tokens == {0: [100, 101, 102]}
+    assert (end.usage.prompt_tokens, end.usage.output_tokens) == (3, 3)
+    assert harness.limiter.usage == [end.usage]
+    assert [a.seed for a in harness.sink.accepted] == [7]
+
+
+@pytest.mark.parametrize("placed", [0, 2, 9])
+async def test_the_scheduler_hears_of_a_bounded_part_of_the_prefix_and_the_worker_of_all(placed: int) -> None:
+    harness = Harness(emit(1, "gone"), emit(1, ended(2)))
+    harness.spec = replace(harness.spec, prefix_hashes=(7, 8, 9), prefix_root=6)
+    harness.placed_prefix_blocks = placed
+    assert isinstance(await harness.run(), Finished)
+    assert [spec.prefix_hashes for spec in harness.placement.asked] == [(7, 8, 9)[:placed]] * 2
+    assert [start.generation.prefix_hashes for start in harness.workers.started] == [(7, 8, 9)] * 2
+
+
+async def test_choices_run_side_by_side() -> None:
+    harness = Harness(emit(2, ended(2)), emit(1, ended(1)), emit(3, ended(3)), choices=3)
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert [result.output_tokens for result in end.choices] == [2, 1, 3]
+    assert end.usage.output_tokens == 6
+    assert [spec.choice for spec in harness.workers.started] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("loss", ["connection reset", ended(0, FinishReason.ENGINE_LOST)])
+async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> None:
+    harness = Harness(emit(2, loss), emit(2, ended(4)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.resumes == 1
+    assert harness.sink.tokens == {0: [100, 101, 102, 103]}
+    resumed = harness.workers.started[1]
+    assert resumed.produced_ids == (100, 101)
+    assert resumed.delivered_chars == len("t0 t1 ")
+    assert harness.placement.asked[1].excluded_workers == ("w0",)
+    assert harness.placement.asked[1].prompt_tokens == 5
+    assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
+
+
+NOT_FINITE = SequenceEnd(FinishReason.ENGINE_LOST, error_reason="NOT_FINITE")
+
+
+async def test_a_version_without_finite_logits_is_named_after_bounded_tries() -> None:
+    harness = Harness(emit(2, NOT_FINITE), emit(2, ended(4)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.placement.asked[1].excluded_workers == ("w0",)
+    harness = Harness(*(emit(0, NOT_FINITE) for _ in range(4)))
+    end = await harness.run()
+    assert isinstance(end, errors.VersionFailing)
+    assert "not finite on 3 tries: the version is at fault" in end.message
+    assert len(harness.workers.started) == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "told"),
+    [
+        (ended(2, FinishReason.PREEMPTED, cached=64), ended(4, cached=96), 64),
+        (ended(2, FinishReason.PREEMPTED), ended(4, cached=96), 0),
+        (ended(0, FinishReason.ENGINE_LOST), ended(2, cached=32), 32),
+    ],
+)
+async def test_what_a_request_computed_itself_is_not_told_as_cached(
+    first: SequenceEnd, again: SequenceEnd, told: int
+) -> None:
+    harness = Harness(emit(first.output_tokens, first), emit(2, again))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.usage.cached_tokens == told
+
+
+@pytest.mark.parametrize("refusal", [errors.QueueTimeout, errors.NoWorkerAvailable, errors.NoLeader])
+async def test_the_only_worker_is_taken_again_when_no_other_is_there(
+    refusal: type[errors.FairwayError],
+) -> None:
+    harness = Harness(emit(2, "gone"), emit(1, ended(3)))
+    harness.placement.only_worker = "w0"
+    harness.placement.refusal = refusal("no other worker took it")
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    waits = [(spec.excluded_workers, spec.queue_ttl_s) for spec in harness.placement.asked]
+    assert waits == [((), 5.0), (("w0",), 2.0), ((), 5.0)]
+
+
+async def test_a_stream_that_has_begun_waits_until_its_deadline() -> None:
+    harness = Harness(emit(1, ended(1, FinishReason.PREEMPTED)), emit(1, ended(2)))
+    harness.deadline_s = CLOCK.monotonic_s() + 600
+    assert isinstance(await harness.run(), Finished)
+    first, again = harness.placement.asked
+    assert first.queue_ttl_s == 5.0
+    assert 590 < again.queue_ttl_s <= 600
+
+
+async def test_a_preempted_sequence_goes_back_without_blame() -> None:
+    harness = Harness(emit(1, ended(1, FinishReason.PREEMPTED)), emit(1, ended(2)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.resumes == 0
+    assert harness.placement.asked[1].excluded_workers == ()
+
+
+async def test_a_refusal_is_no_retry() -> None:
+    scripts = [emit(0, NotAdmittedReason.NO_ROOM)] * 5
+    harness = Harness(*scripts, emit(1, ended(1)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.resumes == 0
+    assert len(harness.placement.asked) == 6
+
+
+async def test_a_start_that_no_worker_takes_is_a_bug_and_not_placed_again() -> None:
+    harness = Harness(emit(0, NotAdmittedReason.INVALID))
+    end = await harness.run()
+    assert isinstance(end, errors.InternalError)
+    assert end.metadata["incident"] == "inc_7"
+    assert len(harness.placement.asked) == 1
+
+
+async def test_losses_are_bounded() -> None:
+    harness = Harness(*[emit(1, "gone")] * 3)
+    end = await harness.run()
+    assert isinstance(end, errors.StreamBroken)
+    assert end.retry_after_s is not None
+    assert harness.limiter.usage[0].output_tokens == 3
+
+
+def unreached(spec: StartSpec, sink: SequenceSink) -> None:
+    """The worker went away before it accepted."""
+    sink.on_lost("no route")
+
+
+async def test_workers_that_cannot_be_reached_are_no_losses() -> None:
+    harness = Harness(emit(1, "gone"), *[unreached] * 5, emit(1, "gone"), emit(1, ended(3)))
+    end = await harness.run(timeout_s=30.0)
+    assert isinstance(end, Finished)
+    assert end.resumes == 2
+    assert harness.sink.tokens == {0: [100, 101, 102]}
+
+
+async def test_workers_that_cannot_be_reached_for_long_end_the_request() -> None:
+    harness = Harness(*[unreached] * 100)
+    harness.queue_ttl_s = 0.2
+    end = await harness.run(timeout_s=30.0)
+    assert isinstance(end, errors.StreamBroken)
+    assert "reached" in end.message
+
+
+async def test_a_worker_that_skips_tokens_is_treated_as_lost() -> None:
+    def skipping(spec: StartSpec, sink: SequenceSink) -> None:
+        sink.on_accepted()
+        sink.on_tokens(5, [1], "x", ())
+
+    harness = Harness(skipping, emit(1, ended(1)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.sink.tokens == {0: [100]}
+    assert harness.workers.cancelled == 1
+
+
+async def test_an_error_of_the_sequence_ends_the_request() -> None:
+    failed = SequenceEnd(FinishReason.ERROR, error_reason="INVALID_INPUT", error_message="no")
+    harness = Harness(emit(0, failed))
+    assert isinstance(await harness.run(), errors.InvalidInput)
+
+
+async def test_one_failed_choice_cancels_the_others() -> None:
+    harness = Harness(emit(1, None), emit(1, ended(1, FinishReason.SLOW_READER)), choices=2)
+    assert isinstance(await harness.run(), errors.SlowReader)
+    assert harness.workers.cancelled == 1
+
+
+@pytest.mark.parametrize("where", ["queued", "running"])
+async def test_cancelling_frees_everything(where: str) -> None:
+    harness = Harness(emit(1, None))
+    if where == "queued":
+        harness.placement.hold.clear()
+    task = harness.start()
+    await asyncio.sleep(0.02)
+    harness.request.cancel()
+    await task
+    assert isinstance(harness.sink.end, errors.RequestCancelled)
+    assert harness.workers.cancelled == (1 if where == "running" else 0)
+    assert harness.limiter.held == set()
+
+
+async def test_the_deadline_ends_a_running_request() -> None:
+    harness = Harness(emit(1, None))
+    assert isinstance(await harness.run(timeout_s=0.05), errors.DeadlineExceeded)
+    assert harness.workers.cancelled == 1
+
+
+class Panic(BaseException):
+    """What PyO3 raises where a native library panics."""
+
+
+@pytest.mark.parametrize("bug", [KeyError("secret detail"), Panic("secret detail")])
+async def test_a_bug_becomes_an_incident_not_a_text(bug: BaseException) -> None:
+    harness = Harness(emit(1, None))
+
+    async def broken(timer: StageTimer) -> Admitted:
+        raise bug
+
+    await harness.request.run(broken, 1.0)
+    end = harness.sink.end
+    assert isinstance(end, errors.InternalError)
+    assert "secret" not in end.message
+    assert end.metadata["incident"] == "inc_7"
+
+
+async def test_cancelling_before_the_task_began_is_a_terminal_event_too() -> None:
+    harness = Harness()
+    task = harness.start()
+    harness.request.cancel()
+    await task
+    assert isinstance(harness.sink.end, errors.RequestCancelled)
+    assert harness.placement.asked == []
+
+
+async def test_an_error_inside_the_worker_is_an_incident_not_a_text() -> None:
+    failed = SequenceEnd(FinishReason.ERROR, error_reason="INTERNAL", error_message="/srv/models at 0x7f")
+    harness = Harness(emit(0, failed))
+    harness.reason_of = lambda _, text: errors.InternalError(text)
+    end = await harness.run()
+    assert isinstance(end, errors.InternalError)
+    assert "/srv" not in end.message
+    assert end.metadata["incident"] == "inc_7"
+
+
+async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:
+    harness = Harness(emit(1, ended(1)))
+
+    async def away(reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        harness.limiter.held.clear()
+        raise errors.StoreUnavailable("Redis did not answer")
+
+    harness.limiter.settle = away  # type: ignore[method-assign]
+    assert isinstance(await harness.run(), Finished)
+    assert harness.supervisor.healthy

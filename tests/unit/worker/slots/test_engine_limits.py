@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fairway.formats.limits import EngineLimits
+from services.core.errors import FailedPrecondition
+from services.worker.engine_protocol import EngineConfig
+from services.worker.slots.engine_limits import limited, read_limits
+
+CONFIG = EngineConfig("", "", token_budget=512, max_sequences=64)
+
+
+def test_a_version_without_limits_has_its_workers(tmp_path: Path) -> None:
+    assert read_limits(tmp_path) == EngineLimits()
+    assert limited(CONFIG, EngineLimits()) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (EngineLimits(max_context_tokens=128), (512, 64, 128)),
+        (EngineLimits(max_sequences=8), (512, 8, 0)),
+        (EngineLimits(max_sequences=1000, token_budget=10_000), (512, 64, 0)),
+        (EngineLimits(token_budget=32), (32, 32, 0)),
+    ],
+)
+def test_the_smaller_of_both_counts(limits: EngineLimits, expected: tuple[int, int, int]) -> None:
+    config = limited(CONFIG, limits)
+    assert (config.token_budget, config.max_sequences, config.max_model_len) == expected
+
+
+@pytest.mark.parametrize(("own", "file", "manifest", "expected"), [(0, 9, 5, 5), (3, 9, 5, 3), (0, 0, 7, 7)])
+def test_the_smallest_context_counts(own: int, file: int, manifest: int, expected: int) -> None:
+    config = EngineConfig("", "", max_model_len=own)
+    limits = EngineLimits(max_context_tokens=file)
+    assert limited(config, limits, max_context_tokens=manifest).max_model_len == expected
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"max_sequences": -1}', b'{"unknown": 1}'])
+def test_limits_that_cannot_be_read_stop_the_load(tmp_path: Path, body: bytes) -> None:
+    (tmp_path / "engine_limits.json").write_bytes(body)
+    with pytest.raises(FailedPrecondition, match=r"engine_limits\.json"):
+        read_limits(tmp_path)
