@@ -26,19 +26,19 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Host:port of each etcd member, or unix:/PATH, between commas.
+    # Addresses of the etcd members: host:port, or unix:/PATH.
     etcd_endpoints: tuple[StoreAddress, ...] = ("127.0.0.1:2379",)
-    # Redis:// or rediss:// address of the quota store.
+    # URL of the quota store, redis:// or rediss://.
     redis_url: str = "redis://127.0.0.1:6379/0"
     # File with the password of Redis.
     redis_password_file: Path | None = None
-    # Host:port of the gRPC server; port 0 takes a free one.
+    # Address of the gRPC server; port 0 takes a free one.
     listen: Address = "127.0.0.1:0"
-    # Host:port at which other services reach this one; default: the listen address.
+    # Address at which other services reach this one; default: the listen address.
     advertise: Address | None = None
-    # Host:port of the OpenAI HTTP API.
+    # Address of the OpenAI HTTP API.
     http_listen: Address = "127.0.0.1:8080"
-    # Host:port of /metrics, /healthz and /readyz, which need no key.
+    # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"
     # Folder for the files of this process.
     state_dir: Path = Path(".fairway/state")
@@ -46,9 +46,9 @@ class Settings(BaseModel):
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     # Secret that signs placement tickets.
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
-    # File with the first operator's key.
+    # File with the first operator's key, fw_admin_ and 64 hex digits.
     admin_key_file: Path | None = None
-    # Host:port of the registry.
+    # Address of the registry.
     registry: Address = "127.0.0.1:9091"
     # Where chunks are stored: `folder` (in the state folder) or s3://BUCKET/PREFIX.
     blob_store: str = Field(
@@ -59,7 +59,7 @@ class Settings(BaseModel):
     s3_endpoint: str = Field(default="", pattern=r"^(https?://[^\s/@]+/?)?$")
     # Region of the object store.
     s3_region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,64}$")
-    # False puts the bucket into the host name.
+    # Put the bucket into the path; false: into the host name.
     s3_path_style: bool = True
     # AWS credentials file; default: AWS_* variables or the instance's role.
     s3_credentials_file: Path | None = None
@@ -69,7 +69,7 @@ class Settings(BaseModel):
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
     # Failure domain; replicas are spread over zones.
     zone: str = Field(default="", max_length=64)
-    # Key=value pairs between commas, matched by a deployment's selector.
+    # Labels key=value, matched by a deployment's selector.
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     # Lowest level that is logged.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -108,13 +108,13 @@ class Settings(BaseModel):
     itl_target_s: float = Field(default=0.05, ge=0, le=60)
     # Type of weights and KV.
     engine_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Exact: outputs do not depend on the batch; free: faster; auto: exact on CPU, free on CUDA.
+    # Arithmetic. exact: outputs do not depend on the batch; free: faster; auto: exact on CPU, free on CUDA.
     engine_mode: Literal["auto", "exact", "free"] = "auto"
-    # Native: require C++ operators; torch: never use them; auto: where available.
+    # Operators. native: require C++; torch: no C++; auto: C++ where available.
     engine_operators: Literal["auto", "native", "torch"] = "auto"
     # Reuse the KV of equal prompt prefixes.
     prefix_cache: bool = True
-    # Source of proposed tokens.
+    # Source of proposed tokens: the prompt, or a draft model.
     speculation: Literal["off", "prompt_lookup", "draft"] = "off"
     # Most proposed tokens per sequence and step.
     max_proposals: int = Field(default=8, ge=1, le=64)

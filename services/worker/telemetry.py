@@ -69,10 +69,7 @@ class WorkerTelemetry:
             bounds=GAP_S,
         )
         self.batch = metrics.histogram(
-            "fairway_worker_step_sequences",
-            "Sequences that produced a token in a step",
-            _BY_MODEL,
-            bounds=COUNTS,
+            "fairway_worker_step_sequences", "Sequences with a token in a step", _BY_MODEL, bounds=COUNTS
         )
         self.tokens = metrics.counter(
             "fairway_worker_tokens_total", "Computed tokens: prefill and output", ("model", "kind")
@@ -87,9 +84,7 @@ class WorkerTelemetry:
             _BY_MODEL,
         )
         self._ended = metrics.counter(
-            "fairway_worker_sequences_ended_total",
-            "Sequences that ended, by reason",
-            ("model", "reason"),
+            "fairway_worker_sequences_ended_total", "Sequences that ended, by reason", ("model", "reason")
         )
         self._restarts = metrics.counter(
             "fairway_worker_engine_restarts_total",
@@ -103,8 +98,7 @@ class WorkerTelemetry:
             "fairway_worker_not_admitted_total", "Starts rejected with NOT_ADMITTED, by reason", ("reason",)
         )
         self._fallback_starts = metrics.counter(
-            "fairway_worker_fallback_starts_total",
-            "Sequences accepted from fallback placement",
+            "fairway_worker_fallback_starts_total", "Sequences accepted from fallback placement"
         )
         self._load = metrics.histogram(
             "fairway_worker_load_seconds",
