@@ -130,8 +130,8 @@ bytes, times in seconds, lists and pairs with commas.
         roles = read_by[name]
         row = (f"`{PREFIX}{name.upper()}`", _type(field.annotation), _default(field, name), about[name])
         groups.setdefault(", ".join(roles), []).append(row)
-    for roles, rows in sorted(groups.items(), key=lambda item: (item[0] != ALL, item[0].count(","), item[0])):
-        title = " and ".join(_ROLE_TITLES[role] for role in roles.split(", "))
+    for names, rows in sorted(groups.items(), key=lambda item: (item[0] != ALL, item[0].count(","), item[0])):
+        title = " and ".join(_ROLE_TITLES[role] for role in names.split(", "))
         parts.append(_section(title.capitalize(), ("variable", "type", "default", "meaning"), rows))
     return "".join(parts)
 
