@@ -16,8 +16,8 @@ from fairway.cli.output import out, plain, write_rich
 T = TypeVar("T")
 
 _GAP: Final = 2
-_SHORT: Final = 16  # a cell up to this width is never truncated
-_NAME: Final = 24  # the same in the first column
+_SHORT: Final = 20  # a cell up to this width is never truncated
+_NAME: Final = 22  # the same in the first column
 _DIGEST: Final = re.compile(r"(?:sha256:)?([0-9a-f]{12})[0-9a-f]{52}\b")
 
 
