@@ -17,7 +17,6 @@ T = TypeVar("T")
 
 _GAP: Final = 2
 _SHORT: Final = 20  # a cell up to this width is never truncated
-_NAME: Final = 22  # the same in the first column
 _DIGEST: Final = re.compile(r"(?:sha256:)?([0-9a-f]{12})[0-9a-f]{52}\b")
 
 
@@ -82,10 +81,7 @@ def _shown(cell: str) -> str:
 
 def _fit(columns: Sequence[Column[T]], natural: Sequence[int], width: int) -> dict[int, int]:
     """Return the width of each column that stays, by its place."""
-    least = {
-        at: max(len(column.header), min(natural[at], _SHORT if at else _NAME))
-        for at, column in enumerate(columns)
-    }
+    least = {at: max(len(column.header), min(natural[at], _SHORT)) for at, column in enumerate(columns)}
     for at in sorted(range(1, len(columns)), key=lambda at: (columns[at].wide, columns[at].drop, at))[::-1]:
         if _total(least) <= width:
             break
