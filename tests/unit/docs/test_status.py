@@ -42,8 +42,7 @@ def _exists(proof: str) -> bool:
     if kind == "make":
         return re.search(rf"^{re.escape(name)}:", (ROOT / "Makefile").read_text(), re.MULTILINE) is not None
     if kind in ("GET", "POST"):
-        faces = (ROOT / "services" / "gateway").rglob("*.py")
-        return any(f'"{kind}", "{name}"' in path.read_text() for path in faces)
+        return f"`{proof}`" in (ROOT / "docs" / "reference" / "http.md").read_text()
     if proof.startswith("tests/"):
         return (ROOT / proof).is_file()
     return proof in _rpcs()
