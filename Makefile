@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check error-page e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	lint types imports stubs stubs-check reference e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -73,7 +73,7 @@ imports: setup-dev ## Check who imports whom
 stubs-check: setup-dev ## Check that the protos are well-formed and their stubs current
 	$(BIN)/python scripts/gen_stubs.py --check
 
-fix: fix-lint fix-format stubs error-page ## Mend what the checks of verify can mend by themselves
+fix: fix-lint fix-format stubs reference ## Mend what the checks of verify can mend by themselves
 
 fix-lint: setup-dev
 	-$(BIN)/ruff check --fix .
@@ -84,8 +84,8 @@ fix-format: setup-dev
 stubs: setup-dev ## Generate the stubs from the protos
 	$(BIN)/python scripts/gen_stubs.py
 
-error-page: setup-dev ## Write docs/errors.md from the table of error reasons
-	PYTHONPATH=. $(BIN)/python scripts/error_page.py
+reference: setup-dev ## Write docs/reference from the code: errors, metrics, settings, commands, HTTP routes
+	PYTHONPATH=. $(BIN)/python scripts/reference.py $(ARGS)
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
 e2e-env: .venv-openai/openai-$(OPENAI)

@@ -1,4 +1,4 @@
-"""Documents: what `-o json` and `-o yaml` write. The shapes are stable; docs/operations/cli.md lists them."""
+"""Documents: what `-o json` and `-o yaml` write. The shapes are stable; docs/operations/cli.md names them."""
 
 from __future__ import annotations
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -13,14 +15,23 @@ from fairway.cli.output import out, plain, write_rich
 
 T = TypeVar("T")
 
+_GAP: Final = 2
+_SHORT: Final = 20  # a cell up to this width is never truncated
+_DIGEST: Final = re.compile(r"(?:sha256:)?([0-9a-f]{12})[0-9a-f]{52}\b")
+
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[T]):
-    """``wide``: only in the wide table, where it stands after the others."""
+    """One column of a table.
+
+    A terminal that is too narrow omits columns: wide ones first, then those with the highest ``drop``, the
+    rightmost first. The first column always stays.
+    """
 
     header: str
     cell: Callable[[T], str]
-    wide: bool = False
+    wide: bool = False  # only in the wide table, after the others
+    drop: int = 0
 
 
 def visible(columns: Sequence[Column[T]], *, wide: bool) -> tuple[Column[T], ...]:
@@ -44,11 +55,48 @@ def line_of(columns: Sequence[Column[T]], item: T) -> str:
     return "\t".join(" ".join(column.cell(item).split()) for column in columns)
 
 
-def table_of(columns: Sequence[Column[T]], items: Iterable[T]) -> Table:
-    """Return a table for a terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.header.upper(), overflow="fold")
-    for item in items:
-        table.add_row(*(Text(column.cell(item)) for column in columns))  # a cell's brackets are no markup
+def table_of(columns: Sequence[Column[T]], items: Iterable[T], *, width: int | None = None) -> Table:
+    """Return a table of at most ``width`` cells, by default those of the terminal, with one line per item.
+
+    Digests are shortened to 12 hex digits. A column that has to be narrower than its content ends its cells
+    with an ellipsis; headers are never cut.
+    """
+    headers = [column.header.upper() for column in columns]
+    rows = [[_shown(column.cell(item)) for column in columns] for item in items]
+    natural = [
+        max(cell_len(header), *(cell_len(row[at]) for row in rows), 0) for at, header in enumerate(headers)
+    ]
+    widths = _fit(columns, natural, out().width if width is None else width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for at, column_width in widths.items():
+        table.add_column(headers[at], width=column_width, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(row[at]) for at in widths))  # a cell's brackets are no markup
     return table
+
+
+def _shown(cell: str) -> str:
+    return _DIGEST.sub(r"\1", " ".join(cell.split()))
+
+
+def _fit(columns: Sequence[Column[T]], natural: Sequence[int], width: int) -> dict[int, int]:
+    """Return the width of each column that stays, by its place."""
+    least = {at: max(len(column.header), min(natural[at], _SHORT)) for at, column in enumerate(columns)}
+    for at in sorted(range(1, len(columns)), key=lambda at: (columns[at].wide, columns[at].drop, at))[::-1]:
+        if _total(least) <= width:
+            break
+        del least[at]
+    widths = {at: natural[at] for at in least}
+    while (excess := _total(widths) - width) > 0:
+        room = {at: size for at, size in widths.items() if size > least[at]}
+        if not room:
+            return {at: min(size, width) for at, size in widths.items()}  # one column is left
+        widest = max(room, key=lambda at: room[at])
+        rest = max((size for at, size in room.items() if at != widest), default=0)
+        target = max(least[widest], min(rest, room[widest] - 1), room[widest] - excess)
+        widths[widest] = target
+    return widths
+
+
+def _total(widths: dict[int, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)

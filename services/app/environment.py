@@ -56,7 +56,7 @@ class Environment:
         self._open_telemetry()
         self.metrics.counted(
             "fairway_runtime_log_lines_lost_total",
-            "Lines that could not be written to the log: its disk was full, or nobody read its pipe",
+            "Log lines that could not be written",
             lambda: [((), float(log_stream.lost))],
         )
 
@@ -142,7 +142,7 @@ class Environment:
         self.request_lines = LineBudget(self.clock.monotonic_s, settings.request_log_per_s)
         self.metrics.counted(
             "fairway_runtime_log_lines_suppressed_total",
-            "Lines about single requests that FAIRWAY_REQUEST_LOG_PER_S kept out of the log",
+            "Log lines dropped by FAIRWAY_REQUEST_LOG_PER_S",
             lambda: [((), float(self.request_lines.suppressed))],
         )
         self.tracing = open_tracing(

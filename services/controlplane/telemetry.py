@@ -28,20 +28,22 @@ class ReconcilerTelemetry:
         self._unplaced = 0
         self._round_s = metrics.histogram(
             "fairway_controlplane_round_seconds",
-            "One round of the leader: plan over the whole view, and the writes that follow from it",
+            "One reconciliation round of the leader: plan and writes",
             bounds=LATENCY_S,
         ).cell()
         self._rounds = metrics.counter(
             "fairway_controlplane_rounds_total",
-            "Rounds of the leader: all written, some write refused, or the store away",
+            "Reconciliation rounds, by outcome",
             ("outcome",),
         )
         self._actions = metrics.counter(
-            "fairway_controlplane_actions_total", "What rounds decided, by kind", ("kind", "outcome")
+            "fairway_controlplane_actions_total",
+            "Actions of reconciliation rounds, by kind",
+            ("kind", "outcome"),
         )
         metrics.level(
             "fairway_controlplane_unplaced_deployments",
-            "Deployments with fewer replicas than wanted, by the leader's last round; 0 while not leading",
+            "Deployments with too few replicas after the leader's last round; 0 while not leading",
             lambda: float(self._unplaced) if leads() else 0.0,
         )
 

@@ -1,4 +1,4 @@
-"""Whose fault each error reason is: the one table that metrics, alerts and docs/errors.md are made from.
+"""Whose fault each error reason is: the one table behind metrics, alerts and docs/reference/errors.md.
 
 ``ours``: the platform did not do what it offers; it counts against availability. ``client``: the caller has
 to change what it sends, or how much; a tenant's limits are of this kind. ``none``: nobody's, such as a

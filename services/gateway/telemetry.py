@@ -51,7 +51,7 @@ class GatewayTelemetry:
         self._lines = lines
         self._requests = metrics.counter(
             "fairway_gateway_requests_total",
-            "Requests that ended, by how; reason is FINISHED or one of the error tree; fault: whose it is",
+            "Requests that ended, by outcome, error reason (FINISHED without an error) and party at fault",
             ("face", "outcome", "reason", "fault"),
         )
         self._by_tenant = metrics.counter(
@@ -61,27 +61,27 @@ class GatewayTelemetry:
         )
         self._tokens = metrics.counter(
             "fairway_gateway_tokens_total",
-            "Tokens of admitted requests that ended: prompt, of it cached, and output",
+            "Tokens of admitted requests that ended: prompt, cached (part of prompt) and output",
             ("tenant", "model", "kind"),
         )
         self._admissions = metrics.counter(
             "fairway_gateway_admissions_total",
-            "Requests that asked for a slot, by outcome: ADMITTED or the reason of the refusal",
+            "Admission decisions: ADMITTED or the reason of the refusal",
             ("outcome",),
         )
         self._placed_again = metrics.counter(
             "fairway_gateway_placed_again_total",
-            "Times that a sequence was placed again, by cause: what its worker answered, or LOST",
+            "Sequences placed again, by cause: the worker's answer, or LOST",
             ("cause",),
         )
         self._degraded = metrics.counter(
             "fairway_gateway_degraded_total",
-            "Requests that were served otherwise than asked for under pressure, by what was changed",
+            "Requests changed under pressure, by kind of change",
             ("kind",),
         )
         self._placed_alone = metrics.counter(
             "fairway_gateway_fallback_placements_total",
-            "Times that this gateway placed a sequence by itself, since it heard no leading scheduler",
+            "Sequences that this gateway placed itself while no leader answered",
         )
         self._latencies(metrics)
 
@@ -89,29 +89,29 @@ class GatewayTelemetry:
         by_model = ("model",)
         self._ttft = metrics.histogram(
             "fairway_gateway_ttft_seconds",
-            "From the first byte of a request handled until the first token of each choice at the gateway",
+            "From the first byte of a request until the first token of each choice at the gateway",
             by_model,
         )
         self._itl = metrics.histogram(
             "fairway_gateway_itl_seconds",
-            "From one token of a choice at the gateway until the next, weighted by token; pauses included",
+            "From one token of a choice until the next at the gateway, weighted by token",
             by_model,
             bounds=GAP_S,
         )
         self._tpot = metrics.histogram(
             "fairway_gateway_tpot_seconds",
-            "From a choice's first token until its end, by output tokens less one; of choices that finished",
+            "From a choice's first token until its end, divided by its output tokens less one",
             by_model,
             bounds=GAP_S,
         )
         self._e2e = metrics.histogram(
             "fairway_gateway_request_seconds",
-            "From the first byte of a request handled until its terminal event is handed to the transport",
+            "From the first byte of a request until its terminal event is passed to the transport",
             ("outcome",),
         )
         stages = metrics.histogram(
             "fairway_gateway_stage_seconds",
-            "Time that a request spent in a stage of its clock; the stages sum to the request's latency",
+            "Time of a request in one stage of its clock; stages sum to its latency",
             ("stage",),
         )
         self._stages = {name: stages.cell(name.removesuffix("_us")) for name in _STAGES}
@@ -280,17 +280,17 @@ def export_levels(
     )
     metrics.level(
         "fairway_gateway_buffered_tokens",
-        "Output tokens that came from workers and that no transport to a client has taken",
+        "Output tokens received from workers and not yet taken by a client's transport",
         lambda: float(buffered_tokens()),
     )
     metrics.level(
         "fairway_gateway_http_connections",
-        "Open connections of HTTP clients",
+        "Open HTTP client connections",
         lambda: float(len(http_connections)),
     )
     metrics.counted(
         "fairway_gateway_http_connections_cut_total",
-        "HTTP connections cut for want of room: idle ones for a new one, or a new one where all were busy",
+        "HTTP connections closed at the limit: an idle one, or the new one",
         lambda: [
             (("idle",), float(http_connections.displaced)),
             (("new",), float(http_connections.refused)),
@@ -312,12 +312,12 @@ def export_upstream(
     )
     metrics.level(
         "fairway_gateway_placements_pending",
-        "Sequences that wait for a place, on their way to the scheduler or in its queue",
+        "Sequences that wait for a placement",
         lambda: float(placements_pending()),
     )
     metrics.level(
         "fairway_gateway_scheduler_connected",
-        "1 while a stream to a leading scheduler is open, else 0: it places new requests by itself then",
+        "1 while a stream to the leading scheduler is open, else 0",
         lambda: float(scheduler_connected()),
     )
 

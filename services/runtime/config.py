@@ -22,87 +22,160 @@ class ConfigError(Exception):
 
 
 class Settings(BaseModel):
-    """Everything a role can be told. Sizes in bytes, times in seconds."""
+    """All settings of all roles. Sizes in bytes, times in seconds. `make reference` prints the comments."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # Addresses of the etcd members: host:port, or unix:/PATH.
     etcd_endpoints: tuple[StoreAddress, ...] = ("127.0.0.1:2379",)
+    # URL of the quota store, redis:// or rediss://.
     redis_url: str = "redis://127.0.0.1:6379/0"
+    # File with the password of Redis.
     redis_password_file: Path | None = None
+    # Address of the gRPC server; port 0 takes a free one.
     listen: Address = "127.0.0.1:0"
+    # Address at which other services reach this one; default: the listen address.
     advertise: Address | None = None
+    # Address of the OpenAI HTTP API.
     http_listen: Address = "127.0.0.1:8080"
+    # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"
+    # Folder for the files of this process.
     state_dir: Path = Path(".fairway/state")
+    # Secret shared by all services, 32 characters or more.
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
+    # Secret that signs placement tickets.
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
+    # File with the first operator's key, fw_admin_ and 64 hex digits.
     admin_key_file: Path | None = None
+    # Address of the registry.
     registry: Address = "127.0.0.1:9091"
+    # Where chunks are stored: `folder` (in the state folder) or s3://BUCKET/PREFIX.
     blob_store: str = Field(
         default="folder",
         pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",
     )
+    # URL of the object store; empty: Amazon's for the region.
     s3_endpoint: str = Field(default="", pattern=r"^(https?://[^\s/@]+/?)?$")
+    # Region of the object store.
     s3_region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,64}$")
+    # Put the bucket into the path; false: into the host name.
     s3_path_style: bool = True
+    # AWS credentials file; default: AWS_* variables or the instance's role.
     s3_credentials_file: Path | None = None
+    # PEM certificates to trust besides the system's.
     s3_ca_file: Path | None = None
+    # Name of the worker, unique and stable over restarts.
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
+    # Failure domain; replicas are spread over zones.
     zone: str = Field(default="", max_length=64)
+    # Labels key=value, matched by a deployment's selector.
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
+    # Lowest level that is logged.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # Format of log lines.
     log_format: Literal["json", "console"] = "json"
+    # Most log lines about single requests per second; 0: none.
     request_log_per_s: float = Field(default=200.0, ge=0, le=1_000_000)
+    # OTLP collector (gRPC) for traces; empty: no traces.
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://)?[^\s:/]+:\d{1,5}$|^$")
+    # Share of requests that is traced.
     trace_ratio: float = Field(default=0.01, ge=0, le=1)
+    # Most seconds that running requests get at shutdown.
     drain_s: float = Field(default=10.0, ge=0, le=3600)
+    # Seconds without renewal after which a worker or gateway counts as lost.
     lease_ttl_s: int = Field(default=5, ge=1, le=120)
+    # Seconds without renewal after which a leader is replaced.
     leader_ttl_s: int = Field(default=2, ge=1, le=120)
 
+    # Torch device of the engine, such as cpu or cuda:0.
     device: str = "cpu"
+    # Workers of one type are expected to be equally fast; default: the device's name.
     device_type: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?$")
+    # Price of the worker in any one currency; 0: unknown.
     cost_per_hour: float = Field(default=0.0, ge=0, le=1_000_000)
+    # Memory for all engines of the worker.
     memory_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
+    # KV memory per engine.
     kv_memory_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
+    # Threads per engine; 0: half of the processors.
     engine_threads: int = Field(default=0, ge=0, le=1024)
+    # Most tokens computed in one engine step.
     token_budget: int = Field(default=512, ge=16, le=65536)
+    # Most sequences in one engine step.
     max_sequences: int = Field(default=64, ge=1, le=4096)
+    # Target duration of a step while streams run; prefill is cut to it; 0: none.
     itl_target_s: float = Field(default=0.05, ge=0, le=60)
+    # Type of weights and KV.
     engine_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Arithmetic. exact: outputs do not depend on the batch; free: faster; auto: exact on CPU, free on CUDA.
     engine_mode: Literal["auto", "exact", "free"] = "auto"
+    # Operators. native: require C++; torch: no C++; auto: C++ where available.
     engine_operators: Literal["auto", "native", "torch"] = "auto"
+    # Reuse the KV of equal prompt prefixes.
     prefix_cache: bool = True
+    # Source of proposed tokens: the prompt, or a draft model.
     speculation: Literal["off", "prompt_lookup", "draft"] = "off"
+    # Most proposed tokens per sequence and step.
     max_proposals: int = Field(default=8, ge=1, le=64)
+    # Step duration of the null executor, which produces tokens without a model.
     null_step_s: float = Field(default=0.0, ge=0, le=60)
+    # Most bytes of model files on the local disk.
     model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
 
+    # Longest wait in the queue.
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
+    # Most placements in the queue.
     queue_limit: int = Field(default=4096, ge=1, le=1_000_000)
+    # Seconds without a leader until gateways place requests themselves.
     fallback_after_s: float = Field(default=1.5, gt=0, le=60)
+    # Greatest age of the worker list for fallback placement.
     fallback_max_age_s: float = Field(default=120.0, gt=0, le=3600)
+    # Share of a version's KV for fallback placements; 0: none.
     fallback_credit_ratio: float = Field(default=0.25, ge=0, le=1)
+    # Seconds within which a grant must reach its worker.
     grant_ttl_s: float = Field(default=2.0, gt=0, le=20)
+    # Reject early what cannot be served in time.
     shedding: bool = True
+    # Predicted wait of interactive requests above which load is shed.
     ttft_target_interactive_s: float = Field(default=2.0, gt=0, le=3600)
+    # The same for standard requests.
     ttft_target_standard_s: float = Field(default=10.0, gt=0, le=3600)
+    # Step time over expected step time from which a worker is slow.
     ejection_ratio: float = Field(default=2.0, ge=1.5, le=100)
+    # First ejection of a slow worker; doubles each time.
     ejection_time_s: float = Field(default=30.0, gt=0, le=300)
+    # Largest share of a model's workers ejected at once.
     max_ejection_ratio: float = Field(default=0.3, ge=0, lt=1)
+    # Pressure from which outputs are capped, where the tenant allows it.
     degrade_cap_pressure_ratio: float = Field(default=0.6, gt=0, le=1)
+    # Pressure from which a smaller model answers, where the tenant allows it.
     degrade_model_pressure_ratio: float = Field(default=0.85, gt=0, le=1)
+    # Place requests on workers that cached their prefix.
     prefix_routing: bool = True
+    # Output tokens reserved for a new sequence before outputs were observed.
     predicted_output_tokens: int = Field(default=256, ge=1, le=1_048_576)
+    # Quantile of observed outputs that is reserved afterwards.
     output_quantile: float = Field(default=0.8, ge=0.1, le=0.99)
+    # Wait after which a lower priority class gets its own share.
     class_head_start_s: float = Field(default=30.0, ge=0, le=3600)
+    # Tokens per worker by which other tenants may overtake one that waits for room.
     bypass_window_tokens: float = Field(default=32768.0, ge=0, le=1_000_000_000)
+    # Largest HTTP request body.
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
+    # Interval of keep-alive events on an idle client stream.
     heartbeat_s: float = Field(default=5.0, gt=0, le=300)
+    # Seconds that a request with an idempotency key runs without a client; 0: it ends.
     detach_grace_s: float = Field(default=30.0, ge=0, le=3600)
+    # Seconds without renewal until another gateway continues such a request.
     idempotency_lease_s: float = Field(default=5.0, ge=1, le=60)
+    # Seconds that a finished answer can be replayed.
     idempotency_body_s: float = Field(default=3600.0, ge=10, le=86_400)
+    # Seconds that a finished key cannot run again.
     idempotency_tombstone_s: float = Field(default=86_400.0, ge=10, le=2_592_000)
+    # Most keys stored per tenant.
     idempotency_tenant_keys: int = Field(default=1_000_000, ge=1, le=10_000_000)
+    # Most bytes of stored answers per tenant.
     idempotency_tenant_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
 
     @field_validator("etcd_endpoints", mode="before")

@@ -114,28 +114,28 @@ class SchedulerTelemetry:
         self._standing: Standing | None = None
         metrics.gauge(
             "fairway_scheduler_queue_placements",
-            "Placements that wait, by deployment and class",
+            "Placements in the queue, by deployment and class",
             lambda: [(key, float(count)) for key, count in self._depth.items()],
             ("model", "priority"),
         )
         self._wait = metrics.histogram(
             "fairway_scheduler_queue_wait_seconds",
-            "From when a placement reaches the scheduler until its grant, refusal or withdrawal",
+            "From a placement's arrival until its grant, refusal or withdrawal",
             ("priority", "outcome"),
         )
         self._placements = metrics.counter(
             "fairway_scheduler_placements_total",
-            "Placements that ended, by GRANTED, WITHDRAWN or the reason of the refusal",
+            "Placements that ended: GRANTED, WITHDRAWN or the reason of the refusal",
             ("model", "outcome"),
         )
         self.decision = metrics.histogram(
             "fairway_scheduler_decision_seconds",
-            "One turn of the scheduler: commands taken, grants decided, outcomes handed to the streams",
+            "One decision turn: commands read, grants decided, outcomes passed to the streams",
             bounds=SHORT_S,
         ).cell()
         self._health_changes = metrics.counter(
             "fairway_scheduler_health_changes_total",
-            "Times that a worker was ejected, probed or readmitted, and that a circuit changed its state",
+            "Worker ejections, probes and readmissions, and changes of circuit breakers",
             ("what", "state"),
         )
         self._levels(metrics)
@@ -147,31 +147,31 @@ class SchedulerTelemetry:
     def _levels(self, metrics: Metrics) -> None:
         metrics.gauge(
             "fairway_scheduler_workers",
-            "Workers known to the leader: placed on, silent, draining or away",
+            "Workers of the leader, by state",
             self._workers,
             ("state",),
         )
         metrics.gauge(
             "fairway_scheduler_pools_out",
-            "Pools of workers with few or no requests: ejected or probing for being slow, failing or tried",
+            "Worker pools with reduced traffic: ejected or probed for slowness, failures or a trial",
             self._pools_out,
             ("state",),
         )
         metrics.gauge(
             "fairway_scheduler_pressure_ratio",
-            "Predicted wait over the target of the class that is worst off, 0 to 1, by model",
+            "Predicted wait over the target of the most affected class, 0 to 1",
             self._pressure,
             ("model",),
         )
         metrics.gauge(
             "fairway_scheduler_counter_gap_tokens",
-            "How far apart the fairness counters of tenants that wait are, by model and class",
+            "Spread of the fairness counters of waiting tenants",
             self._counter_gaps,
             ("model", "priority"),
         )
         metrics.level(
             "fairway_scheduler_grants_outstanding",
-            "Grants that no report of their worker speaks for yet",
+            "Grants that no worker report confirmed yet",
             lambda: float(self._standing.grants_outstanding) if self._standing else 0.0,
         )
         metrics.level(
@@ -181,24 +181,23 @@ class SchedulerTelemetry:
         )
         metrics.level(
             "fairway_scheduler_inbox_commands",
-            "Commands of streams that wait for the scheduler's next turn",
+            "Commands that wait for the next decision turn",
             lambda: float(self._standing.inbox) if self._standing else 0.0,
         )
         metrics.level(
             "fairway_scheduler_view_age_seconds",
-            "Since the last report of the connected worker that was longest not heard; 0 without workers",
+            "Time since the oldest last report of a connected worker; 0 without workers",
             lambda: self._standing.view_age_s() if self._standing else 0.0,
         )
         metrics.gauge(
             "fairway_scheduler_prompt_tokens",
-            "Prompt tokens of this term: granted and predicted cached, where a placement named its prefix; "
-            "reported and reported cached, by workers",
+            "Prompt tokens of this term: granted, predicted cached, reported, reported cached",
             self._prompt_tokens,
             ("kind",),
         )
         metrics.level(
             "fairway_scheduler_prefix_blocks",
-            "Names of cached prefix blocks that the leader keeps",
+            "Cached prefix blocks in the leader's index",
             lambda: float(self._standing.indexed_blocks) if self._standing else 0.0,
         )
 

@@ -64,48 +64,45 @@ class WorkerTelemetry:
         self._lines = lines
         self.step_s = metrics.histogram(
             "fairway_worker_step_seconds",
-            "One engine step: from the plan of its batch until its tokens are sampled",
+            "Engine step: from its plan until its tokens are sampled",
             _BY_MODEL,
             bounds=GAP_S,
         )
         self.batch = metrics.histogram(
-            "fairway_worker_step_sequences", "Sequences that got a token in a step", _BY_MODEL, bounds=COUNTS
+            "fairway_worker_step_sequences", "Sequences with a token in a step", _BY_MODEL, bounds=COUNTS
         )
         self.tokens = metrics.counter(
-            "fairway_worker_tokens_total", "Tokens computed: prefill and output", ("model", "kind")
+            "fairway_worker_tokens_total", "Computed tokens: prefill and output", ("model", "kind")
         )
         self.decodes = _Decodes(metrics)
         self.preemptions = metrics.counter(
-            "fairway_worker_preemptions_total", "Sequences whose KV was taken for others", _BY_MODEL
+            "fairway_worker_preemptions_total", "Sequences whose KV was released for others", _BY_MODEL
         )
         self.shared_lost = metrics.counter(
             "fairway_worker_shared_blocks_lost_total",
-            "Blocks of KV that sequences were taken to share and had to compute: they were evicted first",
+            "Shared KV blocks evicted before use, which sequences computed again",
             _BY_MODEL,
         )
         self._ended = metrics.counter(
-            "fairway_worker_sequences_ended_total",
-            "Sequences that ended, by reason",
-            ("model", "reason"),
+            "fairway_worker_sequences_ended_total", "Sequences that ended, by reason", ("model", "reason")
         )
         self._restarts = metrics.counter(
             "fairway_worker_engine_restarts_total",
-            "Times that an engine process of a version ended by itself or was killed because it hung",
+            "Engine processes that exited, or were killed for hanging",
             _BY_MODEL,
         )
         self._damaged = metrics.counter(
-            "fairway_worker_damaged_model_folders_total", "Times that kept files of a version were damaged"
+            "fairway_worker_damaged_model_folders_total", "Cached model versions found damaged"
         )
         self._not_admitted = metrics.counter(
-            "fairway_worker_not_admitted_total", "Starts that were answered NOT_ADMITTED", ("reason",)
+            "fairway_worker_not_admitted_total", "Starts rejected with NOT_ADMITTED, by reason", ("reason",)
         )
         self._fallback_starts = metrics.counter(
-            "fairway_worker_fallback_starts_total",
-            "Sequences that were accepted from a gateway that placed them itself, since nobody led",
+            "fairway_worker_fallback_starts_total", "Sequences accepted from fallback placement"
         )
         self._load = metrics.histogram(
             "fairway_worker_load_seconds",
-            "Time until a version is ready, by part: fetch of its files; start of its engine until READY",
+            "Version load, by part: download of its files; engine start until READY",
             ("model", "part"),
             bounds=_LOAD_S,
         )
@@ -186,16 +183,16 @@ class _Decodes:
     def __init__(self, metrics: Metrics) -> None:
         _BY_MODEL: Labels = ("model",)
         self.attended = metrics.counter(
-            "fairway_worker_attended_tokens_total", "Tokens of KV that the decodes of steps read", _BY_MODEL
+            "fairway_worker_attended_tokens_total", "KV tokens read by decode steps", _BY_MODEL
         )
         self.proposed = metrics.counter(
             "fairway_worker_proposed_tokens_total",
-            "Tokens that were proposed by speculation and verified by the model",
+            "Tokens proposed by speculation and verified",
             _BY_MODEL,
         )
         self.accepted = metrics.counter(
             "fairway_worker_accepted_tokens_total",
-            "Proposed tokens that the model sampled as well",
+            "Proposed tokens that the model accepted",
             _BY_MODEL,
         )
 
@@ -290,7 +287,7 @@ _Join = Callable[[float, float], float]
 _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, float]]], ...]] = (
     (
         "fairway_worker_kv_blocks",
-        "Blocks of KV: used by the engine, reserved for what runs, and all there are",
+        "KV blocks: used, reserved for running sequences, total",
         lambda engine: {
             ("used",): engine.kv_blocks_used,
             ("reserved",): engine.kv_blocks_reserved,
@@ -299,7 +296,7 @@ _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, 
     ),
     (
         "fairway_worker_sequences",
-        "Sequences here: running, waiting to run, and parked until their readers give credit",
+        "Sequences: running, waiting, and parked until their clients read",
         lambda engine: {
             ("running",): engine.running,
             ("waiting",): engine.waiting,
@@ -308,7 +305,7 @@ _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, 
     ),
     (
         "fairway_worker_version_state",
-        "Versions of a deployment that are in a state",
+        "Versions of a deployment in each state",
         lambda engine: {(engine.state,): 1.0},
     ),
 )
@@ -321,19 +318,19 @@ _GAUGES: Final[tuple[tuple[str, str, _Join, Callable[[EngineLevels], float]], ..
     ),
     (
         "fairway_worker_engine_silence_seconds",
-        "Since the step loop of an engine was last heard; it speaks after each step, and each second",
+        "Time since the engine's last report, due after each step and each second",
         max,
         lambda engine: engine.silent_s,
     ),
     (
         "fairway_worker_engine_rss_bytes",
-        "Memory of an engine process that is resident",
+        "Resident memory of the engine process",
         operator.add,
         lambda engine: float(engine.rss_bytes),
     ),
     (
         "fairway_worker_device_memory_bytes",
-        "Device memory that the worker granted to an engine: weights, working memory and KV",
+        "Device memory granted to an engine: weights, workspace and KV",
         operator.add,
         lambda engine: float(engine.device_bytes),
     ),

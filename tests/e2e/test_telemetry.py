@@ -135,7 +135,7 @@ async def test_metrics_are_the_documented_ones(stack: Stack) -> None:
         status, text = fetch(stack, process, "/metrics")
         assert status == 200
         for name, metric in exported(text).items():
-            assert name in known, f"{name} of {process} is not in docs/metrics.md"
+            assert name in known, f"{name} of {process} is not in docs/reference/metrics.md"
             found.setdefault(name, set()).add(process.partition("-")[0])
             assert (metric.kind, metric.text) == (known[name].kind, known[name].text), name
             assert metric.labels in (frozenset(), known[name].labels), name

@@ -11,6 +11,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts.metric_list import ALL, metric_list
+
 ROOT = Path(__file__).parents[2]
 _NAME = re.compile(r"\bfairway_[a-z0-9_]+")
 
@@ -26,22 +28,16 @@ class Described:
 
 
 def documented(everyone: frozenset[str]) -> dict[str, Described]:
-    """Return the tables of docs/metrics.md by name; "all" in them means ``everyone``."""
-    found: dict[str, Described] = {}
-    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" |")]
-        if not line.startswith("| `fairway_"):
-            continue
-        assert len(cells) == 6, line
-        name, kind, labels, by, text, question = cells
-        assert question.endswith(("?", ".")), f"{name} answers no question"
-        found[name.strip("`")] = Described(
-            kind.partition(",")[0],
-            text,
-            frozenset(filter(None, labels.split(", "))),
-            everyone if by == "all" else frozenset(by.split(", ")),
+    """Return the metrics of docs/reference/metrics.md by name; those of all roles are of ``everyone``."""
+    return {
+        metric.name: Described(
+            metric.kind,
+            metric.text,
+            frozenset(metric.labels),
+            everyone if metric.role == ALL else frozenset({metric.role}),
         )
-    return found
+        for metric in metric_list()
+    }
 
 
 def exported(text: str) -> dict[str, Described]:

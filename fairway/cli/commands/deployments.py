@@ -50,10 +50,10 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
     "deployment",
     (
         Column("name", lambda deployment: deployment.metadata.name),
-        Column("model", lambda deployment: deployment.model),
+        Column("model", lambda deployment: deployment.model, drop=2),
         Column("version", _version),
         Column("ready", lambda found: f"{found.status.ready_replicas}/{found.replicas}"),
-        Column("message", lambda deployment: deployment.status.message),
+        Column("message", lambda deployment: deployment.status.message, drop=1),
         Column("workers", lambda found: ",".join(r.worker_id for r in found.status.replicas), wide=True),
         Column("priority", lambda deployment: priority(deployment.priority), wide=True),
         Column(

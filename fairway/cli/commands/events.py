@@ -23,7 +23,7 @@ from fairway.v1 import controlplane_pb2 as cp
 
 COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
     Column("time", lambda event: moment(event.time)),
-    Column("severity", lambda event: word(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_")),
+    Column("severity", lambda event: word(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1),
     Column("resource", lambda event: f"{kind(event.kind)}/{event.resource}"),
     Column("reason", lambda event: event.reason),
     Column("message", lambda event: event.message),

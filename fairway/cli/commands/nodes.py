@@ -36,8 +36,8 @@ NODES: Final[Resource[cp.Node]] = resource(
     "node",
     (
         Column("name", lambda node: node.metadata.name),
-        Column("address", lambda node: node.address),
-        Column("device", lambda node: node.device),
+        Column("address", lambda node: node.address, drop=2),
+        Column("device", lambda node: node.device, drop=3),
         Column("state", _state),
         Column("versions", _versions),
         Column("zone", lambda node: node.zone, wide=True),

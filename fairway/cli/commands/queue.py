@@ -42,9 +42,9 @@ def _predicted(found: cp.Queue) -> str:
 COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
     Column("pool", lambda found: ",".join(found.deployments) or short_digest(found.pool.version_digest)),
     Column("queued", lambda found: str(found.pool.queued)),
-    Column("oldest wait", lambda found: _span(found.pool.oldest_wait) if found.pool.queued else ""),
+    Column("oldest wait", lambda found: _span(found.pool.oldest_wait) if found.pool.queued else "", drop=2),
     Column("predicted wait", lambda found: _predicted(found) if found.pool.queued else ""),
-    Column("pressure", lambda found: f"{found.pool.pressure_ratio:.2f}"),
+    Column("pressure", lambda found: f"{found.pool.pressure_ratio:.2f}", drop=1),
     Column("running", lambda found: str(found.pool.running)),
     Column("workers", lambda found: f"{found.pool.serving_workers}/{found.pool.workers}"),
     Column("prompt tokens", lambda found: str(found.pool.queued_prompt_tokens), wide=True),

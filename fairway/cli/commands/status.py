@@ -38,7 +38,7 @@ class Part:
 
 COLUMNS: Final[tuple[Column[Part], ...]] = (
     Column("name", lambda part: part.name),
-    Column("pid", lambda part: str(part.pid)),
+    Column("pid", lambda part: str(part.pid), drop=1),
     Column("address", lambda part: part.address),
     Column("status", lambda part: part.status),
     Column("log", lambda part: str(part.log), wide=True),

@@ -101,7 +101,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
     "tenant",
     (
         Column("name", lambda tenant: tenant.metadata.name),
-        Column("display name", lambda tenant: tenant.display_name),
+        Column("display name", lambda tenant: tenant.display_name, drop=1),
         Column("requests/min", lambda tenant: limit(tenant.requests_per_minute)),
         Column("concurrency", lambda tenant: limit(tenant.max_concurrency)),
         Column("weight", lambda tenant: f"{tenant.weight or 1:g}", wide=True),

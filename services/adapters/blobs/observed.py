@@ -17,18 +17,18 @@ class ObservedBlobs:
         self._inner = inner
         blobs = metrics.counter(
             "fairway_registry_blobs_total",
-            "Blobs that were stored, read from, or asked for and there already, so that nobody uploads them",
+            "Blobs stored, read, or already present at an upload",
             ("operation",),
         )
         sizes = metrics.counter(
-            "fairway_registry_blob_bytes_total", "Bytes of blobs that were stored and read", ("operation",)
+            "fairway_registry_blob_bytes_total", "Bytes of blobs stored and read", ("operation",)
         )
         self._stored, self._read = blobs.cell("stored"), blobs.cell("read")
         self._present = blobs.cell("already_present")
         self._bytes_in, self._bytes_out = sizes.cell("stored"), sizes.cell("read")
         damaged = metrics.counter(
             "fairway_registry_verification_failures_total",
-            "Bytes that are not what their digest says: received from a client, or read from the store",
+            "Blobs whose bytes do not match their digest, at upload or read",
             ("operation",),
         )
         # Made at once: the first of a count that begins with it is no increase to Prometheus.

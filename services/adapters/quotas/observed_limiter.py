@@ -31,28 +31,28 @@ class ObservedLimiter:
         self._clock = clock
         self._seconds = metrics.histogram(
             "fairway_limiter_call_seconds",
-            "From the call of the quota store until its answer, its refusal or its failure",
+            "From a call of the quota store until its answer or failure",
             ("operation",),
             bounds=SHORT_S,
         )
         self._failures = metrics.counter(
             "fairway_limiter_failures_total",
-            "Calls of the quota store that it did not answer; limits are then held by each gateway",
+            "Failed calls of the quota store; the gateway then applies its own share of the limits",
             ("operation",),
         )
         metrics.level(
             "fairway_limiter_breaker_open",
-            "1 while the quota store counts as away and is asked once a second only, else 0",
+            "1 while the quota store counts as unavailable, else 0",
             lambda: float(breaker_open()),
         )
         metrics.level(
             "fairway_limiter_unsettled",
-            "Requests that ended and whose usage waits for the quota store",
+            "Ended requests whose usage is not yet in the quota store",
             lambda: float(unsettled()),
         )
         metrics.level(
             "fairway_limiter_spool_bytes",
-            "Bytes on disk, or to be written there, of usage that waits for the quota store",
+            "Bytes of usage spooled for the quota store",
             lambda: float(spool_bytes()),
         )
 

@@ -134,7 +134,7 @@ def _http_server(environment: Environment, service: GatewayService, identity: Ke
 def _http_observer(metrics: Metrics) -> ObserveExchange:
     exchanges = metrics.histogram(
         "fairway_http_exchange_seconds",
-        "From the head of an HTTP request until its answer is complete; status 0 is no answer at all",
+        "From the head of an HTTP request until its answer is complete; status 0: no answer",
         ("route", "status"),
     )
     return lambda route, status, elapsed_s: exchanges.observe(elapsed_s, route, str(status))

@@ -138,7 +138,7 @@ def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles) -> 
     export_levels(environment.metrics, agent.levels)
     environment.metrics.level(
         "fairway_worker_model_cache_bytes",
-        "Model files on the local disk, those being fetched included",
+        "Model files on the local disk, unfinished downloads included",
         lambda: float(files.kept_bytes),
     )
 

@@ -47,23 +47,22 @@ class KeyedTelemetry:
         self._metrics = metrics
         self._clients = metrics.counter(
             "fairway_idempotency_clients_total",
-            "Requests with an idempotency key, by what they came to: begun, gone on with, joined, replayed, "
-            "or not served",
+            "Requests with an idempotency key, by outcome",
             ("tenant", "outcome"),
         )
         self._claims = metrics.counter(
             "fairway_idempotency_claims_total",
-            "Claims of records, by what the store answered; refused: it did not, or the tenant has its most",
+            "Claims of idempotency records, by the store's answer",
             ("outcome",),
         )
         self._endings = metrics.counter(
             "fairway_idempotency_endings_total",
-            "Runs under a key that ended here, by what became of the last write to the record",
+            "Keyed runs that ended, by outcome of the last record write",
             ("outcome",),
         )
         self._flush = metrics.histogram(
             "fairway_idempotency_flush_seconds",
-            "From the call that appends to the records of one tenant and renews their leases to its answer",
+            "From the write of one tenant's records and lease renewals until the store's answer",
             ("outcome",),
         )
 
@@ -85,17 +84,17 @@ class KeyedTelemetry:
         """Export what the gateway holds for keys now."""
         self._metrics.level(
             "fairway_idempotency_followers",
-            "Clients with an idempotency key that are connected",
+            "Connected clients with an idempotency key",
             lambda: float(followers()),
         )
         self._metrics.level(
             "fairway_idempotency_records_owned",
-            "Records that this gateway runs the request of and renews the lease of",
+            "Records whose request this gateway runs",
             lambda: float(owned()),
         )
         self._metrics.level(
             "fairway_idempotency_endings_unwritten",
-            "Ends of records, with what they charge, that wait for the store",
+            "Final records that wait for the store",
             lambda: float(unwritten()),
         )
 

@@ -118,22 +118,24 @@ class TextProcesses:
         self._long: set[str] = set()  # the tenants whose long text is being read
         self._pending: dict[str, tuple[int, int]] = {}  # texts and their bytes, by tenant
         self._ended = metrics.counter(
-            "fairway_gateway_text_processes_ended_total", "Text processes that ended, by why", ("cause",)
+            "fairway_gateway_text_processes_ended_total",
+            "Tokenizer processes that ended, by cause",
+            ("cause",),
         )
         seconds = metrics.histogram(
             "fairway_gateway_text_seconds",
-            "From when a text is handed to be read until its tokens are there; of texts that were read",
+            "From when a text is queued for tokenising until its tokens are returned",
             ("size",),
         )
         self._seconds = {False: seconds.cell("short"), True: seconds.cell("long")}
         metrics.level(
             "fairway_gateway_text_processes",
-            "Processes that read texts",
+            "Tokenizer processes",
             lambda: float(sum(len(version.processes) for version in self._versions.values())),
         )
         metrics.level(
             "fairway_gateway_texts_pending",
-            "Texts that wait for a process or are being read",
+            "Texts that wait for a tokenizer process or are being tokenised",
             lambda: float(sum(count for count, _ in self._pending.values())),
         )
 

@@ -20,26 +20,26 @@ class RpcMetrics:
     """The instruments, shared by the servers of a process."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.started = metrics.counter("fairway_rpc_started_total", "RPCs whose handler began", ("method",))
+        self.started = metrics.counter("fairway_rpc_started_total", "RPCs whose handler started", ("method",))
         self.handled = metrics.counter(
             "fairway_rpc_handled_total",
-            "RPCs that ended, by the status that the caller gets",
+            "RPCs that ended, by status",
             ("method", "code"),
         )
         self.handling = metrics.histogram(
             "fairway_rpc_handling_seconds",
-            "From when an RPC's handler begins until it returns; RPCs with one request and one response",
+            "From when a unary RPC's handler starts until it returns",
             ("method",),
         )
         self.running: dict[str, int] = {}
         self.connections_shut = metrics.counter(
             "fairway_rpc_connections_shut_total",
-            "Connections that were ended: strangers' surplus, above a source's share, or answers unread",
+            "Connections closed: surplus without a known caller, above a source's share, or unread answers",
             ("reason",),
         )
         metrics.gauge(
             "fairway_rpc_running",
-            "RPCs that run now; of a stream: that are open",
+            "Running RPCs, open streams included",
             lambda: [((method,), float(count)) for method, count in self.running.items()],
             ("method",),
         )

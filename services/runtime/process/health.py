@@ -26,12 +26,10 @@ class Health:
     def __init__(self, metrics: Metrics) -> None:
         self._checks: tuple[Check, ...] = ()
         self._closed_because = "starting"
-        metrics.level(
-            "fairway_runtime_serving", "1 while the process is ready for work, else 0", self._serving
-        )
+        metrics.level("fairway_runtime_serving", "1 while the process is ready, else 0", self._serving)
         metrics.gauge(
             "fairway_runtime_check_failing",
-            "1 while the check has found a problem, else 0",
+            "1 while the health check fails, else 0",
             lambda: [((check.name,), float(bool(check.problem()))) for check in self._checks],
             ("check",),
         )

@@ -57,11 +57,11 @@ class LoopWatch:
         self._late_ticks = 0
         self._lag = metrics.histogram(
             "fairway_runtime_loop_lag_seconds",
-            "From when a timer of the event loop is due until it runs, sampled ten times a second",
+            "From when an event loop timer is due until it runs, sampled ten times a second",
             bounds=LATENCY_S,
         ).cell()
         self._stalls = metrics.counter(
-            "fairway_runtime_loop_stalls_total", f"Times that the event loop ran nothing for {stall_s:g} s"
+            "fairway_runtime_loop_stalls_total", "Times that the event loop ran nothing for 2 s"
         ).cell()
         self._loop_thread = 0
         self._stopped = threading.Event()

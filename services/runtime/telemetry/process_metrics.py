@@ -27,13 +27,11 @@ class ProcessMetrics:
         build = (role, _version(), platform.python_version())
         metrics.gauge(
             "fairway_runtime_build_info",
-            "Always 1; the labels say what runs",
+            "Always 1; the labels name the role, the version and Python",
             lambda: [(build, 1.0)],
             ("role", "version", "python"),
         )
-        metrics.level(
-            "fairway_runtime_tasks", "Background tasks that run now", lambda: float(supervisor.running)
-        )
+        metrics.level("fairway_runtime_tasks", "Running background tasks", lambda: float(supervisor.running))
         self._export_views(metrics)
         self._export_leases(metrics)
 
@@ -45,13 +43,12 @@ class ProcessMetrics:
         """Export whether the store is the one of before."""
         self._metrics.level(
             "fairway_store_replaced",
-            "1 while the store that answers is not the one that the process belongs to, else 0",
+            "1 while etcd answers with another store identity than this process belongs to, else 0",
             lambda: float(bool(store.problem())),
         )
         self._metrics.counted(
             "fairway_store_restores_total",
-            "Times that this process observed the store at a lower revision than before, with the same "
-            "generation",
+            "Times that etcd answered with a lower revision than before",
             lambda: [((), float(store.restores))],
         )
 
@@ -70,25 +67,25 @@ class ProcessMetrics:
         labels: Labels = ("prefix",)
         metrics.gauge(
             "fairway_informer_age_seconds",
-            "Since the store last confirmed the view of a prefix",
+            "Time since etcd last confirmed the view of a key prefix",
             read(lambda informer: informer.age_s()),
             labels,
         )
         metrics.gauge(
             "fairway_informer_revision",
-            "Store revision that the view of a prefix stands for",
+            "etcd revision of the view of a key prefix",
             read(lambda informer: float(informer.revision)),
             labels,
         )
         metrics.gauge(
             "fairway_informer_records",
-            "Records in the view of a prefix",
+            "Records in the view of a key prefix",
             read(lambda informer: float(len(informer.view))),
             labels,
         )
         metrics.counted(
             "fairway_informer_lists_total",
-            "Times that a prefix was read whole: once at the start, then after a compaction",
+            "Full reads of a key prefix: at the start and after a compaction",
             read(lambda informer: float(informer.lists)),
             labels,
         )
@@ -96,13 +93,13 @@ class ProcessMetrics:
     def _export_leases(self, metrics: Metrics) -> None:
         metrics.gauge(
             "fairway_lease_remaining_seconds",
-            "For how long the lease is surely held without another renewal; 0 when it is not",
+            "Time until the lease expires without a renewal; 0 if not held",
             lambda: [((name,), lease.remaining_s()) for name, lease in self._leases.items()],
             ("lease",),
         )
         metrics.counted(
             "fairway_lease_renewals_total",
-            "Renewals of a lease, by what came of them",
+            "Renewals of a lease, by outcome",
             lambda: [
                 ((name, outcome), float(count))
                 for name, lease in self._leases.items()
@@ -112,19 +109,19 @@ class ProcessMetrics:
         )
         metrics.counted(
             "fairway_lease_losses_total",
-            "Times that a lease ran out or was taken while it was wanted",
+            "Leases that expired or were revoked while in use",
             lambda: [((name,), float(lease.losses)) for name, lease in self._leases.items()],
             ("lease",),
         )
         metrics.gauge(
             "fairway_election_leading",
-            "1 while this process surely leads, else 0",
+            "1 while this process leads, else 0",
             lambda: [((role,), float(held.epoch is not None)) for role, held in self._elections.items()],
             ("election",),
         )
         metrics.gauge(
             "fairway_election_epoch",
-            "Epoch under which this process leads; 0 while it does not",
+            "Epoch of this process's leadership; 0 while it does not lead",
             lambda: [((role,), float(held.epoch or 0)) for role, held in self._elections.items()],
             ("election",),
         )

@@ -141,7 +141,7 @@ def open_tracing(
         tracing = Tracing(clock, *connect(endpoint, ratio=ratio, role=role, follows=follows, rng=rng))
     metrics.counted(
         "fairway_runtime_spans_total",
-        "Spans that ended in this process, by what became of them",
+        "Spans that ended in this process, by outcome",
         tracing.fates,
         ("outcome",),
     )

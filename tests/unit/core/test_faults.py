@@ -1,4 +1,4 @@
-"""Every error reason is classed, and the page of errors is what the table says."""
+"""Every error reason has a party at fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 import services
-from scripts.error_page import PAGE, kinds, page
+from scripts.reference import kinds
 from services.core.errors import FairwayError
 from services.core.faults import ERRORS, FINISHED, Fault, fault_of
 
@@ -22,7 +22,3 @@ def test_every_reason_of_the_error_tree_is_classed_and_no_other() -> None:
 
 def test_a_reason_that_nobody_classed_counts_against_the_platform() -> None:
     assert fault_of("FROM_A_NEWER_SERVER") is Fault.OURS
-
-
-def test_the_page_of_errors_is_current() -> None:
-    assert PAGE.read_text() == page(), "run `make error-page`"

@@ -28,6 +28,18 @@ _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _ATTEMPT: Final = re.compile(rb"\d{1,6}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
 
+# What each header of a request means, for docs/reference/http.md.
+REQUEST_HEADERS: Final = {
+    "authorization": "`Bearer KEY`",
+    "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
+    "x-request-timeout-s": f"seconds until the request ends, at most {MAX_TIMEOUT_S:g}",
+    "x-session-key": "1 to 128 visible ASCII characters; checked and not used yet",
+    "x-request-id": "the client's name of the request: logged and returned as `x-client-request-id`",
+    "x-stage-clock": "`1` adds the time of each stage to the answer",
+    "x-fairway-attempt": "how often the client sent the request before",
+    "traceparent": "W3C trace context, continued",
+}
+
 
 class ClientGone(Exception):
     """The client closed the connection before it had its answer."""

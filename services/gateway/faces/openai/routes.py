@@ -82,12 +82,13 @@ ObserveExchange = Callable[[str, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route and its rule."""
+    """A route, its access rule, and what it accepts in words, for docs/reference/http.md."""
 
     method: str
     path: str
     access: Access
     handler: Handler
+    accepts: str
 
 
 def build_app(
@@ -139,12 +140,24 @@ class OpenAiFace:
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/v1/chat/completions", Access.TENANT, self.chat),
-            Endpoint("POST", "/v1/completions", Access.TENANT, self.completions),
-            Endpoint("GET", "/v1/models", Access.TENANT, self.models),
-            Endpoint("GET", "/v1/models/{model:path}", Access.TENANT, self.model),
-            Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy),
-            Endpoint("GET", "/readyz", Access.PUBLIC, self.ready),
+            Endpoint(
+                "POST",
+                "/v1/chat/completions",
+                Access.TENANT,
+                self.chat,
+                "a chat request; `stream: true` returns server-sent events",
+            ),
+            Endpoint(
+                "POST",
+                "/v1/completions",
+                Access.TENANT,
+                self.completions,
+                "a completion request, streamed likewise",
+            ),
+            Endpoint("GET", "/v1/models", Access.TENANT, self.models, "no body; lists the models of the key"),
+            Endpoint("GET", "/v1/models/{model:path}", Access.TENANT, self.model, "the name of a model"),
+            Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"),
+            Endpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
         )
 
     async def chat(self, exchange: Exchange) -> None:
