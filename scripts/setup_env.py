@@ -17,6 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterable
 from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -171,17 +174,48 @@ def pip(
     must: bool = True,
 ) -> bool:
     """Run pip; return whether it succeeded. Ends the script when it had to."""
-    output = subprocess.DEVNULL if quiet else None
     command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    if not quiet and arguments[0] == "install":
-        command.append("--quiet")
-    ok = subprocess.call(command, env=env, stdout=output, stderr=output, cwd=ROOT) == 0
+    if quiet:
+        nowhere = subprocess.DEVNULL
+        ok = subprocess.call(command, env=env, stdout=nowhere, stderr=nowhere, cwd=ROOT) == 0
+    else:
+        ok = run_reporting([*command, "--progress-bar=off"], env) == 0
     if must and not ok:
         fail(
             "pip could not install",
             "see its lines above: most often the network or a proxy; then run it again",
         )
     return ok
+
+
+def run_reporting(command: list[str], env: dict[str, str] | None = None, every_s: float = 3.0) -> int:
+    """Run pip and return its exit code. While it runs, print its newest step every ``every_s`` seconds."""
+    began = time.monotonic()
+    steps = ["pip starts"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stdout is not None
+        reader = threading.Thread(target=read_steps, args=(process.stdout, steps), daemon=True)
+        reader.start()
+        try:
+            while True:
+                try:
+                    return process.wait(every_s)
+                except subprocess.TimeoutExpired:
+                    say(f"{time.monotonic() - began:4.0f} s  {steps[-1]}")
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            reader.join()
+
+
+def read_steps(lines: Iterable[str], steps: list[str]) -> None:
+    """Keep the newest line of pip that names a step, without its folder names and package list."""
+    for line in lines:
+        text = line.strip()
+        if text.startswith(("Collecting", "Downloading", "Using cached", "Building", "Preparing")):
+            steps[:] = [text[:100]]
+        elif text.startswith("Installing collected packages"):
+            steps[:] = [f"installing {text.count(',') + 1} packages"]
 
 
 def pinned(name: str) -> str:
@@ -224,4 +258,8 @@ def fail(what: str, do: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("setup: interrupted; run it again to go on\n")
+        sys.exit(130)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fairway.cli import completion
 from fairway.cli.durations import parse_moment, parse_span
 from fairway.v1 import common_pb2
 
@@ -75,7 +76,10 @@ def _moment(text: str, *, past: bool) -> datetime:
         raise typer.BadParameter(str(exc)) from exc
 
 
-NameArgument = Annotated[str, typer.Argument(help="Lower-case letters, digits, hyphens and dots.")]
+NameArgument = Annotated[
+    str,
+    typer.Argument(help="Lower-case letters, digits, hyphens and dots.", autocompletion=completion.names),
+]
 OutputOption = Annotated[Format, typer.Option("--output", "-o", help="How the result is written.")]
 WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Go on with every change, until Ctrl-C.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")]

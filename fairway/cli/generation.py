@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli import targets
+from fairway.cli import completion, targets
 from fairway.cli.calls import client_error
 from fairway.cli.flags import PriorityName, timeout_s
 from fairway.cli.output import err, out, plain
@@ -19,7 +19,10 @@ from fairway.client.values import Input
 
 ANSWER_S: Final = 300.0
 
-ModelOption = Annotated[str, typer.Option("--model", "-m", help="Else the installation's own.")]
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Else the installation's own.", autocompletion=completion.deployments),
+]
 TemperatureOption = Annotated[float | None, typer.Option("--temperature", min=0, max=2, help="0: greedy.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", min=0, max=1)]
 TopKOption = Annotated[int | None, typer.Option("--top-k", min=0, help="0: off.")]

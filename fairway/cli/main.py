@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Final
 
@@ -61,7 +62,10 @@ app.command("version")(show_version)
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit: 0, or a code of ``ExitCode``, with the reason and the next step on stderr."""
-    sys.exit(run(app, argv))
+    code = run(app, argv)
+    if code == ExitCode.INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end the exit with a traceback
+    sys.exit(code)
 
 
 def run(commands: typer.Typer, argv: list[str] | None) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 import typer
 
+from fairway.cli import completion
 from fairway.cli.bars import Bars
 from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
@@ -84,8 +85,15 @@ add_show(app, DEPLOYMENTS, about="Show a deployment with the state of each repli
 async def create(
     connection: Connection,
     name: NameArgument,
-    model: Annotated[str, typer.Option("--model", help="Name in the registry; else the deployment's.")] = "",
-    version: Annotated[str, typer.Option("--version", help="A digest or a tag.")] = "latest",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="Name in the registry; else the deployment's.", autocompletion=completion.models
+        ),
+    ] = "",
+    version: Annotated[
+        str, typer.Option("--version", help="A digest or a tag.", autocompletion=completion.versions)
+    ] = "latest",
     replicas: ReplicasOption = 1,
     selector: SelectorOption = None,
     priority: PriorityOption = None,
@@ -124,8 +132,12 @@ async def create(
 async def update(
     connection: Connection,
     name: NameArgument,
-    model: Annotated[str, typer.Option("--model", help="Another model of the registry.")] = "",
-    version: Annotated[str, typer.Option("--version", help="A digest or a tag.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Another model of the registry.", autocompletion=completion.models)
+    ] = "",
+    version: Annotated[
+        str, typer.Option("--version", help="A digest or a tag.", autocompletion=completion.versions)
+    ] = "",
     replicas: ReplicasOption = None,
     selector: SelectorOption = None,
     priority: PriorityOption = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from fairway.cli import completion
 from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
@@ -31,7 +32,11 @@ app = typer.Typer(help="API keys of tenants and of operators.", no_args_is_help=
 
 ModelsOption = Annotated[
     list[str] | None,
-    typer.Option("--model", help="A model that it may use. Repeatable; none: every one of its tenant."),
+    typer.Option(
+        "--model",
+        help="A model that it may use. Repeatable; none: every one of its tenant.",
+        autocompletion=completion.deployments,
+    ),
 ]
 ExpiresOption = Annotated[
     datetime | None,
@@ -83,7 +88,9 @@ add_show(app, KEYS, about="Show a key, without its secret.")
 async def create(
     connection: Connection,
     name: NameArgument,
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose key it is.")] = "default",
+    tenant: Annotated[
+        str, typer.Option("--tenant", help="Whose key it is.", autocompletion=completion.tenants)
+    ] = "default",
     admin: Annotated[bool, typer.Option("--admin", help="An operator's key, of no tenant.")] = False,
     model: ModelsOption = None,
     expires: ExpiresOption = None,

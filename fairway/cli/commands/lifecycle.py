@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Final
@@ -24,6 +26,7 @@ from fairway.cli.fleet.preflight import check
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.output import err, out, plain
 from fairway.cli.state import StateDir
+from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.log_stream import LogStream
 
 StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]
@@ -155,18 +158,19 @@ def _on_ready(endpoints: Endpoints, state: StateDir, progress: progress_module.P
 
 def _show_running(endpoints: Endpoints, state: StateDir) -> None:
     plain(err(), f"Fairway runs already in {state.root} (process {endpoints.supervisor_pid}).")
-    _show_addresses(endpoints)
+    _show_addresses(endpoints, state)
 
 
 def _show_ready(endpoints: Endpoints, state: StateDir, *, detached: bool) -> None:
     plain(out(), "")
     plain(out(), "Fairway is ready.")
-    _show_addresses(endpoints)
+    _show_addresses(endpoints, state)
     plain(out(), f"  logs      {state.logs}")
-    plain(out(), "  stop      " + ("fairway down" if detached else "Ctrl-C, or `fairway down`"))
+    down = command_line(state, "down")
+    plain(out(), "  stop      " + (down if detached else f"Ctrl-C, or {down}"))
 
 
-def _show_addresses(endpoints: Endpoints) -> None:
+def _show_addresses(endpoints: Endpoints, state: StateDir) -> None:
     console = out()
     for label, value in (
         ("HTTP", f"{endpoints.http}/v1"),
@@ -177,29 +181,43 @@ def _show_addresses(endpoints: Endpoints) -> None:
         plain(console, f"  {label:<9} {value}")
     if not endpoints.model:
         return
-    plain(console, "\nTry it with curl:\n")
-    plain(console, curl_line(endpoints))
-    plain(console, "\nor from Python (pip install openai):\n")
-    plain(console, python_line(endpoints))
+    plain(console, "\nTry it:\n")
+    for line in (
+        command_line(state, "complete", "def fibonacci(n):"),
+        command_line(state, "chat"),
+        curl_lines(endpoints),
+    ):
+        plain(console, line)
     plain(console)
 
 
-def curl_line(endpoints: Endpoints) -> str:
-    """Return a shell command that streams a completion."""
+def command_line(state: StateDir, *arguments: str) -> str:
+    """Return a shell command that runs this `fairway` on the installation in ``state``, from this folder."""
+    script = Path(sys.executable).with_name("fairway")
+    found = shutil.which("fairway")
+    if found is not None and script.exists() and Path(found).samefile(script):
+        program = ["fairway"]
+    elif script.exists():
+        program = [_from_here(script)]
+    else:
+        program = [sys.executable, "-m", "fairway.cli.entry"]
+    is_default = state.root == StateDir.at(DEFAULT_STATE_DIR).root
+    place = () if is_default else ("--state-dir", _from_here(state.root))
+    return shlex.join((*program, *arguments, *place))
+
+
+def _from_here(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def curl_lines(endpoints: Endpoints) -> str:
+    """Return a shell command on three lines that streams a completion."""
     body = {"model": endpoints.model, "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
     return (
-        f"curl -sN {endpoints.http}/v1/completions -H 'Authorization: Bearer {endpoints.api_key}' "
-        f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+        f"curl -sN {endpoints.http}/v1/completions \\\n"
+        f"  -H 'Authorization: Bearer {endpoints.api_key}' -H 'Content-Type: application/json' \\\n"
+        f"  -d '{json.dumps(body)}'"
     )
-
-
-def python_line(endpoints: Endpoints) -> str:
-    """Return a shell command that streams a completion with the OpenAI SDK."""
-    code = (
-        "from openai import OpenAI; "
-        f"stream = OpenAI(base_url='{endpoints.http}/v1', api_key='{endpoints.api_key}')"
-        f".completions.create(model='{endpoints.model}', prompt='def fibonacci(n):', "
-        "max_tokens=64, stream=True); "
-        "[print(part.choices[0].text, end='', flush=True) for part in stream if part.choices]"
-    )
-    return f'python3 -c "{code}"'

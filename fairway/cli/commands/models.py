@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
+from fairway.cli import completion
 from fairway.cli.bars import Bars
 from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
@@ -27,9 +28,13 @@ from fairway.v1 import registry_pb2 as rg
 
 app = typer.Typer(help="Models: immutable versions in the registry, and tags.", no_args_is_help=True)
 
-ModelArgument = Annotated[str, typer.Argument(help="Name of the model.")]
+ModelArgument = Annotated[str, typer.Argument(help="Name of the model.", autocompletion=completion.models)]
 VersionArgument = Annotated[
-    str, typer.Argument(help="A tag, a digest, or the beginning of a digest that only one version has.")
+    str,
+    typer.Argument(
+        help="A tag, a digest, or the beginning of a digest that only one version has.",
+        autocompletion=completion.versions,
+    ),
 ]
 TagEtagOption = Annotated[
     str, typer.Option("--etag", help="Only if it points at this digest now: nobody's move is lost.")

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 from google.protobuf.duration_pb2 import Duration
 
+from fairway.cli import completion
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.durations import show_span
 from fairway.cli.flags import Format, OutputOption, WatchOption
@@ -84,7 +85,10 @@ def add(app: typer.Typer) -> None:
     )
     async def queue(
         connection: Connection,
-        tenant: Annotated[str, typer.Option("--tenant", help="Only this tenant's shares.")] = "",
+        tenant: Annotated[
+            str,
+            typer.Option("--tenant", help="Only this tenant's shares.", autocompletion=completion.tenants),
+        ] = "",
         output: OutputOption = Format.TABLE,
         watch: WatchOption = False,
     ) -> None:

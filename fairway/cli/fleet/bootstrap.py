@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +42,7 @@ TAG: Final = "latest"
 
 _POLL_S: Final = 0.25
 _SETTLE_S: Final = 30.0
+_REPORT_S: Final = 2.0
 _STALE_KEY_S: Final = 3.0  # a gateway has heard of a key long before
 
 
@@ -69,15 +71,18 @@ class Bootstrap:
 
     async def _until_admin_is_known(self, admin: AdminClient) -> None:
         """Return once control plane and registry accept the admin key: they hear of it from the store."""
-        deadline = time.monotonic() + _SETTLE_S
+        began = time.monotonic()
+        deadline = began + _SETTLE_S
         while True:
             try:
                 await admin.tenants.list(limit=1)
                 await admin.models.list(limit=1)
+                self._report_access(began, "", done=True)
                 return
             except FairwayError as exc:
                 if not isinstance(exc, Unauthenticated) or time.monotonic() > deadline:
                     raise admin_error(exc, what="the admin key is not accepted") from exc
+            self._report_access(began, "waiting until the admin key is accepted")
             await asyncio.sleep(_POLL_S)
 
     async def _publish(self, admin: AdminClient) -> str:
@@ -218,7 +223,7 @@ class Bootstrap:
         try:
             found = await until_any_ready(
                 lambda: checked(admin.deployments.get(name), what=f"cannot look up the deployment {name}"),
-                self._report_replicas,
+                self._replica_report(),
                 timeout_s=self.options.ready_s,
             )
         except (WaitFailed, DeadlineExceeded) as exc:
@@ -228,15 +233,29 @@ class Bootstrap:
         self.progress.event("replicas", "ready", f"{ready_replicas(found)} of {found.replicas} READY")
         return True
 
-    def _report_replicas(self, found: cp.Deployment) -> None:
-        self.progress.event("replicas", "starting", describe(found))
+    def _replica_report(self) -> Callable[[cp.Deployment], None]:
+        """Return what reports a deployment's replicas with the seconds since now."""
+        began = time.monotonic()
+
+        def report(found: cp.Deployment) -> None:
+            elapsed = time.monotonic() - began
+            self.progress.event("replicas", "starting", f"{describe(found)}, {elapsed:.0f} s")
+
+        return report
+
+    def _report_access(self, began: float, waiting: str, *, done: bool = False) -> None:
+        """Report a wait for keys and gateways that takes longer than usual, and its end."""
+        elapsed = time.monotonic() - began
+        if elapsed >= _REPORT_S:
+            detail = f"after {elapsed:.0f} s" if done else f"{waiting}, {elapsed:.0f} s"
+            self.progress.event("access", "ready" if done else "starting", detail)
 
     async def _until_deployed(self, admin: AdminClient) -> None:
         name = self.options.model_name
         began = time.monotonic()
         try:
             deployed = await until_deployed(
-                admin, name, self._report_replicas, timeout_s=self.options.ready_s
+                admin, name, self._replica_report(), timeout_s=self.options.ready_s
             )
         except CliError as exc:
             step = f"see the logs of the workers under {self.state.logs}; another model with --model-dir"
@@ -290,16 +309,19 @@ class Bootstrap:
             return await self._listed(client, wanted, patience_s=patience_s)
 
     async def _listed(self, client: Client, wanted: str, *, patience_s: float) -> str | FairwayError | None:
-        deadline = time.monotonic() + patience_s
+        began = time.monotonic()
+        deadline = began + patience_s
         last: str | FairwayError = "never asked"
         while time.monotonic() < deadline:
             try:
                 ready = {model.name: model.ready_replicas for model in await client.list_models()}
                 if not wanted or ready.get(wanted, 0) >= 1:
+                    self._report_access(began, "", done=True)
                     return None
                 last = f"it lists {ready}"
             except FairwayError as exc:
                 last = exc
+            self._report_access(began, f"waiting until a gateway serves {wanted or 'the key'}")
             await asyncio.sleep(_POLL_S)
         return last
 

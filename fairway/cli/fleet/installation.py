@@ -148,9 +148,10 @@ async def _run(
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             raise CliError(
-                "INTERRUPTED", "the start was interrupted", exit_code=ExitCode.INTERRUPTED,
-                next_step="start again with `fairway up`",
-            )  # fmt: skip
+                "INTERRUPTED",
+                "the start was interrupted; everything that it started is stopped",
+                exit_code=ExitCode.INTERRUPTED,
+            )
         endpoints = starting.result()
         with state.writing():
             endpoints.save(state.endpoints)

@@ -23,6 +23,7 @@ _LAST_BACKOFF_S: Final = 30.0
 _STABLE_S: Final = 60.0
 _HEALTH_POLL_S: Final = 5.0
 _LOG_POLL_S: Final = 2.0
+_REPORT_S: Final = 3.0  # how often a start that takes long is reported again
 
 
 class ProcessSupervisor:
@@ -35,11 +36,13 @@ class ProcessSupervisor:
         *,
         own_log: Path | None = None,
         max_log_bytes: int = MAX_LOG_BYTES,
+        report_s: float = _REPORT_S,
     ) -> None:
         self._progress = Unfailing(progress)
         self._record_path = record_path
         self._own_log = own_log
         self._max_log_bytes = max_log_bytes
+        self._report_s = report_s
         self._log_keeper: asyncio.Task[None] | None = None
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -116,7 +119,11 @@ class ProcessSupervisor:
 
     async def _first_ready(self, child: Child) -> None:
         began = time.monotonic()
-        reason = await self._until_ready(child)
+        reporting = asyncio.create_task(self._report_start(child, began), name=f"report {child.spec.name}")
+        try:
+            reason = await self._until_ready(child)
+        finally:
+            reporting.cancel()
         spec = child.spec
         if reason:
             self._progress.event(spec.name, "failed", reason)
@@ -128,6 +135,12 @@ class ProcessSupervisor:
                 next_step=f"mend what the log names and start again; the whole log is {spec.log}",
             )
         self._progress.event(spec.name, "ready", f"on {spec.address}, {time.monotonic() - began:.1f} s")
+
+    async def _report_start(self, child: Child, began: float) -> None:
+        while True:
+            await asyncio.sleep(self._report_s)
+            elapsed = time.monotonic() - began
+            self._progress.event(child.spec.name, "starting", f"on {child.spec.address}, {elapsed:.0f} s")
 
     async def _until_ready(self, child: Child) -> str:
         """Return "" once the child serves, else why it will not: it ended, or its time is up."""

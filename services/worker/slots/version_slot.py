@@ -52,6 +52,14 @@ CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes a
 PROGRESS_STEP: Final = 0.05
 RESIZABLE: Final = (Phase.READY, Phase.RETIRING)
 _WITH_ENGINE: Final = (*RESIZABLE, Phase.DRAINING)
+# The message of a version while its engine loads, by the phase that the engine reports.
+_LOADING_STEPS: Final = {
+    "import": "importing torch",
+    "operators": "preparing operators, compiled once per machine",
+    "weights": "loading weights",
+    "profile": "measuring memory",
+    "warm_up": "warming up",
+}
 
 
 class ModelSource(Protocol):
@@ -360,6 +368,11 @@ class VersionSlot:
         )
 
     def _on_progress(self, event: Progress) -> None:
+        step = _LOADING_STEPS.get(event.phase, "")
+        # After a restart the message stays the cause of the restart.
+        if step and step != self.message and self.phase is Phase.LOADING and not self.restarts:
+            self.message = step
+            self._context.woke()
         self._note_progress(event.done_ratio)
 
     def _on_ready(self, event: Ready) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from fairway.cli.calls import admin_client, checked
-from fairway.cli.commands.lifecycle import curl_line, python_line
+from fairway.cli.commands.lifecycle import command_line, curl_lines
 from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.main import main
+from fairway.cli.state import StateDir
+from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.v1 import controlplane_pb2_grpc
 from services.core import errors
 from services.rpc.status import to_grpc_status
@@ -137,11 +143,15 @@ def test_command_without_an_installation(
         assert text in said
 
 
-def test_lines_to_paste_are_whole_and_compile() -> None:
+def test_lines_to_paste_are_shell_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = Endpoints("http://127.0.0.1:1", "127.0.0.1:2", "fw_local_secret", "fw_admin_x", "tiny")
-    curl, python = curl_line(endpoints), python_line(endpoints)
-    assert "\n" not in curl + python
-    assert "Authorization: Bearer fw_local_secret" in curl
-    code = python.removeprefix('python3 -c "').removesuffix('"')
-    assert '"' not in code
-    compile(code, "<pasted>", "exec")
+    words = shlex.split(curl_lines(endpoints).replace("\\\n", " "))
+    assert words[:3] == ["curl", "-sN", "http://127.0.0.1:1/v1/completions"]
+    assert "Authorization: Bearer fw_local_secret" in words
+    assert json.loads(words[-1])["model"] == "tiny"
+    assert max(map(len, curl_lines(endpoints).splitlines())) <= 110
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(command_line(StateDir.at(tmp_path / "a b"), "complete", "def f(n):"))
+    assert arguments[-4:] == ["complete", "def f(n):", "--state-dir", "a b"]
+    assert shutil.which(program) is not None, "the command works as printed"
+    assert "--state-dir" not in command_line(StateDir.at(DEFAULT_STATE_DIR), "chat")

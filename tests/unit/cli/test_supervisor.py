@@ -31,6 +31,8 @@ if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "family" in sys.argv:
     subprocess.Popen(["sleep", "300"])
+if "slow" in sys.argv:
+    time.sleep(1.0)
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
 print("listening", flush=True)
 while True:
@@ -73,6 +75,20 @@ async def _until(condition: Callable[[], object], timeout_s: float = 15.0) -> No
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.05)
+
+
+async def test_a_start_that_takes_long_is_reported_again(tmp_path: Path) -> None:
+    progress = Recorder()
+    supervisor = ProcessSupervisor(progress, tmp_path / "fleet.json", report_s=0.2)
+    try:
+        await supervisor.start(_specs(tmp_path, "a", flags=("slow",)))
+        assert progress.names("starting").count("a") >= 3
+        assert progress.events[-1][:2] == ("a", "ready")
+        count = len(progress.events)
+        await asyncio.sleep(0.3)
+        assert len(progress.events) == count, "nothing is reported of a process that serves"
+    finally:
+        await supervisor.stop()
 
 
 async def test_starts_records_and_stops_in_reverse_order(tmp_path: Path) -> None:

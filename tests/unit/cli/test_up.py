@@ -142,7 +142,9 @@ def test_model_is_published_deployed_and_named(installation: Installation) -> No
     assert endpoints.model == "my-model"
     assert f"curl -sN {endpoints.http}/v1/completions" in done.stdout
     assert '"model": "my-model"' in done.stdout
-    assert f"base_url='{endpoints.http}/v1', api_key='{endpoints.api_key}'" in done.stdout
+    assert f"Authorization: Bearer {endpoints.api_key}" in done.stdout
+    assert " complete 'def fibonacci(n):' --state-dir " in done.stdout
+    assert " chat --state-dir " in done.stdout
 
 
 def test_what_operators_changed_or_deleted_stays_so(installation: Installation) -> None:

@@ -92,6 +92,16 @@ def test_failed_installation_says_what_to_do(
     assert "next:" in capsys.readouterr().err
 
 
+def test_a_long_installation_reports_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "print('Collecting a'); print('Installing collected packages: a, b', flush=True)"
+    code = f"import sys, time; {lines}; time.sleep(0.5); sys.exit(3)"
+    assert setup_env.run_reporting([sys.executable, "-c", code], every_s=0.1) == 3
+    said = capsys.readouterr().out.splitlines()
+    assert said
+    assert said[-1].startswith("setup:")
+    assert said[-1].endswith("installing 2 packages")
+
+
 def test_missing_disk_space_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     setup_env.check_disk(1)
     with pytest.raises(SystemExit):
