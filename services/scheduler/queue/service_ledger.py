@@ -30,7 +30,7 @@ from services.core.fleet import (
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.scheduler.policy.output_quantile import OutputPolicy, OutputQuantiles
-from services.scheduler.policy.queue.fairness import FairShares, ServiceWeights
+from services.scheduler.policy.queue.fairness import Account, FairShares, ServiceWeights
 from services.scheduler.policy.queue.held_share import HeldShares
 from services.scheduler.policy.queue.length import is_long
 
@@ -218,7 +218,10 @@ class ServiceLedger:
         for number in snapshot.grants_seen:
             if (advance := worker.advances.get(number)) is not None:
                 advance.seen = True
-        counters = [told for use in snapshot.tenants if (told := self._charge(use, snapshot.worker_id))]
+        charged = [(use, self._charge(use, snapshot.worker_id)) for use in snapshot.tenants]
+        for shares in dict.fromkeys(shares for _, (shares, _) in charged):
+            shares.raise_floor()  # the next leader starts its tenants from the floors told here
+        counters = [told for use, found in charged if (told := self._counter(use, *found))]
         for last in snapshot.usage:
             self._left(last, snapshot.worker_id)
         return tuple(counters)
@@ -265,18 +268,21 @@ class ServiceLedger:
             worker.incarnation = incarnation
         return worker
 
-    def _charge(self, use: TenantTokens, worker_id: str) -> TenantCounter | None:
-        """Charge what a worker produced; return the tenant's counter, None without any service."""
-        tenant, digest, priority = use.tenant, use.digest, use.priority
-        shares = (self._pools.get(digest) or self.shares(digest))[priority]
+    def _charge(self, use: TenantTokens, worker_id: str) -> tuple[FairShares, Account | None]:
+        """Charge what a worker produced; return the class and the account there, None without any."""
+        shares = (self._pools.get(use.digest) or self.shares(use.digest))[use.priority]
         cost = self.policy.weights.cost(use.prefill, use.output, cached_tokens=use.cached)
-        account = shares.charge(tenant, cost, worker_id) if cost > 0.0 else shares.find(tenant)
+        return shares, shares.charge(use.tenant, cost, worker_id) if cost > 0.0 else shares.find(use.tenant)
+
+    def _counter(
+        self, use: TenantTokens, shares: FairShares, account: Account | None
+    ) -> TenantCounter | None:
+        """Return what the next leader starts the tenant from, None without any service."""
         if account is None or account.base + account.served <= 0.0:
             return None
-        served, floor = shares.tell(account), shares.floor
-        if served > MAX_COUNTER_TOKENS or floor > MAX_COUNTER_TOKENS:
-            served, floor = min(MAX_COUNTER_TOKENS, served), min(MAX_COUNTER_TOKENS, floor)
-        return TenantCounter(tenant, digest, priority, served, floor)
+        served = min(MAX_COUNTER_TOKENS, shares.tell(account))
+        floor = min(MAX_COUNTER_TOKENS, shares.floor)
+        return TenantCounter(use.tenant, use.digest, use.priority, served, floor)
 
     def _left(self, last: SequenceUsage, worker_id: str) -> None:
         """A sequence is no longer on the worker; what it used was charged with this report or before."""

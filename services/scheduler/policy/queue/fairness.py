@@ -142,8 +142,7 @@ class FairShares:
         self._weigh(account, weight)
         account.waiting += 1
         if account.waiting == 1:
-            self._settle_order()
-            self._raise_floor()
+            self.raise_floor()
             lift = self._lift_to(account) - account.value
             if lift > 0.0:
                 account.base += lift
@@ -156,8 +155,7 @@ class FairShares:
     def leave(self, account: Account) -> None:
         """Count one less that waits."""
         if account.waiting == 1:
-            self._settle_order()
-            self._raise_floor()
+            self.raise_floor()
             self._unlist(account)
             self._last = account
         account.waiting -= 1
@@ -200,8 +198,7 @@ class FairShares:
 
     def advance(self, account: Account, tokens: float, worker_id: str) -> float:
         """Charge the expected cost of a grant ahead; return it in virtual tokens."""
-        self._settle_order()
-        self._raise_floor()
+        self.raise_floor()
         virtual = tokens / (account.weight or 1.0)
         tab = account.tabs.setdefault(worker_id, Tab())
         before = tab.open
@@ -233,6 +230,12 @@ class FairShares:
             account.advanced += tab.open - before
         self._changed(account)
         self._sweep()
+
+    def raise_floor(self) -> None:
+        """Raise the floor to what the first in order was served so far."""
+        self._settle_order()
+        if self._order and not self._awaits:
+            self.floor = max(self.floor, self._order[0][2].settled)
 
     def tell(self, account: Account) -> float:
         """Return what another leader may start the tenant from, besides ``floor``: advances apart. One that
@@ -294,10 +297,6 @@ class FairShares:
         if self._order:
             return max(self.floor, self._order[0][0])
         return self.floor if self._last is None else max(self.floor, self._last.value)
-
-    def _raise_floor(self) -> None:
-        if self._order and not self._awaits:
-            self.floor = max(self.floor, self._order[0][2].settled)
 
     def _weigh(self, account: Account, weight: float) -> None:
         account.weight = min(MAX_WEIGHT, max(MIN_WEIGHT, weight)) if weight > 0.0 else 1.0
