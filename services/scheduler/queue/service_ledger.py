@@ -30,7 +30,7 @@ from services.core.fleet import (
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.scheduler.policy.output_quantile import OutputPolicy, OutputQuantiles
-from services.scheduler.policy.queue.fairness import Account, FairShares, ServiceWeights
+from services.scheduler.policy.queue.fairness import FairShares, ServiceWeights
 from services.scheduler.policy.queue.held_share import HeldShares
 from services.scheduler.policy.queue.length import is_long
 
@@ -218,10 +218,11 @@ class ServiceLedger:
         for number in snapshot.grants_seen:
             if (advance := worker.advances.get(number)) is not None:
                 advance.seen = True
-        charged = [(use, self._charge(use, snapshot.worker_id)) for use in snapshot.tenants]
-        for shares in dict.fromkeys(shares for _, (shares, _) in charged):
-            shares.raise_floor()  # the next leader starts its tenants from the floors told here
-        counters = [told for use, found in charged if (told := self._counter(use, *found))]
+        for use in snapshot.tenants:
+            self._charge(use, snapshot.worker_id)
+        for digest, priority in dict.fromkeys((use.digest, use.priority) for use in snapshot.tenants):
+            self.shares(digest)[priority].raise_floor()  # the next leader starts its tenants from it
+        counters = [told for use in snapshot.tenants if (told := self._counter(use))]
         for last in snapshot.usage:
             self._left(last, snapshot.worker_id)
         return tuple(counters)
@@ -268,16 +269,15 @@ class ServiceLedger:
             worker.incarnation = incarnation
         return worker
 
-    def _charge(self, use: TenantTokens, worker_id: str) -> tuple[FairShares, Account | None]:
-        """Charge what a worker produced; return the class and the account there, None without any."""
-        shares = (self._pools.get(use.digest) or self.shares(use.digest))[use.priority]
+    def _charge(self, use: TenantTokens, worker_id: str) -> None:
         cost = self.policy.weights.cost(use.prefill, use.output, cached_tokens=use.cached)
-        return shares, shares.charge(use.tenant, cost, worker_id) if cost > 0.0 else shares.find(use.tenant)
+        if cost > 0.0:
+            self.shares(use.digest)[use.priority].charge(use.tenant, cost, worker_id)
 
-    def _counter(
-        self, use: TenantTokens, shares: FairShares, account: Account | None
-    ) -> TenantCounter | None:
+    def _counter(self, use: TenantTokens) -> TenantCounter | None:
         """Return what the next leader starts the tenant from, None without any service."""
+        shares = self.shares(use.digest)[use.priority]
+        account = shares.find(use.tenant)
         if account is None or account.base + account.served <= 0.0:
             return None
         served = min(MAX_COUNTER_TOKENS, shares.tell(account))

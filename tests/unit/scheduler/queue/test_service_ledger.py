@@ -13,7 +13,6 @@ from services.core.fleet import MAX_COUNTER_TOKENS, ReportSnapshot, SequenceUsag
 from services.core.generation import Grant
 from services.core.records import Priority
 from services.scheduler.policy.output_quantile import OutputPolicy
-from services.scheduler.policy.queue.fairness import Account, FairShares
 from services.scheduler.queue import service_ledger
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from tests.unit.scheduler.model import DIGEST, place_spec
@@ -242,10 +241,8 @@ class RestoresOnTop(ServiceLedger):
 
 
 class ReportsAnOldFloor(ServiceLedger):
-    def _counter(
-        self, use: TenantTokens, shares: FairShares, account: Account | None
-    ) -> TenantCounter | None:
-        found = super()._counter(use, shares, account)
+    def _counter(self, use: TenantTokens) -> TenantCounter | None:
+        found = super()._counter(use)
         return None if found is None else structs.replace(found, floor_tokens=0.0)
 
 
