@@ -25,7 +25,7 @@ from services.runtime import connections
 log = structlog.get_logger()
 
 # Of a port; the process may have descriptors for less. grpc keeps some memory of its peak of connections.
-MAX_CONNECTIONS: Final = 4096
+MAX_CONNECTIONS: Final = 2048
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
 MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # with those that were not there at the last look
