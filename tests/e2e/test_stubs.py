@@ -57,7 +57,8 @@ async def test_32_streams_at_once_equal_each_alone(stack: Stack) -> None:
 async def test_the_stage_clock_sums_to_the_latency(stack: Stack) -> None:
     """The best of some requests counts: on a busy machine the client's own delays are part of its latency."""
     stages = [name for name in StageClock.__dataclass_fields__ if name != "received_unix_us"]
-    covered, prefills_us = [], []
+    covered: list[float] = []
+    prefills_us = []
     async with stack.inference() as stub:
         loop = asyncio.get_running_loop()
         while len(covered) < 3 or (max(covered) < 0.9 and len(covered) < 20):
