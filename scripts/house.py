@@ -27,18 +27,9 @@ DIALECT: Final = re.compile(
     r"|talks?|asks|asked|asking|whom|whoever|nobody|somebody|g(?:ives?|ave|iving) way|lets? go|news)\b",
     re.IGNORECASE,
 )
-# A class or message with two of these, one of the first four included, carries a request towards the model.
-CARRIED: Final = frozenset({"prompt_ids", "sampling", "max_output_tokens", "max_tokens"})
-REQUEST_FIELDS: Final = CARRIED | {
-    "prompt",
-    "prompt_tokens",
-    "min_output_tokens",
-    "min_tokens",
-    "temperature",
-    "seed",
-    "stop",
-    "ignore_eos",
-}
+# A shape of a request names a request, a sequence or a model, and says how it is sampled or how long it is.
+NAMED: Final = frozenset({"request_id", "handle", "model"})
+CARRIED: Final = frozenset({"sampling", "limits", "max_output_tokens", "max_tokens"})
 _MESSAGE: Final = re.compile(r"^message (\w+) \{(.*?)^\}", re.MULTILINE | re.DOTALL)
 
 
@@ -104,8 +95,8 @@ def request_shapes(sources: Mapping[str, str], protos: Iterable[str]) -> list[st
 
 
 def _is_request(fields: Iterable[str]) -> bool:
-    found = REQUEST_FIELDS.intersection(fields)
-    return len(found) >= 2 and bool(found & CARRIED)
+    found = set(fields)
+    return bool(found & NAMED) and bool(found & CARRIED)
 
 
 def _fields(node: ast.ClassDef) -> Iterator[str]:

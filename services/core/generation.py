@@ -54,8 +54,22 @@ class Principal:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Resolved sampling: every default applied, the seed drawn. See Sampling in common.proto."""
+class Prompt:
+    """A tokenised prompt, as placement, worker and engine receive it."""
+
+    ids: Sequence[int]
+    # The chain of ``core.prefix`` over the prompt's whole prefix blocks, from ``prefix_root`` on.
+    prefix_hashes: tuple[int, ...] = ()
+    prefix_root: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 switch a filter off.
+    ``logprobs`` is None for none, else how many alternatives (0: only the sampled token's own).
+    """
 
     seed: int
     temperature: float = 1.0
@@ -66,32 +80,34 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLimits:
+    """Where an output may end: from ``min_tokens`` on, at a stop string or token, and at ``max_tokens``."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
-    """A generation that passed the validator: version pinned, prompt tokenised, limits applied.
-
-    ``prefix_hashes`` is the chain of ``core.prefix`` over the prompt, from ``prefix_root`` on.
-    """
+    """A generation that passed the validator: version pinned, prompt tokenised, limits applied."""
 
     request_id: str
     model: str
     version_digest: str
     route_revision: int
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    max_output_tokens: int
-    min_output_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    prompt: Prompt
+    sampling: Sampling
+    limits: OutputLimits
     choices: int = 1
-    logprobs: int | None = None
     priority: Priority = Priority.STANDARD
-    ignore_eos: bool = False
     session_key: str = ""
-    prefix_hashes: tuple[int, ...] = ()
-    prefix_root: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +197,7 @@ class StartSpec:
     @property
     def prefill_tokens(self) -> int:
         """Tokens whose KV the worker needs before it makes the next one."""
-        return len(self.generation.prompt_ids) + len(self.produced_ids)
+        return len(self.generation.prompt.ids) + len(self.produced_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from services.core.generation import OutputLimits, Prompt, Sampling
+
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 LENGTH_PREFIX: Final = struct.Struct(">I")
 
@@ -24,30 +26,6 @@ FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of everything that travels on the socket."""
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How one sequence is sampled. The draw at an output position is keyed by (seed, choice, position).
-
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 switch a filter off.
-    ``logprobs`` is None for none, else how many alternatives (0: only the sampled token's own).
-    """
-
-    seed: int
-    choice: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    logprobs: int | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,19 +84,18 @@ class Submit(Message, frozen=True):
 
     The sequence is not scheduled past output offset ``credit_limit`` until a ``Credit`` raises it.
     A lower ``priority`` is admitted first; equal ones in the order of arrival. ``request_id`` is for the log.
-    ``prefix_hashes`` name the prompt's leading prefix blocks in a cache, by the chain of ``core.prefix``
-    from ``prefix_root`` on.
+    The draw at an output position is keyed by (seed, choice, position). The engine ignores stop strings.
     """
 
     handle: int
-    prompt_ids: Sequence[int]
+    prompt: Prompt
     sampling: Sampling
+    limits: OutputLimits
     credit_limit: int
+    choice: int = 0
     produced_ids: Sequence[int] = ()
     priority: int = 0
     request_id: str = ""
-    prefix_hashes: list[int] = []
-    prefix_root: int = 0
 
 
 class Credit(Message, frozen=True):

@@ -304,7 +304,7 @@ class SimEngine:
             length = tokens.length
             attended += length
             left = tokens.end - length - 1
-            if sequence.pause_at < tokens.prompt_tokens + sequence.sampling.max_tokens:
+            if sequence.pause_at < tokens.prompt_tokens + sequence.limits.max_tokens:
                 # Its reader gives credit as it reads: what is told late is to leave it time for that.
                 left = min(left, (sequence.pause_at - length) // 2)
             else:

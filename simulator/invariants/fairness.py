@@ -177,7 +177,7 @@ class Fairness(GrantListener):
             tenant = self._classes[generation.priority].tenants[spec.tenant_id]
             flight = self._flights[request] = _Flight(tenant, spec.prefill_tokens, 0.0, 0.0)
         flight.produced = len(spec.produced_ids)
-        most = min(said_tokens(generation.sampling.seed), generation.max_output_tokens)
+        most = min(said_tokens(generation.sampling.seed), generation.limits.max_tokens)
         self._set_cost(flight, _WEIGHTS.cost(spec.prefill_tokens, most - flight.produced))
 
     def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:

@@ -41,12 +41,11 @@ from services.worker.engine_protocol import (
     Credit,
     EngineConfig,
     Ready,
-    Sampling,
     Stepped,
-    Submit,
     TokenLogprobs,
 )
 from services.worker.policy.speculation import SpeculationPolicy
+from tests.support.submits import make_submit
 
 # Where there is a compiler ours have to be there: they would be left out of the comparison otherwise.
 OWN_OPERATORS: Final = "native" if any(map(shutil.which, COMPILERS)) else "auto"
@@ -374,14 +373,15 @@ class Run:
         produced = self.outcome.tokens.setdefault(number, [])
         self._numbers[handle] = number
         self._engine.apply(
-            Submit(
+            make_submit(
                 handle,
                 arrival.prompt,
-                Sampling(max_tokens=arrival.output_tokens, **options),
-                credit_limit=len(produced) + arrival.credit if arrival.credit else UNLIMITED,
-                produced_ids=list(produced),
-                prefix_hashes=list(prefix_chain(ROOT, arrival.prompt)),
+                len(produced) + arrival.credit if arrival.credit else UNLIMITED,
+                list(produced),
+                max_tokens=arrival.output_tokens,
+                prefix_hashes=prefix_chain(ROOT, arrival.prompt),
                 prefix_root=ROOT,
+                **options,
             )
         )
 

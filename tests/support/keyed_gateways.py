@@ -22,9 +22,11 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
+    OutputLimits,
     PlaceSpec,
     Principal,
-    SamplingParams,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -103,13 +105,13 @@ class Validator:
             model=generation.model,
             version_digest=digest,
             route_revision=1 if pinned is None else pinned.route_revision,
-            prompt_ids=list(range(len(generation.prompt))),
-            sampling=SamplingParams(
-                asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63)
+            prompt=Prompt(list(range(len(generation.prompt)))),
+            sampling=Sampling(
+                asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63),
+                logprobs=generation.logprobs if generation.HasField("logprobs") else None,
             ),
-            max_output_tokens=generation.max_output_tokens or 8,
+            limits=OutputLimits(generation.max_output_tokens or 8),
             choices=max(1, generation.choices),
-            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
         )
 
 
@@ -163,7 +165,7 @@ class Running:
         position = len(self.spec.produced_ids)
         chars = sum(len(f"{each} ") for each in self.spec.produced_ids)
         assert chars == self.spec.delivered_chars, "a resume that would repeat or lose text"
-        while self.live and position < generation.max_output_tokens:
+        while self.live and position < generation.limits.max_tokens:
             await asyncio.sleep(self.fleet.step_s)
             if self.credits <= 0 or self._held(position):
                 continue
@@ -182,7 +184,7 @@ class Running:
         self.credits -= 1
         self.fleet.engine_tokens += 1
         top = TokenLogprobs(-0.5, (found,), (-0.5,), (f"{found} ",), f"{found} ")
-        logprobs = (top,) if self.spec.generation.logprobs is not None else ()
+        logprobs = (top,) if self.spec.generation.sampling.logprobs is not None else ()
         self.sink.on_tokens(position, [found], f"{found} ", logprobs)
 
 

@@ -121,7 +121,7 @@ def _take_request(outgoing: Outgoing) -> worker_pb2.ExecuteRequest:
     room = MAX_MESSAGE_TOKENS
     for handle in list(outgoing.starts):
         spec = outgoing.starts[handle]
-        room -= len(spec.generation.prompt_ids) + len(spec.produced_ids)
+        room -= len(spec.generation.prompt.ids) + len(spec.produced_ids)
         if room < 0 and request.starts:
             break
         del outgoing.starts[handle]

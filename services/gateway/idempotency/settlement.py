@@ -60,8 +60,8 @@ def pin_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: fl
         version_digest=spec.version_digest,
         route_revision=spec.route_revision,
         seed=spec.sampling.seed,
-        prompt_tokens=len(spec.prompt_ids),
-        max_output_tokens=spec.max_output_tokens,
+        prompt_tokens=len(spec.prompt.ids),
+        max_output_tokens=spec.limits.max_tokens,
         received_unix_us=int(unix_s * 1e6),
         degraded=degraded_in(degradations),
     )

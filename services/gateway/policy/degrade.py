@@ -51,7 +51,7 @@ def smaller_model(
     """
     if pressure_ratio < levels.smaller_from_ratio:
         return None
-    if by_ids or spec.stop_token_ids or spec.sampling.logit_bias:  # they name tokens of one vocabulary
+    if by_ids or spec.limits.stop_token_ids or spec.sampling.logit_bias:  # they name tokens of one vocabulary
         return None
     found = policy.smaller_models.get(spec.model)
     return found if found != spec.model else None
@@ -66,8 +66,8 @@ def output_cap(
     """
     if pressure_ratio < levels.cap_from_ratio or not policy.max_output_tokens:
         return None
-    cap = max(policy.max_output_tokens, spec.min_output_tokens, 1)
-    return cap if cap < spec.max_output_tokens else None
+    cap = max(policy.max_output_tokens, spec.limits.min_tokens, 1)
+    return cap if cap < spec.limits.max_tokens else None
 
 
 def header_value(degradations: Sequence[Degradation]) -> str:

@@ -141,9 +141,9 @@ class Admission:
                 spec = instead
         cap = output_cap(spec, tenant.degrade, pressure_ratio, levels)
         if cap is not None:
-            asked = str(spec.max_output_tokens)
+            asked = str(spec.limits.max_tokens)
             found.append(Degradation(DegradationKind.OUTPUT_CAPPED, asked, str(cap), pressure_ratio))
-            spec = replace(spec, max_output_tokens=cap)
+            spec = replace(spec, limits=replace(spec.limits, max_tokens=cap))
         return spec, tuple(found)
 
     async def _by_model(

@@ -225,13 +225,13 @@ class SequenceRun:
             model=spec.model,
             version_digest=spec.version_digest,
             route_revision=spec.route_revision,
-            prompt_tokens=len(spec.prompt_ids) + len(self._produced),
-            max_output_tokens=spec.max_output_tokens - len(self._produced),
+            prompt_tokens=len(spec.prompt.ids) + len(self._produced),
+            max_output_tokens=spec.limits.max_tokens - len(self._produced),
             arrival_unix_us=context.arrival_unix_us,
             queue_ttl_s=self._patience_s(),
             ticket=context.ticket,
             traceparent=self.timer.traceparent,
-            prefix_hashes=spec.prefix_hashes[: context.placed_prefix_blocks],
+            prefix_hashes=spec.prompt.prefix_hashes[: context.placed_prefix_blocks],
             deadline_left_s=None
             if context.deadline_s is None
             else max(0.001, context.deadline_s - context.clock.monotonic_s()),

@@ -147,7 +147,7 @@ class Request:
     async def _run_admitted(self, admit: Admit) -> Finished:
         admitted = await admit(self._timer)
         self.reservation = admitted.reservation
-        self._prompt_tokens = len(admitted.spec.prompt_ids)
+        self._prompt_tokens = len(admitted.spec.prompt.ids)
         self.telemetry.accepted(admitted.context.tenant_id, admitted.spec.model)
         try:
             results = await self._run_choices(admitted)
@@ -178,7 +178,7 @@ class Request:
                 version_digest=spec.version_digest,
                 route_revision=spec.route_revision,
                 seed=spec.sampling.seed,
-                prompt_tokens=len(spec.prompt_ids),
+                prompt_tokens=len(spec.prompt.ids),
                 degradations=admitted.degradations,
             )
         )
@@ -197,7 +197,7 @@ class Request:
 
     def _usage(self, spec: GenerationSpec) -> Usage:
         return Usage(
-            prompt_tokens=len(spec.prompt_ids),
+            prompt_tokens=len(spec.prompt.ids),
             output_tokens=sum(run.output_tokens for run in self._runs),
             cached_tokens=max((run.cached_tokens for run in self._runs), default=0),
         )

@@ -14,7 +14,7 @@ from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
-from services.core.generation import GenerationSpec, Principal, SamplingParams
+from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.text.prefix_names import PrefixNames
@@ -27,13 +27,6 @@ from services.runtime.identity import KeyDirectory
 # A nucleus of no mass is taken as the single most likely token.
 _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
-
-
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    choices: int
-    max_output_tokens: int
-    min_output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +93,23 @@ class Validator:
         model = await self._catalog.text_model(route.version_digest)
         context = self._context(route, model)
         _check_ids(generation, model.vocab_size)
-        prompt_ids = await self._prompt_ids(principal, generation, model)
-        lengths = self._lengths(generation, len(prompt_ids), context)
-        spec = GenerationSpec(
+        ids = await self._prompt_ids(principal, generation, model)
+        limits = self._limits(generation, len(ids), context)
+        prompt = Prompt(ids)
+        if self._prefixes is not None:
+            prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
+        return GenerationSpec(
             request_id=request_id,
             model=route.model,
             version_digest=route.version_digest,
             route_revision=route.route_revision,
-            prompt_ids=prompt_ids,
-            sampling=self._sampling(generation.sampling, model.defaults),
-            max_output_tokens=lengths.max_output_tokens,
-            min_output_tokens=lengths.min_output_tokens,
-            stop=tuple(generation.stop),
-            stop_token_ids=tuple(generation.stop_token_ids),
-            choices=lengths.choices,
-            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+            prompt=prompt,
+            sampling=self._sampling(generation, model.defaults),
+            limits=limits,
+            choices=_choices(generation),
             priority=checked.priority,
-            ignore_eos=generation.ignore_eos,
             session_key=generation.session_key or principal.key_id,
         )
-        return spec if self._prefixes is None else await self._prefixes.named(spec, principal.tenant_id)
 
     def check_count(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
@@ -189,9 +179,8 @@ class Validator:
             raise InvalidInput("the prompt has no tokens", field="prompt")
         return ids
 
-    def _lengths(self, generation: inference_pb2.Generation, prompt_tokens: int, context: int) -> _Lengths:
-        room = context - prompt_tokens
-        choices = generation.choices if generation.HasField("choices") else 1
+    def _limits(self, generation: inference_pb2.Generation, prompt_tokens: int, context: int) -> OutputLimits:
+        room, choices = context - prompt_tokens, _choices(generation)
         if room < 1:
             raise PromptTooLong(
                 f"the prompt has {prompt_tokens} tokens; the context of {context} leaves no room for output",
@@ -227,12 +216,19 @@ class Validator:
                 min_output_tokens=generation.min_output_tokens,
                 max_output_tokens=longest,
             )
-        return _Lengths(choices, longest, generation.min_output_tokens)
+        return OutputLimits(
+            longest,
+            generation.min_output_tokens,
+            tuple(generation.stop),
+            tuple(generation.stop_token_ids),
+            generation.ignore_eos,
+        )
 
-    def _sampling(self, asked: common_pb2.Sampling, defaults: SamplingDefaults) -> SamplingParams:
+    def _sampling(self, generation: inference_pb2.Generation, defaults: SamplingDefaults) -> Sampling:
+        asked = generation.sampling
         top_p = asked.top_p if asked.HasField("top_p") else defaults.top_p
         repetition = asked.HasField("repetition_penalty")
-        return SamplingParams(
+        return Sampling(
             seed=asked.seed if asked.HasField("seed") else self._rng.getrandbits(63),
             temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
             top_p=max(top_p, _LEAST_TOP_P),
@@ -242,7 +238,12 @@ class Validator:
             frequency_penalty=asked.frequency_penalty,
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
+            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
         )
+
+
+def _choices(generation: inference_pb2.Generation) -> int:
+    return generation.choices if generation.HasField("choices") else 1
 
 
 def _input_field(generation: inference_pb2.Generation) -> str:

@@ -130,7 +130,7 @@ class Engine:
             reason = f"{MAX_WAITING} sequences wait already"
         if reason is not None:
             self._live.end_at_once(command.handle, "error", reason)
-        elif len(command.produced_ids) >= command.sampling.max_tokens:
+        elif len(command.produced_ids) >= command.limits.max_tokens:
             self._live.end_at_once(command.handle, "length")  # the earlier run had just made its last token
         else:
             self._arrivals += 1

@@ -166,9 +166,9 @@ class LiveSequences:
     def _pause(self, sequence: SequenceState, token: int) -> None:
         """Finish or stall a sequence whose last token may be its last."""
         produced = sequence.output_tokens
-        if token in sequence.stop_ids and produced > sequence.sampling.min_tokens:
+        if token in sequence.stop_ids and produced > sequence.limits.min_tokens:
             self._finish(sequence, "stop")
-        elif produced >= sequence.sampling.max_tokens:
+        elif produced >= sequence.limits.max_tokens:
             self._finish(sequence, "length")
         elif not sequence.has_credit:
             self._planner.stall(sequence)

@@ -153,7 +153,7 @@ def _log_taken(command: Submit, lines: LineBudget) -> None:
             "sequence.taken",
             request_id=command.request_id,
             handle=command.handle,
-            prompt_tokens=len(command.prompt_ids),
+            prompt_tokens=len(command.prompt.ids),
             produced_tokens=len(command.produced_ids),
         )
 

@@ -72,7 +72,7 @@ class Reservations:
         True if that is not what it was taken to share: the room changed.
         """
         blocks = tokens // PREFIX_BLOCK_TOKENS if self.shared.each_blocks else 0
-        count = min(blocks, len(sequence.spec.generation.prefix_hashes))
+        count = min(blocks, len(sequence.spec.generation.prompt.prefix_hashes))
         if count == sequence.shared_prefixes:
             return False
         self._lose(sequence, count)
@@ -80,7 +80,7 @@ class Reservations:
 
     def share_computed(self, sequence: LiveSequence) -> None:
         """It is prefilled: what it computed and is cached by now is one with what is cached."""
-        if chain := sequence.spec.generation.prefix_hashes:
+        if chain := sequence.spec.generation.prompt.prefix_hashes:
             self._share(sequence, self.shared.reach(chain, sequence.spec.prefill_tokens))
 
     def change_cached(
@@ -93,7 +93,7 @@ class Reservations:
         self.cached.change(added, evicted)
         gone = self.shared.any_of(evicted)
         for sequence in live if gone else ():
-            run = sequence.spec.generation.prefix_hashes[: sequence.shared_prefixes]
+            run = sequence.spec.generation.prompt.prefix_hashes[: sequence.shared_prefixes]
             kept = next((place for place, name in enumerate(run) if name in gone), len(run))
             self._lose(sequence, kept)
         self.shared.forget(evicted)
@@ -102,7 +102,7 @@ class Reservations:
     def check_integrity(self, live: Collection[LiveSequence]) -> None:
         """Raise AssertionError if a reservation leaked."""
         each = self.shared.each_blocks
-        self.shared.check_integrity(s.spec.generation.prefix_hashes[: s.shared_prefixes] for s in live)
+        self.shared.check_integrity(s.spec.generation.prompt.prefix_hashes[: s.shared_prefixes] for s in live)
         own = sum(s.reserved_blocks - s.shared_prefixes * each for s in live)
         assert self.blocks == own + self.shared.blocks, "KV reservation leaked"
         assert all(s.reserved_blocks >= s.shared_prefixes * each for s in live), "it shares more than it has"
@@ -117,7 +117,7 @@ class Reservations:
 
     def _cached_run(self, spec: StartSpec) -> Sequence[int]:
         """Return the leading blocks of the prompt that are cached, the last token's apart."""
-        chain = spec.generation.prefix_hashes
+        chain = spec.generation.prompt.prefix_hashes
         return chain[: self.shared.reach(chain, spec.prefill_tokens - 1)] if chain else ()
 
     def _share(self, sequence: LiveSequence, count: int) -> None:
@@ -125,7 +125,7 @@ class Reservations:
         had = sequence.shared_prefixes
         if count == had:
             return
-        chain, shared = sequence.spec.generation.prefix_hashes, self.shared
+        chain, shared = sequence.spec.generation.prompt.prefix_hashes, self.shared
         held = shared.blocks
         if count > had:
             shared.refer(chain[had:count])

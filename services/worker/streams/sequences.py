@@ -283,7 +283,7 @@ class SequenceTable:
     def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> LiveSequence:
         generation = spec.generation
         text = TextStream(
-            self._vocabulary.open(), stops=generation.stop, min_tokens=generation.min_output_tokens
+            self._vocabulary.open(), stops=generation.limits.stop, min_tokens=generation.limits.min_tokens
         )
         now_s = self._clock.monotonic_s()
         blocks = self.kv.needed_blocks(spec)
@@ -293,7 +293,7 @@ class SequenceTable:
             handle=handle,
             number=self._last_number + 1,
             text=text,
-            prompt_tokens=len(generation.prompt_ids),
+            prompt_tokens=len(generation.prompt.ids),
             tokens=spec.prefill_tokens,
             credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
             reserved_blocks=blocks,
@@ -329,7 +329,7 @@ class SequenceTable:
             self._end(sequence, FinishReason.STOP)
             self._changed()
         else:
-            plain = text.plain and sequence.spec.generation.logprobs is None and bool(self._texts)
+            plain = text.plain and sequence.spec.generation.sampling.logprobs is None and bool(self._texts)
             sequence.fast = plain and sequence.number not in event.finished
 
     def _logprobs(self, token: int, entry: wire.TokenLogprobs) -> TokenLogprobs:

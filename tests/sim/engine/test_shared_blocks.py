@@ -16,7 +16,9 @@ from services.core.generation import (
     FinishReason,
     GenerationSpec,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     StartSpec,
 )
 from services.core.prefix import prefix_chain
@@ -157,11 +159,9 @@ class Rig:
                 model="m",
                 version_digest=DIGEST,
                 route_revision=1,
-                prompt_ids=ids,
-                sampling=SamplingParams(seed=ask.output_tokens),
-                max_output_tokens=ask.output_tokens + 1,
-                prefix_hashes=query.prefix_hashes,
-                prefix_root=99,
+                prompt=Prompt(ids, query.prefix_hashes, 99),
+                sampling=Sampling(seed=ask.output_tokens),
+                limits=OutputLimits(ask.output_tokens + 1),
             )
             spec = StartSpec(
                 generation=generation,

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
 from services.core import errors
-from services.core.generation import GenerationSpec, SamplingParams, TokenLogprobs, Usage
+from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.choice import RunContext
 from services.gateway.requests.request import Admitted, Request
@@ -103,7 +103,9 @@ class Rig:
             if self.refuse is not None:
                 raise self.refuse
             timer.enter(Stage.ADMIT, CLOCK.monotonic_s())
-            spec = GenerationSpec("req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64)
+            spec = GenerationSpec(
+                "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64)
+            )
             context = RunContext(
                 placement=self.placement,
                 workers=self.workers,

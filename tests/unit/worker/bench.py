@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.core.generation import GenerationSpec, Grant, SamplingParams, StartSpec
+from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt, Sampling, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits
@@ -91,12 +91,9 @@ class Bench:
                 model="m",
                 version_digest=DIGEST,
                 route_revision=1,
-                prompt_ids=list(range(prompt)),
-                sampling=SamplingParams(seed=1),
-                max_output_tokens=max_tokens,
-                min_output_tokens=min_tokens,
-                stop=stop,
-                logprobs=logprobs,
+                prompt=Prompt(list(range(prompt))),
+                sampling=Sampling(seed=1, logprobs=logprobs),
+                limits=OutputLimits(max_tokens, min_tokens, stop),
                 priority=Priority.STANDARD,
             ),
             choice=0,

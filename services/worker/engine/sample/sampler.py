@@ -245,8 +245,8 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 def _add_bias(logits: torch.Tensor, rows: SamplingRows) -> None:
     width = logits.shape[1]
     biased = [(row, rows.sequences[row].sampling.logit_bias) for row in rows.asking(BIASED)]
-    where = torch.tensor([row * width + token for row, bias in biased for token in bias])
-    what = torch.tensor([value for _, bias in biased for value in bias.values()], dtype=logits.dtype)
+    where = torch.tensor([row * width + token for row, bias in biased for token, _ in bias])
+    what = torch.tensor([value for _, bias in biased for _, value in bias], dtype=logits.dtype)
     logits.view(-1)[_on(where, logits)] += _on(what, logits)
 
 
@@ -280,7 +280,7 @@ def _mask_stops(logits: torch.Tensor, rows: SamplingRows) -> None:
     where = [
         row * width + token
         for row in rows.asking(MIN_TOKENS)
-        if rows.positions[row] < rows.sequences[row].sampling.min_tokens
+        if rows.positions[row] < rows.sequences[row].limits.min_tokens
         for token in rows.sequences[row].stop_ids
     ]
     if where:

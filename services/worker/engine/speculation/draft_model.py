@@ -9,10 +9,8 @@ of the draft at each of its steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
-
-import msgspec
 
 from services.worker.engine.execute.executor import Batch, Chunk, Runner
 from services.worker.engine.plan.block_manager import BlockPool
@@ -166,7 +164,8 @@ def _shadow(sequence: SequenceState) -> SequenceState:
         handle=sequence.handle,
         tokens=list(sequence.tokens),
         prompt_tokens=sequence.prompt_tokens,
-        sampling=msgspec.structs.replace(sequence.sampling, logprobs=None),
+        sampling=replace(sequence.sampling, logprobs=None),
+        limits=sequence.limits,
         stop_ids=sequence.stop_ids,
         key=sequence.key,
         order=sequence.order,

@@ -14,8 +14,10 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
+    OutputLimits,
     PlaceSpec,
-    SamplingParams,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -163,7 +165,7 @@ class Harness:
         self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
         self.deadline_s: float | None = None
         self.spec = GenerationSpec(
-            "req_1", "m", "sha256:x", 3, [1, 2, 3], SamplingParams(7), 64, choices=choices
+            "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64), choices=choices
         )
         self.request = Request(
             Received(CLOCK.monotonic_s(), 1, "req_1"),
@@ -218,11 +220,11 @@ async def test_a_request_that_ends_well() -> None:
 @pytest.mark.parametrize("placed", [0, 2, 9])
 async def test_the_scheduler_hears_of_a_bounded_part_of_the_prefix_and_the_worker_of_all(placed: int) -> None:
     harness = Harness(emit(1, "gone"), emit(1, ended(2)))
-    harness.spec = replace(harness.spec, prefix_hashes=(7, 8, 9), prefix_root=6)
+    harness.spec = replace(harness.spec, prompt=Prompt([1, 2, 3], (7, 8, 9), 6))
     harness.placed_prefix_blocks = placed
     assert isinstance(await harness.run(), Finished)
     assert [spec.prefix_hashes for spec in harness.placement.asked] == [(7, 8, 9)[:placed]] * 2
-    assert [start.generation.prefix_hashes for start in harness.workers.started] == [(7, 8, 9)] * 2
+    assert [start.generation.prompt.prefix_hashes for start in harness.workers.started] == [(7, 8, 9)] * 2
 
 
 async def test_choices_run_side_by_side() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Executor, Runner, Samples
@@ -18,8 +19,9 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import EngineConfig, Sampling, Submit, TokenLogprobs
+from services.worker.engine_protocol import EngineConfig, Submit, TokenLogprobs
 from tests.support.engine_agent import Agent
+from tests.support.submits import make_submit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -175,7 +177,7 @@ def submit() -> Callable[..., Submit]:
         **sampling: Any,
     ) -> Submit:
         options = {"seed": handle, "temperature": 0.0, "max_tokens": max_tokens} | sampling
-        return Submit(handle, list(prompt), Sampling(**options), credit, list(produced), priority)
+        return make_submit(handle, list(prompt), credit, list(produced), priority=priority, **options)
 
     return make
 
@@ -280,7 +282,10 @@ def drive() -> Callable[..., Outcome]:
                     again = 1_000_000 + outcome.resumes
                     origin[again] = first
                     produced = outcome.tokens[first.handle]
-                    engine.apply(Submit(again, first.prompt_ids, first.sampling, UNLIMITED, list(produced)))
+                    restarted = structs.replace(
+                        first, handle=again, credit_limit=UNLIMITED, produced_ids=list(produced), priority=0
+                    )
+                    engine.apply(restarted)
                 else:
                     outcome.finished[first.handle] = reason
         raise AssertionError("the engine does not come to an end")

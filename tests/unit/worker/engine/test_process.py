@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from services.core.prefix import prefix_chain
 from services.worker.engine.connection import Connection
@@ -28,13 +29,12 @@ from services.worker.engine_protocol import (
     LoadFailed,
     Progress,
     Ready,
-    Sampling,
     Shutdown,
-    Submit,
     TokenLogprobs,
     encode,
 )
 from tests.support.engine_agent import PATIENCE_S, ROOT, Agent
+from tests.support.submits import make_submit
 
 
 def test_a_null_engine_streams_and_shuts_down(start: Any, submit: Any) -> None:
@@ -316,18 +316,28 @@ def test_a_stream_goes_on_in_another_process_to_the_last_bit(
 ) -> None:
     """The other has other threads, blocks, chunks and company; it computes again what the first had."""
     _, folder = save_model("Llama")
-    sampling = Sampling(seed=7, temperature=temperature, logprobs=5, max_tokens=40, ignore_eos=True)
     prompt = [3 + place % 90 for place in range(50)]
+    command = make_submit(
+        1, prompt, 1 << 30, seed=7, temperature=temperature, logprobs=5, max_tokens=40, ignore_eos=True
+    )
     first = start(folder, threads=1, block_size=4, token_budget=16)
     first.ready()
-    first.send(Submit(1, prompt, sampling, 1 << 30))
+    first.send(command)
     tokens, logprobs = _output(first, 1)
     second = start(folder, threads=2, block_size=16, token_budget=96)
     second.ready()
     for handle in range(2, 6):
-        noise = Sampling(seed=handle, temperature=1.2, max_tokens=60, ignore_eos=True)
-        second.send(Submit(handle, [handle] * 9 * handle, noise, 1 << 30))
-    second.send(Submit(1, prompt, sampling, 1 << 30, produced_ids=tokens[:17]))
+        noise = make_submit(
+            handle,
+            [handle] * 9 * handle,
+            1 << 30,
+            seed=handle,
+            temperature=1.2,
+            max_tokens=60,
+            ignore_eos=True,
+        )
+        second.send(noise)
+    second.send(structs.replace(command, produced_ids=tokens[:17]))
     assert _output(second, 1) == (tokens[17:], logprobs[17:])
 
 
