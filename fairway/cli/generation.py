@@ -13,7 +13,7 @@ import typer
 from fairway.cli import completion, targets
 from fairway.cli.calls import client_error
 from fairway.cli.flags import PriorityName, timeout_s
-from fairway.cli.output import err, out, plain
+from fairway.cli.terminal.output import err, out, plain
 from fairway.client import Accepted, Client, ClientOptions, FairwayError, Finished, Options, Priority, Tokens
 from fairway.client.values import Input
 

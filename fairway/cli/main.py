@@ -28,7 +28,7 @@ from fairway.cli.commands.simulate import simulate
 from fairway.cli.commands.status import status
 from fairway.cli.commands.version import show_version
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.output import OutputClosed, err, out, plain, show_error
+from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
 # What typer raises for a wrong use: the base of BadParameter, of a missing argument and an unknown option.

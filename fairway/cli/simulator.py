@@ -12,7 +12,7 @@ from typing import Final
 import typer
 
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.output import err, plain
+from fairway.cli.terminal.output import err, plain
 
 _MARK: Final = "error: "
 _KEPT_LINES: Final = 200

@@ -7,7 +7,7 @@ from typing import Final
 
 from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.words import version_state
+from fairway.cli.terminal.words import version_state
 from fairway.client import AdminClient, DeadlineExceeded, FairwayError, WaitFailed
 from fairway.client.admin.wait import versions_left
 from fairway.v1 import controlplane_pb2 as cp

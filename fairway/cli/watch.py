@@ -15,9 +15,9 @@ from fairway.cli.calls import admin_error
 from fairway.cli.connection import Connection
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format
-from fairway.cli.formats import DOCUMENTS, document_of, write_part
-from fairway.cli.output import err, out, plain
-from fairway.cli.table import Column, line_of, table_of, visible
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
+from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.table import Column, line_of, table_of, visible
 from fairway.client import Changed, Deleted, FairwayError, Snapshot
 from fairway.client.admin.watch import News, OnLost
 

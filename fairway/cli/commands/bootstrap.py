@@ -14,8 +14,8 @@ from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.remote import RemoteAddresses
-from fairway.cli.output import err, out, plain
 from fairway.cli.state import StateDir, read_secret
+from fairway.cli.terminal.output import err, out, plain
 
 AddressOption = Annotated[str, typer.Option(help="host:port")]
 

@@ -32,8 +32,8 @@ from fairway.cli.generation import (
     show_text,
     stream,
 )
-from fairway.cli.output import err, out, plain, show_error
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
+from fairway.cli.terminal.output import err, out, plain, show_error
 from fairway.client import Client, FairwayError, Options
 
 HELP: Final = """\

@@ -31,8 +31,8 @@ from fairway.cli.generation import (
     show_text,
     stream,
 )
-from fairway.cli.output import out, plain
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
+from fairway.cli.terminal.output import out, plain
 from fairway.client import Client, FairwayError, Options
 
 MAX_PROMPT_BYTES: Final = 4 * 1024 * 1024  # the server takes no longer one

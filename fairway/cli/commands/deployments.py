@@ -7,8 +7,6 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
-from fairway.cli.bars import Bars
-from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -21,10 +19,12 @@ from fairway.cli.flags import (
     YesOption,
     pairs,
 )
-from fairway.cli.listing import Resource, add_list, add_show, resource
-from fairway.cli.table import Column
+from fairway.cli.terminal.bars import Bars
+from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.table import Column
+from fairway.cli.terminal.words import age, labels, priority, short_digest
 from fairway.cli.waiting import show_replicas, until_deployed
-from fairway.cli.words import age, labels, priority, short_digest
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Deployments: which versions are kept running.", no_args_is_help=True)

@@ -13,11 +13,11 @@ import typer
 from fairway.cli.calls import admin_error
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, OutputOption, WatchOption, past
-from fairway.cli.formats import DOCUMENTS, document_of, write_document, write_part
-from fairway.cli.output import err, out, plain
-from fairway.cli.table import Column, line_of, show_rows, visible
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document, write_part
+from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.table import Column, line_of, show_rows, visible
+from fairway.cli.terminal.words import kind, moment, word
 from fairway.cli.watch import lost
-from fairway.cli.words import kind, moment, word
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 

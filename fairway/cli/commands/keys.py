@@ -8,7 +8,6 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
-from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -21,11 +20,12 @@ from fairway.cli.flags import (
     pairs,
     span_s,
 )
-from fairway.cli.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.listing import Resource, add_list, add_show, resource
-from fairway.cli.output import err, out, plain
-from fairway.cli.table import Column
-from fairway.cli.words import age, labels, moment, word
+from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.table import Column
+from fairway.cli.terminal.words import age, labels, moment, word
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="API keys of tenants and of operators.", no_args_is_help=True)

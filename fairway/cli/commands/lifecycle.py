@@ -24,9 +24,9 @@ from fairway.cli.fleet.installation import (
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.preflight import check
 from fairway.cli.fleet.progress import LineProgress
-from fairway.cli.output import err, out, plain
 from fairway.cli.state import StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
+from fairway.cli.terminal.output import err, out, plain
 from fairway.log_stream import LogStream
 
 StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]

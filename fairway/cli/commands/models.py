@@ -10,19 +10,19 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
-from fairway.cli.bars import Bars
-from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.durations import show_bytes
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
 from fairway.cli.fleet.publishing import VERB, publish_folder
-from fairway.cli.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.listing import Resource, add_list
-from fairway.cli.output import err, out, plain
-from fairway.cli.table import Column
+from fairway.cli.terminal.bars import Bars
+from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.durations import show_bytes
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.listing import Resource, add_list
+from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.table import Column
+from fairway.cli.terminal.words import moment, short_digest
 from fairway.cli.watch import polled
-from fairway.cli.words import moment, short_digest
 from fairway.client.publish.publish import Published, PublishProgress
 from fairway.v1 import registry_pb2 as rg
 

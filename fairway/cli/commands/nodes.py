@@ -6,15 +6,15 @@ from typing import Final
 
 import typer
 
-from fairway.cli.bars import Bars
-from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.durations import show_bytes
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption, YesOption
-from fairway.cli.listing import Resource, add_list, add_show, resource
-from fairway.cli.table import Column
+from fairway.cli.terminal.bars import Bars
+from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.durations import show_bytes
+from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.table import Column
+from fairway.cli.terminal.words import labels, version_state
 from fairway.cli.waiting import until_drained
-from fairway.cli.words import labels, version_state
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Workers: what they run, and taking them out of service.", no_args_is_help=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.durations import parse_span
 from fairway.cli.simulator import run_simulator
+from fairway.cli.terminal.durations import parse_span
 
 NEXT_STEP: Final = "`fairway simulate --list` shows the scenarios, `fairway simulate --help` the options"
 

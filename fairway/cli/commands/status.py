@@ -16,11 +16,11 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, WatchOption
 from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_answers
 from fairway.cli.fleet.record import FleetRecord
-from fairway.cli.formats import DOCUMENTS, write_document, write_part
-from fairway.cli.output import out, plain
 from fairway.cli.state import StateDir
-from fairway.cli.table import Column, line_of, show_rows, table_of, visible
 from fairway.cli.targets import DEFAULT_STATE_DIR
+from fairway.cli.terminal.formats import DOCUMENTS, write_document, write_part
+from fairway.cli.terminal.output import out, plain
+from fairway.cli.terminal.table import Column, line_of, show_rows, table_of, visible
 
 _POLL_S: Final = 2.0
 

@@ -8,7 +8,6 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.changes import confirm, show_deleted
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -20,9 +19,10 @@ from fairway.cli.flags import (
     YesOption,
     pairs,
 )
-from fairway.cli.listing import Resource, add_list, add_show, resource
-from fairway.cli.table import Column
-from fairway.cli.words import age, labels, limit, priority
+from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.table import Column
+from fairway.cli.terminal.words import age, labels, limit, priority
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Tenants: the unit of quotas and isolation.", no_args_is_help=True)

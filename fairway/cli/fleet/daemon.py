@@ -21,8 +21,8 @@ from fairway.cli.fleet.installation import AlreadyRunning, run_installation
 from fairway.cli.fleet.logs import rotate_log, tail
 from fairway.cli.fleet.options import UpOptions, source_root
 from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
-from fairway.cli.output import err
 from fairway.cli.state import PRIVATE_UMASK, StateDir
+from fairway.cli.terminal.output import err
 from fairway.log_stream import LogStream
 
 

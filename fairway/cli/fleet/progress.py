@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fairway.cli.output import plain
+from fairway.cli.terminal.output import plain
 
 Phase = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
 

@@ -18,9 +18,9 @@ import psutil
 import pytest
 import typer
 
-from fairway.cli.changes import confirm
 from fairway.cli.errors import ExitCode
 from fairway.cli.main import app, main, run
+from fairway.cli.terminal.changes import confirm
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {

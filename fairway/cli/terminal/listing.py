@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, NameArgument, OutputOption, WatchOption
-from fairway.cli.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.table import Column, show_rows
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
 from fairway.client import AdminClient
 from fairway.client.admin.resources import Reading

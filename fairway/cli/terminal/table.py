@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from fairway.cli.output import out, plain, write_rich
+from fairway.cli.terminal.output import out, plain, write_rich
 
 T = TypeVar("T")
 

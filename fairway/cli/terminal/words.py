@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from fairway.cli.durations import show_span
+from fairway.cli.terminal.durations import show_span
 from fairway.v1 import common_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 

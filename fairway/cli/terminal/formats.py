@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from fairway.cli.flags import Format
-from fairway.cli.output import out, plain
+from fairway.cli.terminal.output import out, plain
 
 DOCUMENTS: Final = (Format.JSON, Format.YAML)
 

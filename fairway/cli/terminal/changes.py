@@ -8,8 +8,8 @@ import typer
 
 from fairway.cli.errors import CliError
 from fairway.cli.flags import Format
-from fairway.cli.formats import DOCUMENTS, write_document
-from fairway.cli.output import out, plain
+from fairway.cli.terminal.formats import DOCUMENTS, write_document
+from fairway.cli.terminal.output import out, plain
 
 
 def confirm(question: str, *, yes: bool) -> None:

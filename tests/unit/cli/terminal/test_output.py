@@ -9,10 +9,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from fairway.cli import output
 from fairway.cli.flags import Format
-from fairway.cli.formats import document_of, text_of, write_part
-from fairway.cli.table import Column, line_of, show_rows, table_of, visible
+from fairway.cli.terminal import output
+from fairway.cli.terminal.formats import document_of, text_of, write_part
+from fairway.cli.terminal.table import Column, line_of, show_rows, table_of, visible
 from fairway.v1 import controlplane_pb2 as cp
 
 COLUMNS: tuple[Column[tuple[str, str]], ...] = (

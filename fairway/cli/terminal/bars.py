@@ -10,7 +10,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from fairway.cli.output import err, plain
+from fairway.cli.terminal.output import err, plain
 
 _LINE_S: Final = 2.0
 

@@ -22,7 +22,7 @@ from fairway.cli.commands.queue import COLUMNS as QUEUES
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
 from fairway.cli.commands.tenants import TENANTS
-from fairway.cli.table import Column, table_of, visible
+from fairway.cli.terminal.table import Column, table_of, visible
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import scheduler_pb2 as pb
