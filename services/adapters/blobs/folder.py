@@ -157,7 +157,7 @@ class FolderBlobs:
 
 
 class _Upload:
-    """A locked temporary file that becomes a blob or is removed by ``close``. Used by one thread at a time."""
+    """A locked temporary file that becomes a blob or is removed by ``close``. For one thread at a time."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _Upload:
 
 
 class _Reader:
-    """An open blob, from ``open_verified`` until ``close``. Used by one thread at a time."""
+    """An open blob, from ``open_verified`` until ``close``. For one thread at a time."""
 
     def __init__(self, digest: str, path: Path) -> None:
         self._digest = digest

@@ -180,7 +180,7 @@ class S3Blobs:
                 yield await self._ask(anext(pages), self._quick_s)
 
     async def _ask(self, request: Awaitable[T], timeout_s: float) -> T:
-        """Return the response. Raises StoreUnavailable; errors for a missing or an existing object pass unchanged."""
+        """Return the response. Raises StoreUnavailable, or that an object is missing or already exists."""
         async with _store_errors(timeout_s):
             return await request
 
