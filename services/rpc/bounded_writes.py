@@ -17,8 +17,8 @@ log = structlog.get_logger()
 async def send_headers(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Return once the headers are sent. Called before a write can be cancelled.
 
-    If a cancelled write was still sending the headers, no status can be sent. The client then gets no error
-    until its own deadline.
+    If a cancelled write was still sending the headers, no status can be sent. The client gets no error before
+    its deadline.
     """
     await context.send_initial_metadata(())
 

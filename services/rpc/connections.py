@@ -90,7 +90,7 @@ class Connections:
         self._wanted.set()
 
     async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
-        """Enforce the bounds until cancelled. ``port`` returns the server's port, 0 until it listens."""
+        """Enforce the bounds until cancelled. ``port`` returns the server's port, 0 before it starts."""
         while True:
             await clock.sleep(_PAUSE_S)
             with contextlib.suppress(TimeoutError):
@@ -185,8 +185,7 @@ def crowd_of(idle: Mapping[str, Idle], most: int) -> list[str]:
 def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) -> set[str]:
     """Return the connections to close so that no source has more than ``share``, authenticated or not.
 
-    Those without a call of an authenticated caller are closed first, the oldest first; then the newest
-    others.
+    Those without a call of an authenticated caller are closed first, from the oldest; then the newest others.
     """
     by_source: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(since_s, key=lambda peer: (since_s[peer], peer)):

@@ -27,8 +27,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """``fields``: tags of one message at all depths; 0 for messages that only services send, which are
-    trusted."""
+    """``fields``: tags of one message at all depths; 0 for messages of services, which are trusted."""
 
     max_bytes: int
     fields: int = 0

@@ -39,8 +39,7 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", 4096),
-    # Bit 0 is identity. The size of a decompressed message is unbounded, so no caller may send compressed
-    # ones.
+    # Bit 0 is identity. A decompressed message has no size bound, so compression is off.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # Calls that wait until this process accepts them. None is dropped below the bound.
     ("grpc.server.max_pending_requests", 2048),
@@ -118,8 +117,7 @@ class RpcServer:
         most = min(MAX_CONNECTIONS, descriptor_limit() // 2)
         self._connections = Connections(*shut, max_connections=most)
         strangers = Strangers(self._connections.condemn)
-        # Without grpc's own bound of RPCs: it counts an unauthenticated half-open call before any interceptor
-        # runs.
+        # Without grpc's own bound of RPCs: it counts an unauthenticated call before any interceptor runs.
         self._server = make_server(
             interceptors=(
                 *outermost,

@@ -22,10 +22,9 @@ def make_server(
     options: Sequence[tuple[str, Any]],
     refused: Callable[[str], None],
 ) -> grpc.aio.Server:
-    """Return a server whose methods are registered by generated code.
+    """Return a server that rejects calls of methods that generated code has not registered.
 
-    ``refused`` is called with the peer of each call of an unregistered method, in the task that ends with the
-    call.
+    ``refused`` is called with the peer of each such call, in the task that ends with the call.
     """
     return cast(grpc.aio.Server, _Server(interceptors, options, refused))
 

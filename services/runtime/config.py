@@ -214,8 +214,7 @@ class Settings(BaseModel):
 
     @property
     def advertised(self) -> str:
-        """host:port at which other services reach this one. Raises ConfigError when no other machine could
-        reach it."""
+        """host:port at which other services reach this one. Raises ConfigError when none could."""
         address = self.advertise or self.listen
         if address.endswith(":0"):
             raise ConfigError(

@@ -67,8 +67,7 @@ class ConnectionTable:
     """Decides which connections stay open. Its methods take a connection's transport.
 
     At most ``max_connections`` are open, and at most ``max_per_source`` of one source. At most
-    ``max_strangers`` of them have never presented a credential (default: all), and one source has at most its
-    share of these.
+    ``max_strangers`` have never presented a credential (default: all); one source has its share of these.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class ConnectionTable:
         return True
 
     def update(self, transport: Transport, *, busy: bool, known: bool) -> None:
-        """``busy``: the client waits for this process, so the connection stays. ``known``: it presented a
-        credential."""
+        """``busy``: the client waits for this process, so it stays. ``known``: it presented a credential."""
         source = self._source_of.get(transport)
         if source is not None:
             self._all.place(transport, busy=busy, known=known)

@@ -33,8 +33,7 @@ class KeyDirectory:
     def authenticate(self, credentials: str | None) -> Principal:
         """Return the owner of the key in an ``authorization`` header, or of the bare key.
 
-        Raises Unauthenticated. Its text describes the expected credential, and contains nothing sent or
-        stored.
+        Raises Unauthenticated. Its text describes the expected credential and nothing sent or stored.
         """
         name, secret = _split(credentials)
         held = self._keys.view.get(KEYS + name)
@@ -63,8 +62,8 @@ class KeyDirectory:
     def require_current(self, principal: Principal) -> None:
         """Return if the key with which a stream was opened is still valid.
 
-        Raises Unauthenticated when it was deleted or expired meanwhile, or when the grace period of a rotated
-        secret ended.
+        Raises Unauthenticated when it was deleted or expired, or when the grace period of a rotated secret
+        ended.
         """
         held = self._keys.view.get(KEYS + principal.key_id)
         key = held.record if held is not None else None

@@ -1,8 +1,7 @@
 """Idempotent writes by request id: a repetition within ten minutes gets the answer of the first.
 
-A write with a request id adds a marker under a lease, in the same revision. The marker contains the answer.
-So a repetition gets the first answer, whatever happened to the resource since. The marker's revision is that
-of the write.
+A write with a request id adds a marker under a lease. The marker contains the answer. So a repetition gets
+the first answer, whatever happened to the resource since. Marker and write have one revision.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``noun`` separates the ids of kinds. ``fingerprint`` detects an id that is reused for another request."""
+    """``noun`` separates the ids of kinds. ``fingerprint`` detects a reused id."""
 
     noun: str
     request_id: str
@@ -52,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``record``: the stored record, unchanged; empty for a deletion. ``create_revision`` 0: of this write."""
+    """``record``: as stored; empty for a deletion. ``create_revision`` 0: of this write."""
 
     record: bytes = b""
     create_revision: int = 0

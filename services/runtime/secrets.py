@@ -88,8 +88,8 @@ def issue_ticket(key: bytes, ticket: Ticket) -> bytes:
 
 def check_ticket(key: bytes, signed: bytes, now_unix_s: float) -> Ticket:
     """Return the ticket. Raises PermissionDenied for another key or a changed byte. Raises TicketExpired when
-    it expired more than ``TICKET_LEEWAY_S`` ago: that is no fault of the client, and another gateway may
-    succeed."""
+    it expired more than ``TICKET_LEEWAY_S`` ago: the client is not at fault, and another gateway may succeed.
+    """
     try:
         ticket = _tickets.decode(verify_ticket(key, signed))
     except msgspec.DecodeError as exc:

@@ -50,8 +50,8 @@ class Verifier:
         self._hash = hashlib.sha256()
 
     def expect(self, more_bytes: int) -> None:
-        """Raises IntegrityError when that many more bytes exceed the announced size. Called before they are
-        stored."""
+        """Raises IntegrityError if that many more bytes exceed the announced size. Call it before storing
+        them."""
         self._received_bytes += more_bytes
         if self._received_bytes > self._size_bytes:
             raise IntegrityError(

@@ -98,8 +98,8 @@ class FolderBlobs:
         return self._blobs / name[:2] / name
 
     def _is_stored(self, digest: str, size_bytes: int) -> bool:
-        """Return whether the blob is stored. On a different size, either the blob is damaged or the announced
-        size is wrong."""
+        """Return whether the blob is stored. A blob of another size is damaged, or the announced size is
+        wrong."""
         try:
             stored = self._path(digest).stat()
         except FileNotFoundError:

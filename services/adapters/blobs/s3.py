@@ -125,8 +125,8 @@ class S3Blobs:
         return swept
 
     async def _is_stored(self, digest: str, size_bytes: int) -> bool:
-        """Return whether the blob is stored. On a different size, either the blob is damaged or the announced
-        size is wrong."""
+        """Return whether the blob is stored. A blob of another size is damaged, or the announced size is
+        wrong."""
         stored_bytes = await self._size_of(_key(digest))
         if stored_bytes is None or stored_bytes == size_bytes:
             return stored_bytes is not None
@@ -143,8 +143,7 @@ class S3Blobs:
         return False
 
     async def _verified(self, digest: str) -> bytes | None:
-        """Return the blob, or None when it is damaged. Reads it twice, so that a transfer error does not
-        count as damage."""
+        """Return the blob, or None when it is damaged. Reads it twice, to exclude transfer errors."""
         for _ in range(2):
             try:
                 blob = await self._ask(self._bytes_of(_key(digest)), self._bulk_s)
@@ -209,8 +208,7 @@ async def _together(looks: Sequence[Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def _store_errors(timeout_s: float) -> AsyncIterator[None]:
-    """Turn errors of the store and of the network into StoreUnavailable, whose text has no address and no
-    key."""
+    """Turn errors of store and network into StoreUnavailable, whose text has no address and no key."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -62,8 +62,7 @@ def open_bucket(settings: Settings, clock: Clock) -> S3Store:
 
 
 def credentials_of(path: Path, clock: Clock) -> Callable[[], dict[str, Any]]:
-    """Return a function that reads the ``[default]`` section of a credentials file. Raises ConfigError if it
-    is invalid."""
+    """Return a reader of a credentials file's ``[default]`` section. Raises ConfigError for a bad one."""
     _parse(_read(path), path)
 
     def provide() -> dict[str, Any]:

@@ -95,8 +95,7 @@ class EtcdChannel:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC reports a cancellation when the channel is closed during a call. The caller was not
-            # cancelled.
+            # gRPC reports this when the channel is closed during a call. The caller was not cancelled.
             raise StoreUnavailable("the connection to etcd was closed") from None
         except grpc.aio.UsageError as error:
             raise StoreUnavailable("the connection to etcd was closed") from error

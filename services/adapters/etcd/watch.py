@@ -118,8 +118,7 @@ class Batches:
 async def _requests(
     prefix: str, start_revision: int, closed: asyncio.Event, progress_s: float
 ) -> AsyncGenerator[Any, None]:
-    """Yield the create request, then a progress request every ``progress_s``. gRPC's writer task consumes
-    them."""
+    """Yield the create request, then a progress request every ``progress_s``. gRPC's writer consumes them."""
     key, range_end = prefix_range(prefix)
     yield rpc.WatchRequest(
         create_request=rpc.WatchCreateRequest(

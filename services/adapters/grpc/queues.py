@@ -69,8 +69,7 @@ class GrpcQueues:
         )
 
     async def _ask_leader(self, method: Method, request: Message) -> Any:
-        """Return the response. After a leader that is unreachable or no longer leads, its successor is
-        queried."""
+        """Return the response. If the leader is unreachable or no longer leads, queries its successor."""
         deadline_s = self._clock.monotonic_s() + self._timeout_s
         known, error = self._directory.leader, None
         while (left_s := deadline_s - self._clock.monotonic_s()) > 0:

@@ -20,8 +20,7 @@ CHUNK_TIMEOUT_S: Final = 120.0
 
 
 class RegistryClient:
-    """Does not own its channel: the code that opened it closes it. ``token`` is the internal token or an
-    admin key."""
+    """The caller opens and closes the channel. ``token`` is the internal token or an admin key."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._stub = registry_pb2_grpc.RegistryServiceStub(channel)

@@ -1,5 +1,4 @@
-"""Links to the leading scheduler: the interface that placements and reports use, and the loop that
-reconnects."""
+"""Links to the leading scheduler: the interface for placements and reports, and the reconnect loop."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class LeaderLink(Protocol[Heard_co]):
 
 class LeaderLinks(Protocol[Link_co]):
     async def open(self) -> Link_co:
-        """Return a link on which the leader has responded, in bounded time. Raises NoLeader or another
-        FairwayError."""
+        """Return a link whose leader responded, in bounded time. Raises NoLeader or another FairwayError."""
 
     async def wait_leader_change(self, timeout_s: float) -> None:
         """Return when the leader may differ from that of the last ``open``, or after the timeout."""

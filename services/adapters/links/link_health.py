@@ -11,8 +11,7 @@ ANSWER_S: Final = 5.0  # longest time without a response to a start, from a work
 
 
 class LinkHealth:
-    """Judges one stream by its sinks and by the time of its last message. All times are of one monotonic
-    clock."""
+    """Judges one stream by its sinks and the time of its last message. Times are of one monotonic clock."""
 
     def __init__(self, sinks: SinkTable, now_s: float, *, silence_s: float, idle_s: float) -> None:
         """A worker silent for ``silence_s`` is lost; a stream without sequences ends after ``idle_s``."""

@@ -128,8 +128,7 @@ class MuxedPlacement:
         return self._placed_alone
 
     def pressure(self, digest: str) -> float:
-        """Return the load pressure of a version that the leader last reported, 0..1; 0 when the report is
-        old."""
+        """Return the load pressure of a version from the leader's last report, 0..1; 0 if that is old."""
         if self._clock.monotonic_s() - self._pressed_s > _PRESSURE_AGE_S:
             return 0.0
         return self._pressures.get(digest, 0.0)
@@ -255,8 +254,7 @@ class MuxedPlacement:
     # --- inside -----------------------------------------------------------------------------------
 
     async def _outcome(self, pending: _Pending) -> AnyGrant:
-        """Wait for the scheduler's answer. The scheduler enforces the queue time; this is the limit if it
-        does not."""
+        """Wait for the scheduler's answer. The scheduler enforces the queue time; here is a later limit."""
         future = pending.future
         await asyncio.wait((future,), timeout=pending.spec.queue_ttl_s)
         if not future.done() and self._link is not None:
@@ -386,8 +384,7 @@ class MuxedPlacement:
                 pending.future.set_exception(outcome.error)
 
     def _forget_lapsed(self, now_s: float) -> None:
-        """Drop grants that may no longer be used; they need no return. They lapse in the order of their
-        arrival."""
+        """Drop expired grants, which need no return. They lapse in the order of arrival."""
         while self._granted:
             key = next(iter(self._granted))
             if self._granted[key][1] > now_s:

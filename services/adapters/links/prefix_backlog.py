@@ -79,8 +79,7 @@ class PrefixBacklog:
 
 
 def _merged(changes: dict[int, bool], pool: PoolSnapshot) -> dict[int, bool]:
-    """Return the changes with the pool's newer ones at the end. A block in both lists was evicted and added
-    again."""
+    """Return the changes with the pool's newer ones at the end. A block in both lists was added again."""
     for came, names in ((False, pool.prefix_removed), (True, pool.prefix_added)):
         for name in names:
             changes.pop(name, None)

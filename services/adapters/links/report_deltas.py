@@ -9,8 +9,8 @@ the exception: the first report of a stream carries all cached blocks, so earlie
 A report has bounds. What does not fit goes into the next one. Beyond the bounds here, the oldest entries are
 dropped. Dropped usage records are counted in ``usage_dropped``, dropped tokens of tenants in
 ``tokens_dropped``. Dropped prefix changes end the stream (``overflowed``), so that the next one begins with
-the full set. This takes many streams with a leader that answers no report, or tens of thousands of tenants at
-once on one worker.
+the full set. This takes many streams with a leader that answers no report, or tens of thousands of tenants on
+one worker.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ TenantKey = tuple[str, str, Priority]
 @dataclass(slots=True)
 class Deltas:
     """Grants seen of one epoch; tokens (prefill, output, cached) by tenant, version and class; the final
-    usage record of each sequence by request id and choice, the oldest first. ``number`` identifies the tokens
-    and usage."""
+    usage record of each sequence by request id and choice, the oldest first. ``number`` identifies both."""
 
     epoch: int = 0
     number: int = 0
@@ -64,8 +63,7 @@ class Deltas:
         self.usage[key] = word
 
     def add(self, other: Deltas) -> None:
-        """Add the newer deltas of ``other``. Grants of an older epoch are dropped: that leader no longer
-        leads."""
+        """Add the newer deltas of ``other``. Drops grants of an older epoch, whose leader no longer leads."""
         self.add_seen(other)
         for key, tokens in other.tokens.items():
             self.add_tokens(key, *tokens)

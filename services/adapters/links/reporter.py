@@ -123,8 +123,7 @@ class Reporter:
 
     @property
     def leader_heard_s(self) -> float:
-        """Time of the leader's last message, in the clock's monotonic seconds; minus infinity before the
-        first."""
+        """Time of the leader's last message, in the clock's monotonic seconds; ``-inf`` before the first."""
         return self._leader_heard_s
 
     def start(self) -> None:
@@ -220,8 +219,7 @@ class Reporter:
     async def _write(self, link: ReportLink) -> None:
         """The link's only writer: a full report first, then reports on change and at the heartbeat period.
 
-        It closes a link that it cannot write to, and one that lost prefix changes. That ends the reader's
-        wait.
+        It closes a link that fails or that lost prefix changes. That ends the reader's wait.
         """
         try:
             while not self._deltas.overflowed:

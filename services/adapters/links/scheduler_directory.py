@@ -16,8 +16,7 @@ from services.runtime.fleet_state.informer import Informer
 
 @dataclass(frozen=True, slots=True)
 class KnownLeader:
-    """``epoch`` is the key's create_revision. It is a hint: only the epoch that the leader itself sends
-    counts."""
+    """``epoch`` is the key's create_revision. A hint: only the epoch that the leader itself sends counts."""
 
     leader_id: str
     address: str

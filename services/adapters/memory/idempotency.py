@@ -29,17 +29,17 @@ from services.ports.limiter import Reservation
 
 @dataclass(slots=True)
 class _Record:
-    """Times are monotonic seconds. ``state`` is RUNNING, FREE, ENDED or, without its log, EXPIRED."""
+    """Times are monotonic seconds."""
 
-    fingerprint: str
-    owner: str
-    epoch: int
-    state: RecordState
-    lease_s: float
-    expire_s: float
-    body_expire_s: float = 0.0
-    watched_s: float = 0.0
-    chunks: list[bytes] = field(default_factory=list)
+    fingerprint: str  # hash of the request
+    owner: str  # the gateway's run that holds the lease; empty without one
+    epoch: int  # fences earlier owners
+    state: RecordState  # RUNNING, FREE, ENDED or, without its log, EXPIRED
+    lease_s: float  # end of the owner's lease
+    expire_s: float  # the record is deleted
+    body_expire_s: float = 0.0  # the chunks are dropped
+    watched_s: float = 0.0  # a reader follows until then
+    chunks: list[bytes] = field(default_factory=list)  # the log
     expected: int = 0  # number of chunks that the log must have; fewer mean a hole
 
     @property
@@ -155,8 +155,7 @@ class MemoryIdempotency:
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
-        """Append the chunk; return whether the record still has its log. Older bodies are dropped to make
-        room."""
+        """Append the chunk; return whether the record still has its log. Drops older bodies to make room."""
         if record.state is RecordState.EXPIRED:
             return False
         if not chunk:

@@ -150,8 +150,7 @@ class MemoryLimiter:
         return used
 
     def _hold(self, tenant: _Tenant, request_id: str, now_us: int) -> None:
-        """Add the slot or extend its deadline. All leases are equal, so the slots stay in the order of
-        deadlines."""
+        """Add the slot or extend its deadline. Leases are equal, so slots stay in the order of deadlines."""
         tenant.slots.pop(request_id, None)
         tenant.slots[request_id] = now_us + self._lease_us
 

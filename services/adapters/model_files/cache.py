@@ -49,8 +49,7 @@ _OWNED: Final = "the folder of model files is owned by another process: give eac
 
 @dataclass(slots=True)
 class _Kept:
-    """A complete folder. ``use`` orders folders by last use; ``checked``: its chunks were verified in this
-    process."""
+    """A complete folder. ``use`` orders folders by last use; ``checked``: verified in this process."""
 
     size_bytes: int
     use: int
@@ -147,8 +146,7 @@ class ModelFiles:
         return manifest.max_context_tokens
 
     def pin(self, folder: Path) -> None:
-        """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound when it was already
-        evicted."""
+        """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound if evicted."""
         kept = self._kept.get(folder.name)
         if kept is None:
             raise NotFound(f"{folder.name} is not kept here any more")
@@ -259,8 +257,7 @@ class ModelFiles:
                     self._uses += 1
                     self._kept[name] = _Kept(total, self._uses, checked=True)
         except OSError:
-            # On a full disk nothing incomplete stays. After a kill or a lost connection, verified chunks
-            # stay.
+            # On a full disk no partial file stays. After a kill or a lost connection, verified chunks do.
             await in_thread(self._folders.drop_partial, name)
             raise
         finally:

@@ -25,8 +25,7 @@ _Chunk = tuple[Path, ManifestFile, int]
 async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
     """Return whether every chunk below ``root`` has its digest. Raises OSError for an unreadable file.
 
-    Hashing releases the interpreter lock, so several threads share the work. A cancelled caller waits for at
-    most one chunk.
+    Hashing releases the interpreter lock, so threads share the work. A cancelled caller waits for one chunk.
     """
     chunks = [(root / file.path, file, index) for file in files for index in range(len(file.chunks))]
     count = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(chunks)))
@@ -45,8 +44,7 @@ async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
 
 
 def _all_good(chunks: Sequence[_Chunk], stop: threading.Event) -> bool:
-    """Return whether all are good. Returns False early once a chunk of another thread is not, or on
-    cancellation."""
+    """Return whether all are good; False early if another thread found a bad one, or on cancellation."""
     is_good = False
     try:
         is_good = not any(stop.is_set() or not chunk_is_good(*chunk) for chunk in chunks)

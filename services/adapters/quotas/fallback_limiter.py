@@ -52,8 +52,8 @@ class FallbackLimiter:
         """``local`` is always available and marks its reservations, such as ``MemoryLimiter(clock,
         local=True)``.
 
-        ``gateways`` returns the last observed number of gateways. Without a ``spool``, waiting settlements
-        are lost with the process.
+        ``gateways`` returns the last observed number of gateways. Without ``spool``, settlements that wait
+        end with the process.
         """
         self._primary = primary
         self._local = local

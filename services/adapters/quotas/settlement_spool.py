@@ -90,8 +90,7 @@ class SettlementSpool:
         self._write()
 
     def rewrite(self, pending: Iterable[Settlement]) -> None:
-        """Replace the file by these, all that wait, in the background. It stays ``stale`` while a write is
-        running."""
+        """Replace the file by these, all that wait, in the background. It stays ``stale`` during a write."""
         self._stale = self._writing is not None
         if not self._stale and self.size_bytes:
             self._take()

@@ -47,9 +47,8 @@ class Script:
 class RedisScripts:
     """The scripts of one Redis and the lanes that call them. The caller closes it.
 
-    A lane without a response opens a new connection. If that fails too, Redis counts as unavailable: all
-    waiting calls fail, later calls fail at once, and one call per second tries again. Every failure is
-    StoreUnavailable.
+    A lane without a response opens a new connection. If that fails too, Redis counts as unavailable: waiting
+    calls fail, later ones fail at once, and one per second tries again. Every failure is StoreUnavailable.
     """
 
     def __init__(

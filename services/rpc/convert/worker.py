@@ -1,7 +1,6 @@
 """Worker messages to and from domain types.
 
-The two converters of frames are on the token path: columns are copied as whole lists, without an object per
-token.
+The two converters of frames are on the token path: columns are copied as lists, without an object per token.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ _PUBLIC_STREAMS: Final = (
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
-# Limits of RPCs that run at once: of one tenant or operator, and of all. Other services are bounded only by
-# their number.
+# Limits of concurrent RPCs: of one tenant or operator, and of all. Services are bounded by their number.
 MAX_CALLS_OF_CALLER: Final = 4096
 MAX_CALLS: Final = 16_384
 
@@ -56,8 +55,7 @@ def principal() -> Principal:
 
 
 def caller() -> str | None:
-    """Return the key of the caller's limits for the RPC of this task: "" for a service, None without
-    credentials."""
+    """Return the key of the limits for the RPC of this task: "" for a service, None without credentials."""
     return _caller.get()
 
 

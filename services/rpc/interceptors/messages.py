@@ -80,8 +80,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
     def __init__(
         self, limits: Mapping[str, MessageLimits], *, message_within_s: float = MESSAGE_WITHIN_S
     ) -> None:
-        """``limits`` by "/package.Service/Method"; a method without limits is public and takes small
-        messages."""
+        """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones."""
         self._limits = limits
         self._waiting = Waiting(message_within_s)
         self._handlers: dict[str, Any] = {}  # by method, so bounded by their number

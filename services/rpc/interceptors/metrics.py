@@ -46,8 +46,7 @@ class RpcMetrics:
 
 
 class CountRpcs(AroundInterceptor):
-    """``services``: their methods with one response are timed. Streams are not: their clients choose the
-    duration."""
+    """``services``: their methods with one response are timed. Of streams, clients choose the duration."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], instruments: RpcMetrics, clock: Clock) -> None:
         super().__init__()

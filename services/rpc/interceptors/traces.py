@@ -17,8 +17,7 @@ from services.runtime.telemetry.tracing import Tracing, parse_traceparent
 
 
 class TraceRpcs(AroundInterceptor):
-    """``services``: their methods with one response are traced. Streams are not: their clients choose the
-    duration."""
+    """``services``: their methods with one response are traced. Of streams, clients choose the duration."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], tracing: Tracing, clock: Clock) -> None:
         super().__init__()

@@ -173,7 +173,7 @@ class GuardedStore:
         verified = False
         async with aclosing(self._inner.watch(prefix, after_revision - base)) as batches:
             async for batch in batches:
-                # A stream is one connection to one member, so a verified stream stays valid unless all keys
+                # A stream is one connection to one member, so once verified it stays valid unless all keys
                 # are deleted.
                 if not verified or any(isinstance(event, Removed) for event in batch.events):
                     await self.verify()
@@ -196,7 +196,7 @@ class GuardedStore:
         return self._base
 
     async def _unmoved(self, base: int) -> None:
-        """Check that the last read was from the original store with this base. Raises StoreReplaced,
+        """Check that the last read was of the original store and base. Raises StoreReplaced,
         StoreUnavailable."""
         await self.verify()
         if base != self._base:

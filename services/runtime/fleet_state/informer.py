@@ -100,8 +100,7 @@ class Informer(Generic[Record]):
     async def wait_changed(self, after_revision: int, timeout_s: float) -> bool:
         """Return True once the view changed after a revision, False after ``timeout_s``.
 
-        A caller reads ``revision`` and ``view`` together, without an await in between, and passes that
-        revision.
+        A caller reads ``revision`` and ``view`` together, without an await between, and passes that revision.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -182,8 +181,7 @@ class Informer(Generic[Record]):
                 self._on_change(key, record)
 
     def _versioned(self, entry: Entry) -> Versioned[Record] | None:
-        """Return the decoded entry. If it cannot be decoded, return the view's current record of that key, if
-        any."""
+        """Return the decoded entry; if that fails, the view's current record of that key, if any."""
         try:
             record = self._decode(entry)
         except Exception as error:  # an invalid record must not stop the readers

@@ -56,7 +56,7 @@ class Election:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch while this process certainly leads, else None. Reads the clock: read it right before each
+        """The epoch while this process certainly leads, else None. Depends on the time: read it before each
         use."""
         return self._epoch if self._lease.lease_id is not None else None
 

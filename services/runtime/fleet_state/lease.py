@@ -1,5 +1,4 @@
-"""A lease on the store, renewed by keep-alives. Its holder detects the loss before the store can grant it
-again."""
+"""A lease on the store, kept alive. Its holder detects the loss before the store can grant it again."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class LeaseHolder:
     """At most one lease at a time, owned by the task that calls ``acquire``, ``hold`` and ``release``.
 
     The store counts the time to live from the moment it handles a keep-alive. This side counts from before
-    the keep-alive is sent. So ``lease_id`` becomes None no later than the store can grant the lease to
-    another holder.
+    the keep-alive is sent. So ``lease_id`` is None by the time the store can grant the lease to another holder.
     """
 
     def __init__(self, store: Store, clock: Clock, *, ttl_s: int) -> None:
@@ -66,8 +64,7 @@ class LeaseHolder:
             self._deadline_s = 0.0
 
     async def release(self) -> None:
-        """Revoke the lease, if there is one, with its keys. While the store is unavailable, it lapses
-        instead."""
+        """Revoke the lease, if any, with its keys. While the store is unavailable, it lapses instead."""
         lease_id, self._lease_id, self._deadline_s = self._lease_id, None, 0.0
         if lease_id is not None:
             with contextlib.suppress(StoreUnavailable):

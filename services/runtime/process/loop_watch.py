@@ -31,7 +31,7 @@ _MOST_TICK_S: Final = 5 * TICK_S  # more than this means that the whole process 
 
 
 def quiet_for(quiet_s: float, passed_s: float, *, beaten: bool) -> float:
-    """Return for how long the loop has run nothing: ``quiet_s`` until now, and ``passed_s`` more."""
+    """Return for how long the loop has run nothing: ``passed_s`` longer than before, or 0 if it has run."""
     return 0.0 if beaten else quiet_s + min(passed_s, _MOST_TICK_S)
 
 
@@ -86,8 +86,8 @@ class LoopWatch:
     def start(self) -> None:
         """Watch from a thread until ``stop``, which is called before ``run`` is cancelled.
 
-        Only time in which the thread itself ran counts: a process that was stopped, or a machine that slept,
-        is not a stuck loop.
+        Only time in which the thread itself ran counts: a stopped process or a sleeping machine is no stuck
+        loop.
         """
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
 

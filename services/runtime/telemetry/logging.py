@@ -1,4 +1,4 @@
-"""Logging set-up of a process. Events are constants `noun.verb_past`; values are keys; no prompts or outputs."""
+"""Logging set-up. Events are constants `noun.verb_past`; values are keys; no prompts or outputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Metrics of one process: an object that is passed as an argument, read by Prometheus over HTTP.
 
 Only the event loop writes, so a count is an addition without a lock. Code on a hot path gets its cell once
-(``counter.cell("stop")``) and adds to that. Levels are read from their owners at each scrape, and cost
-nothing in between.
+(``counter.cell("stop")``) and adds to that. Levels are read from their owners at each scrape.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MAX_CHILDREN: Final = 20_000
 
 
 class LabelCap:
-    """Bounds a label whose values operators create: the first ``limit`` keep their name, the rest is "other"."""
+    """Bounds a label of values that operators create: after the first ``limit`` all are "other"."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

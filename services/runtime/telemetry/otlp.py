@@ -27,8 +27,7 @@ _EXPORT_TIMEOUT_S: Final = 3.0
 
 
 class DrawnShare(Sampler):
-    """Samples a share of the traces by a random draw. Trace ids and flags are not used: the client chooses
-    them."""
+    """Samples a share of the traces by a random draw. Clients choose ids and flags, so these do not count."""
 
     def __init__(self, ratio: float, rng: Random) -> None:
         self._ratio = ratio

@@ -135,8 +135,7 @@ class TelemetryServer:
 
     async def _metrics(self, accept: str) -> tuple[str, bytes]:
         """Return the content type and the text of the metrics, as of the call or later."""
-        # Parameters of the accept header are ignored: with them a client could make each scrape render its
-        # own text.
+        # Parameters of the accept header are ignored, or a client could make each scrape render its own text.
         encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
         before = self._begun
         async with self._rendering:
