@@ -20,7 +20,7 @@ class LeaseHolder:
     """At most one lease at a time, owned by the task that calls ``acquire``, ``hold`` and ``release``.
 
     The store counts the time to live from the moment it handles a keep-alive. This side counts from before
-    the keep-alive is sent. So ``lease_id`` is None by the time the store can grant the lease to another holder.
+    the keep-alive is sent. So ``lease_id`` is None by the time the store can grant it to another holder.
     """
 
     def __init__(self, store: Store, clock: Clock, *, ttl_s: int) -> None:
