@@ -50,8 +50,7 @@ class Verifier:
         self._hash = hashlib.sha256()
 
     def expect(self, more_bytes: int) -> None:
-        """Raises IntegrityError if that many more bytes exceed the announced size. Call it before storing
-        them."""
+        """Raises IntegrityError if that many more bytes exceed the announced size. Call it before storing."""
         self._received_bytes += more_bytes
         if self._received_bytes > self._size_bytes:
             raise IntegrityError(

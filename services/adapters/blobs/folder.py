@@ -98,8 +98,7 @@ class FolderBlobs:
         return self._blobs / name[:2] / name
 
     def _is_stored(self, digest: str, size_bytes: int) -> bool:
-        """Return whether the blob is stored. A blob of another size is damaged, or the announced size is
-        wrong."""
+        """Return whether the blob is stored. Raises IntegrityError if it is good but has another size."""
         try:
             stored = self._path(digest).stat()
         except FileNotFoundError:

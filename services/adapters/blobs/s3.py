@@ -125,8 +125,7 @@ class S3Blobs:
         return swept
 
     async def _is_stored(self, digest: str, size_bytes: int) -> bool:
-        """Return whether the blob is stored. A blob of another size is damaged, or the announced size is
-        wrong."""
+        """Return whether the blob is stored. Raises IntegrityError if it is good but has another size."""
         stored_bytes = await self._size_of(_key(digest))
         if stored_bytes is None or stored_bytes == size_bytes:
             return stored_bytes is not None

@@ -20,8 +20,7 @@ _STATUS_S: Final = 1.0
 
 
 class GrpcLinks:
-    """The common part of all ``LeaderLinks`` over gRPC: a stream per link, and the channel to the last
-    leader."""
+    """The common part of ``LeaderLinks`` over gRPC: a stream per link, and the channel to the last leader."""
 
     def __init__(self, directory: LeaderDirectory, token: str, *, silence_s: float = SILENCE_S) -> None:
         self._directory = directory

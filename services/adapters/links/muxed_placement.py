@@ -3,8 +3,7 @@
 One task maintains the link. It opens one and sends every pending placement again, with its original arrival
 time and its remaining queue time. It receives outcomes until the link breaks, then reconnects with backoff.
 One writer per link batches requests into few messages. Callers wait on futures. A leader answers each
-placement before its queue time is over. A leader that sends heartbeats but no outcomes counts as
-unresponsive.
+placement by the end of its queue time. A leader that sends heartbeats but no outcomes counts as unresponsive.
 
 A placement ends exactly once for its caller: with a grant, an error, or the caller's cancellation. A grant
 whose caller is no longer waiting is returned to the leader.

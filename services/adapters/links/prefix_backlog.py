@@ -79,7 +79,8 @@ class PrefixBacklog:
 
 
 def _merged(changes: dict[int, bool], pool: PoolSnapshot) -> dict[int, bool]:
-    """Return the changes with the pool's newer ones at the end. A block in both lists was added again."""
+    """Return the changes with the pool's newer ones at the end. A block in both lists was evicted, then
+    added."""
     for came, names in ((False, pool.prefix_removed), (True, pool.prefix_added)):
         for name in names:
             changes.pop(name, None)

@@ -46,7 +46,7 @@ class RpcMetrics:
 
 
 class CountRpcs(AroundInterceptor):
-    """``services``: their methods with one response are timed. Of streams, clients choose the duration."""
+    """``services``: their methods with one response are timed. Clients decide how long streams last."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], instruments: RpcMetrics, clock: Clock) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from services.runtime.telemetry.tracing import Tracing, parse_traceparent
 
 
 class TraceRpcs(AroundInterceptor):
-    """``services``: their methods with one response are traced. Of streams, clients choose the duration."""
+    """``services``: their methods with one response are traced. Clients decide how long streams last."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], tracing: Tracing, clock: Clock) -> None:
         super().__init__()

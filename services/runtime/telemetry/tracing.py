@@ -1,8 +1,8 @@
 """Traces over OTLP: the work of one request by process and duration. They contain no prompts and no outputs.
 
-Off unless an endpoint is set; then a request costs one comparison per stage. The gateway decides once per
-request, by a draw, whether to record it, and every process behind it follows. Spans wait in a bounded queue
-for a thread that sends them: a slow or unavailable collector costs only spans, which are counted.
+Off unless an endpoint is set; then a request costs one comparison per stage. The process that a client calls
+decides by a draw whether to record a request; those behind it follow. Spans wait in a bounded queue for a
+thread that sends them: a slow or unavailable collector costs only spans, which are counted.
 """
 
 from __future__ import annotations
