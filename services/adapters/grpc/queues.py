@@ -1,4 +1,4 @@
-"""Asks the leading scheduler what operators want to know. Implements ``ports.queues.QueueSource``."""
+"""Queries of the leading scheduler for operators. Implements ``ports.queues.QueueSource``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S: Final = 3.0
 
 
 class GrpcQueues:
-    """A channel per call: operators ask seldom, and the leader of now is asked each time."""
+    """Queries the current leader. Opens a channel per call, because operators call rarely."""
 
     def __init__(
         self, directory: LeaderDirectory, internal_token: str, clock: Clock, *, timeout_s: float = TIMEOUT_S
@@ -69,7 +69,7 @@ class GrpcQueues:
         )
 
     async def _ask_leader(self, method: Method, request: Message) -> Any:
-        """Return the answer. A leader that is gone or leads no longer is given up for its successor."""
+        """Return the response. If the leader is unreachable or no longer leads, queries its successor."""
         deadline_s = self._clock.monotonic_s() + self._timeout_s
         known, error = self._directory.leader, None
         while (left_s := deadline_s - self._clock.monotonic_s()) > 0:

@@ -176,7 +176,7 @@ def unix_s(message: Timestamp) -> float:
 
 
 def _duration(seconds: float) -> Duration:
-    """Return the duration, within what operators can make sense of: one worker's numbers spoil no answer."""
+    """Return the duration, clamped so that one worker's bad number does not fail the response."""
     found = Duration()
     found.FromMicroseconds(round(max(0.0, min(seconds, _MAX_DURATION_S)) * 1e6))
     return found

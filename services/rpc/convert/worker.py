@@ -1,6 +1,6 @@
 """Worker messages to and from domain types.
 
-The two converters of frames are on the token path: columns go over as whole lists, no object per token.
+The two converters of frames are on the token path: columns are copied as lists, without an object per token.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
 
 
 def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
-    """Return what to start. Raises InvalidInput for a start without a grant of either kind."""
+    """Return the start. Raises InvalidInput for a start without a grant of either kind."""
     grant = _admission_from_proto(message)
     generation = GenerationSpec(
         request_id=message.request_id,
-        model="",  # the version says it
+        model="",  # implied by the version
         version_digest=grant.version_digest,
         route_revision=message.route_revision,
         prompt=Prompt(list(message.prompt_ids), tuple(message.prefix_hashes), message.prefix_root),
@@ -174,7 +174,7 @@ def sampling_from_proto(message: common_pb2.Sampling, logprobs: int | None = Non
     )
 
 
-# --- what comes back -----------------------------------------------------------------------------
+# --- frames --------------------------------------------------------------------------------------
 
 
 def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
@@ -199,7 +199,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
 
 
 def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
-    """Raises InvalidInput when the columns do not fit each other or a reason is unknown."""
+    """Raises InvalidInput when the columns differ in length or a reason is unknown."""
     tokens = message.tokens
     frame = StepFrame(
         accepted=[accepted.handle for accepted in message.accepted],
