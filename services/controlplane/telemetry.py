@@ -21,9 +21,7 @@ class ReconcilerTelemetry:
     def __init__(
         self, clock: Clock, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True
     ) -> None:
-        """Without ``metrics`` nothing is exported. ``leads``: whether this process's last round is also the
-        fleet's.
-        """
+        """Without ``metrics`` nothing is exported. ``leads`` returns whether this process leads."""
         metrics = metrics if metrics is not None else Metrics()
         self._clock = clock
         self._began_s: float | None = None
@@ -65,8 +63,6 @@ class ReconcilerTelemetry:
         self._unplaced = count
 
     def problem(self) -> str:
-        """Return what prevents the reconciler from serving: a round that does not end. A store outage ends
-        rounds.
-        """
+        """Return the problem of a round that does not end, else empty. A store outage ends rounds."""
         stuck_s = 0.0 if self._began_s is None else self._clock.monotonic_s() - self._began_s
         return f"a round has run for {stuck_s:.0f} s" if stuck_s > STALLED_S else ""

@@ -50,9 +50,7 @@ class ServedModel:
 
 
 class GatewayService:
-    """The entry point of every face; the layers below it are private, so no face can skip quotas or
-    validation.
-    """
+    """The entry point of every face: no face can skip the quotas or the validation."""
 
     def __init__(
         self,

@@ -206,9 +206,7 @@ def _in_zone(hosts: Sequence[Host], zone: str) -> int:
 def _surplus_rank(
     host: Host, version: AssignedVersion, staying: Sequence[Host]
 ) -> tuple[bool, bool, int, int, str]:
-    """The order in which surplus replicas are removed, largest first: not READY, cordoned, crowded zone,
-    loaded.
-    """
+    """Sort key of surplus replicas, removed largest first: not READY, cordoned, crowded zone, loaded."""
     worker = host.worker
     return (
         not host.ready(version),

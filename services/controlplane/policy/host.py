@@ -35,6 +35,7 @@ class Host:
     held: dict[str, AssignedVersion] = field(default_factory=dict)
     # The versions that an update replaces, by deployment.
     before: dict[str, tuple[AssignedVersion, ...]] = field(default_factory=dict)
+    # The causes of the changes.
     reasons: list[str] = field(default_factory=list)
 
     @property

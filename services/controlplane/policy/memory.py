@@ -40,7 +40,10 @@ class MemoryView:
         return 0 if loaded is None else loaded.weight_bytes + loaded.working_bytes + loaded.kv_bytes
 
     def kept_bytes(self, digest: str, rank: int) -> int:
-        """Return what a version retains when one of priority ``rank`` waits: it shrinks for equal priority."""
+        """Return the bytes that a version retains while one of priority ``rank`` waits.
+
+        It releases its spare memory to an equal or higher priority.
+        """
         loaded = self._loaded(digest)
         yields = loaded is not None and self._ranks().get(digest, 0) <= rank
         return self.granted_bytes(digest) - (loaded.spare_bytes if loaded is not None and yields else 0)
@@ -58,7 +61,8 @@ class MemoryView:
     def free_bytes(
         self, *, but: str = "", rank: int = -1, held_from_rank: int = 0, due_from_rank: int = 0
     ) -> int:
-        """Return the bytes left after the granted memory and the outstanding needs of assigned versions.
+        """Return the worker's bytes without the granted memory and the outstanding needs of assigned
+        versions.
 
         ``but`` is left out. For a version of priority ``rank``, others release what they can spare. Grants
         count from priority ``held_from_rank`` on, outstanding needs from ``due_from_rank`` on. A need that no
@@ -80,8 +84,7 @@ class MemoryView:
     def needed_bytes(self, version: AssignedVersion) -> int:
         """Return the version's minimum here, 0 while unknown.
 
-        A version that is being unloaded still needs its present memory: it shrinks only after it was
-        unloaded.
+        A version that is being unloaded still needs its present memory; it can shrink only after that.
         """
         if version.executor == "null":
             return 0

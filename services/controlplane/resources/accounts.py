@@ -215,7 +215,7 @@ class Accounts:
         return stored, text
 
     async def _owner_of(self, key: ApiKey) -> Together:
-        """The condition that ties a key to its tenant: the tenant exists, and its deletion detects the key."""
+        """The condition that ties a key to its tenant: it exists, and its deletion detects the key."""
         if key.role is KeyRole.ADMIN:
             if key.tenant or key.models:
                 raise InvalidInput("an admin key has no tenant and no models", field="key.tenant")

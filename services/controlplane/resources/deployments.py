@@ -30,8 +30,8 @@ log = structlog.get_logger()
 
 
 class Deployments:
-    """Stateless. Only a create or an update of a deployment resolves a tag. A tag that moves affects the next
-    create or update, not a running deployment.
+    """Stateless. Only a create or an update resolves a tag. A tag that moves affects the next create or
+    update, not a running deployment.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -96,9 +96,7 @@ class Deployments:
         return deployment_view(stored, snapshot, unplaced_in(snapshot.fleet))
 
     async def _pinned(self, deployment: Deployment) -> tuple[Deployment, Together]:
-        """Return the deployment with its digest, and the condition that prevents deletion of the version
-        meanwhile.
-        """
+        """Return the deployment with its digest, and the condition that the version still exists."""
         digest = deployment.version
         if not is_digest(digest):
             if not is_tag(digest):

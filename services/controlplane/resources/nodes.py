@@ -76,9 +76,7 @@ class Nodes:
         return await self._change(name, _UNCORDON, etag, request_id)
 
     async def drain(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
-        """Stop new assignments to a node and move its replicas. Returns at once; the view's drain shows the
-        progress.
-        """
+        """Stop new assignments and start moving the replicas away; the view's drain shows the progress."""
         return await self._change(name, _DRAIN, etag, request_id)
 
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:

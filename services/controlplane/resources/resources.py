@@ -31,9 +31,7 @@ R = TypeVar("R", bound=Resource)
 
 @dataclass(frozen=True, slots=True)
 class Stored(Generic[R]):
-    """A record as it is stored. ``sealed`` is the part of a secret that the answer to a repeated request id
-    needs.
-    """
+    """A stored record. ``sealed`` is the part of a secret that a repeated request's answer needs."""
 
     record: R
     create_revision: int
@@ -50,9 +48,7 @@ _ALONE: Final = Together()
 
 
 class Resources(Generic[R]):
-    """The resources of one kind under one prefix. ``noun`` is used in messages. ``with_meta`` puts a Meta
-    into a record.
-    """
+    """One kind under one prefix. ``noun`` is for messages. ``with_meta`` puts a Meta into a record."""
 
     def __init__(
         self, store: Store, clock: Clock, prefix: str, kind: type[R], *, with_meta: Callable[[R, Meta], R]

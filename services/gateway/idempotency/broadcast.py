@@ -18,9 +18,7 @@ class Audience:
     """
 
     def __init__(self, window_tokens: int, left: Callable[[Follower, bool], None]) -> None:
-        """``left`` is called for every follower that is done, with whether it requested the end of the
-        request.
-        """
+        """``left`` is called when a follower is done, with whether it requested the request's end."""
         self.log = RecordLog()
         self.pin: Pin | None = None
         self.whole = True
@@ -68,9 +66,7 @@ class Audience:
                 self._accept(follower)
 
     def put(self, choice: int, piece: Piece) -> None:
-        """Add output and send it to the clients. Fails clients that received a different output from a lost
-        run.
-        """
+        """Add output and send it. Fails clients that received a different output from a lost run."""
         found = self.log.choice(choice)
         try:
             new = found.put(piece)
@@ -102,9 +98,7 @@ class Audience:
             choice.trim(min(places, key=lambda place: place.tokens, default=choice.end))
 
     def taken(self, choice: int) -> int:
-        """Return the token up to which a run may treat its output as taken: all of it while the whole is
-        retained.
-        """
+        """Return the token up to which output counts as taken: its end while the whole is retained."""
         end = self.log.choice(choice).end.tokens
         if self.whole:
             return end

@@ -192,9 +192,7 @@ class KeyedRun:
         return ended
 
     async def _own(self, claim: Owned) -> bool:
-        """Run the request, from where an earlier run ended. Returns whether it is over: not lost to another
-        owner.
-        """
+        """Run the request from where an earlier run ended. Returns False when another owner took over."""
         self.phase = Phase.OWNING
         tenure = self.tenure = Tenure(claim.hold, self._ports, self.audience, self.outgrow)
         resume = await self._reader.load(self._ports.store, self.key, claim.chunks)

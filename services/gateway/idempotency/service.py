@@ -116,9 +116,7 @@ class Idempotent:
         await self._unwritten.write()
 
     def stop(self, error: FairwayError) -> int:
-        """End every run and client here, so that other gateways can continue. Returns how many clients were
-        cut.
-        """
+        """End every run and client here; other gateways can continue. Returns how many clients were cut."""
         cut = len(self._followers)
         for run in list(self._runs.values()):
             run.stop(error)

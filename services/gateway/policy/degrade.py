@@ -21,9 +21,7 @@ class DegradationKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """The requested and the served value: a number of tokens or a model. ``pressure_ratio``: of the requested
-    model.
-    """
+    """The requested and the served value: tokens or a model. ``pressure_ratio``: of the requested model."""
 
     kind: DegradationKind
     original: str

@@ -18,9 +18,7 @@ from services.core.fleet import PoolMember
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """``reserved_tokens``: the prompt and its predicted output; ``worst_case_tokens``: the prompt and the
-    maximum output.
-    """
+    """``reserved_tokens``: prompt and predicted output; ``worst_case_tokens``: prompt and maximum output."""
 
     reserved_tokens: int
     worst_case_tokens: int

@@ -175,9 +175,7 @@ class SequenceRun:
                 await self._context.clock.sleep(again.delay_s)
 
     def credit(self, tokens: int) -> None:
-        """The transport took ``tokens``: the worker may send as many more. Credit is sent in quarters of the
-        window.
-        """
+        """The transport took ``tokens``: the worker earns as much credit, sent in quarters of the window."""
         self._taken += tokens
         window = self._context.window_tokens
         if (self._taken + window - self._limit) * 4 >= window:
@@ -190,8 +188,9 @@ class SequenceRun:
             self._extend()
 
     def _open_to(self) -> int:
-        """The output offset up to which tokens may arrive. A client's window never widens ours: its unread
-        tokens are buffered here.
+        """The output offset up to which tokens may arrive.
+
+        Unread tokens of a wide client window are buffered here, so it never widens this process's own window.
         """
         limit = self._taken + self._context.window_tokens
         return limit if self._allowed is None else min(limit, self._allowed)

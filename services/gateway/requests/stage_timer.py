@@ -75,9 +75,7 @@ class StageTimer:
 
     @property
     def traceparent(self) -> str:
-        """The trace context of the current stage for another process; empty for a request that is not
-        recorded.
-        """
+        """The current stage's trace context for another process; empty for an unrecorded request."""
         return "" if self._trace is None else self._trace.traceparent
 
     def leave(self, now_s: float) -> None:

@@ -56,8 +56,8 @@ class Validator:
         max_fanout_tokens: int = _MAX_FANOUT_TOKENS,
         prefixes: PrefixNames | None = None,
     ) -> None:
-        """``max_fanout_tokens`` bounds the output of all choices of a request together. Without ``prefixes``
-        the specs name no cached prefix.
+        """``max_fanout_tokens`` bounds the output of all choices together. Without ``prefixes`` the specs
+        name no cached prefix.
         """
         self._catalog = catalog
         self._identity = identity

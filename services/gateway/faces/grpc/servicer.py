@@ -33,9 +33,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         heartbeat_s: float,
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
-        """A client that reads nothing from its stream for ``write_timeout_s``, up to twice that, is
-        disconnected.
-        """
+        """A client that reads nothing for ``write_timeout_s``, up to twice that, is disconnected."""
         self._service = service
         self._received = received
         self._heartbeat_s = heartbeat_s

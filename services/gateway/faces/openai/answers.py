@@ -227,9 +227,7 @@ def completion_logprobs(entries: Sequence[TokenLogprobs], offset_chars: int) -> 
 
 
 def _tops(entry: TokenLogprobs) -> dict[str, float]:
-    """By text, as in the dialect: of two tokens with the same text the likelier one stays. Includes the
-    sampled token.
-    """
+    """By text, as in the dialect, with the sampled token. Of equal texts the likelier token stays."""
     found: dict[str, float] = {}
     for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
         found.setdefault(token, _finite(value))

@@ -100,9 +100,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
     ) -> None:
-        """``tokens`` are ``bos_token`` and similar. Raises FailedPrecondition when the template does not
-        compile.
-        """
+        """``tokens`` are ``bos_token`` and similar. Raises FailedPrecondition for an invalid template."""
         if len(source.encode()) > MAX_TEMPLATE_BYTES:
             raise FailedPrecondition(f"the chat template is longer than {MAX_TEMPLATE_BYTES} bytes")
         environment = BudgetedEnvironment({"strftime_now": _strftime(clock)})
