@@ -109,7 +109,7 @@ class Environment:
                 raise
 
     async def watch(self) -> None:
-        """Start the telemetry server and the loop watch, before the role serves. Raises FailedPrecondition."""
+        """Start the telemetry server and the loop watch before the role serves. Raises FailedPrecondition."""
         self.supervisor.spawn("loop watch", self._loop_watch.run())
         self.supervisor.spawn("free memory", return_free_memory(self.clock))
         self._loop_watch.start()

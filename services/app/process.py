@@ -29,9 +29,9 @@ async def _nothing(timeout_s: float) -> None:
 class Role:
     """One role, built and not started.
 
-    ``start`` runs before the server accepts connections, ``open`` after. ``checks`` report what prevents the role from
-    serving; ``named`` reports which of its parts serve, each under its own name. ``drain`` finishes running
-    requests within a time in seconds.
+    ``start`` runs before the server accepts connections, ``open`` after. ``checks`` report what prevents the
+    role from serving; ``named`` reports which of its parts serve, each under its own name. ``drain`` finishes
+    running requests within a time in seconds.
     """
 
     server: RpcServer

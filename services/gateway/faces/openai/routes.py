@@ -126,7 +126,7 @@ def build_app(
 
 
 class OpenAiFace:
-    """The handlers."""
+    """The handlers of the routes."""
 
     def __init__(
         self, service: Generations, clock: Clock, limits: HttpLimits, not_ready: Callable[[], str]

@@ -40,7 +40,7 @@ MAX_FORMAT_CHARS: Final = 16 * 1024 * 1024
 # A name that no template can spell: it contains a blank.
 BUDGET: Final = "fairway budget"
 
-# Filters that only pick, order or count what they are given: its text keeps its origin by itself.
+# Filters that only select, order or count their input: its text keeps its origin without help.
 # fmt: off
 _PICKING_FILTERS: Final = frozenset(
     (
