@@ -234,7 +234,7 @@ class ControlPlaneServicer(NotYetServed):
             events=[convert.event_to_proto(event.name, event.record) for event in page], next_page_token=token
         )
 
-    async def WatchEvents(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
+    async def WatchEvents(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
         wanted = Filter(convert.event_kinds(request.kinds), request.resource)
@@ -248,7 +248,7 @@ class ControlPlaneServicer(NotYetServed):
                     told = [convert.event_to_proto(event.name, event.record) for event in events]
                     await stream.write(pb.WatchEventsResponse(revision=revision, events=told))
 
-    async def WatchResources(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
+    async def WatchResources(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchResourcesRequest, context: Context
     ) -> None:
         """Without kinds, the watch covers every kind that can be watched."""

@@ -188,7 +188,7 @@ class _Quotas:
         try:
             await self._redis.connect()
             await self.records.connect()
-            await self.limiter.renew([])  # charges what an earlier process could not
+            await self.limiter.renew([])  # settles what an earlier process could not
         except StoreUnavailable as error:
             log.warning("gateway.started_without_redis", error=error.message)
 
