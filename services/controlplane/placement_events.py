@@ -1,4 +1,4 @@
-"""What is told of deployments that the planner cannot place: once when it begins, once when it ends."""
+"""Events for deployments that the planner cannot place: one when the shortage begins, one when it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.ports.store import Condition, CreateRevisionIs
 
 UNPLACED: Final = "DEPLOYMENT_UNPLACED"
 PLACED: Final = "DEPLOYMENT_PLACED"
-_BY_ANOTHER: Final = ""  # an earlier leader told it; its reasons are not known
+_BY_ANOTHER: Final = ""  # recorded by an earlier leader; its reasons are not stored
 
 
 class Chronicle(Protocol):
@@ -27,14 +27,14 @@ class Chronicle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What was told in a term: the reasons of each deployment that is short of workers."""
+    """The events recorded in a term: the reasons of each deployment that is short of workers."""
 
     epoch: int
     reasons: Mapping[str, str]
 
 
 class PlacementNews:
-    """Owner of what was told. A new leader goes on where the last one was."""
+    """Owner of the recorded shortages. A new leader continues from the stored events."""
 
     def __init__(self, chronicle: Chronicle) -> None:
         self._chronicle = chronicle
@@ -48,9 +48,9 @@ class PlacementNews:
         *,
         deployments: Collection[str],
     ) -> None:
-        """Tell what changed since the last call; ``deployments`` are those that there are.
+        """Record what changed since the last call; ``deployments`` are the existing ones.
 
-        ``fence`` holds while the term lasts. Raises StoreUnavailable; then the next call tells it.
+        ``fence`` holds while the term lasts. Raises StoreUnavailable; the next call then retries.
         """
         epoch = fence.revision
         if self._told.epoch != epoch:
@@ -66,7 +66,7 @@ class PlacementNews:
 def news_of(
     told: Mapping[str, str], unplaced: Sequence[Unplaced], deployments: Collection[str]
 ) -> tuple[dict[str, str], tuple[Happening, ...]]:
-    """Return the reasons that are known from now on, and what is to be told. Moving figures are no news."""
+    """Return the current reasons, and the events to record. A change of figures alone makes no event."""
     now = {
         one.deployment: f"{one.missing}:"
         + ",".join(sorted({why.partition(":")[0] for _, why in one.rejected}))

@@ -1,4 +1,4 @@
-"""Keeps assignments as the planner wants them, under leadership and fenced by its epoch."""
+"""Applies the planner's assignments, as leader, fenced by its epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RETRY_S: Final = 0.5
 
 
 class Leadership(Protocol):
-    """``runtime.leadership.Election``."""
+    """The leader election: ``runtime.leadership.Election``."""
 
     @property
     def epoch(self) -> int | None: ...
@@ -33,11 +33,12 @@ class Leadership(Protocol):
 
 
 class Reconciler:
-    """Reads the informer's view, writes assignments. Runs in every control plane; acts only while it leads.
+    """Reads the informer's view and writes assignments. Runs in every control plane; acts only while it
+    leads.
 
-    ``informer`` holds everything under the root by ``fleet.decode``, so that a plan sees one revision of
-    it all. ``leader_key`` is the election's key: each write holds only while it is the one of our epoch,
-    so what a deposed leader still had in its hands is refused by the store.
+    ``informer`` contains everything under the root by ``fleet.decode``, so that a plan reads a single
+    revision. ``leader_key`` is the election's key. Each write requires that key at our epoch, so the store
+    rejects the pending writes of a deposed leader.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Reconciler:
         self._news = PlacementNews(chronicle)
 
     async def run(self) -> None:
-        """Reconcile on each change and every ``PERIOD_S``, until cancelled; outlives the store's absence."""
+        """Reconcile on each change and every ``PERIOD_S``, until cancelled; survives a store outage."""
         while True:
             epoch = await self._leadership.wait_leading()
             revision = self._informer.revision
@@ -73,10 +74,10 @@ class Reconciler:
                 self._telemetry.round_ended(STORE_LOST)
                 done = False
             await self._informer.wait_changed(revision, PERIOD_S if done else _RETRY_S)
-            await self._clock.sleep(_SETTLE_S)  # changes come in bursts: one plan for all
+            await self._clock.sleep(_SETTLE_S)  # changes arrive in bursts: one plan for all
 
     async def reconcile(self, epoch: int) -> bool:
-        """Make one pass over the view. Returns whether all was written."""
+        """Make one pass over the view. Returns whether every write succeeded."""
         view, revision = self._informer.view, self._informer.revision
         fleet = fleet_of(held.record for held in view.values())
         actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
@@ -117,5 +118,5 @@ class Reconciler:
         if isinstance(done, Committed):
             log.info("assignment.written", worker=worker_id, reasons=why, epoch=epoch)
             return True
-        log.info("assignment.refused", worker=worker_id, epoch=epoch)  # deposed, or our view is old
+        log.info("assignment.refused", worker=worker_id, epoch=epoch)  # deposed, or the view is old
         return False

@@ -1,4 +1,4 @@
-"""ControlPlaneService on the wire: converts, and leaves every decision to ``service.py``."""
+"""ControlPlaneService on the wire: converts messages; ``service.py`` makes every decision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from services.runtime.ids import request_id_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_UNREAD_S: Final = 30.0  # a watch that is not read for so long ends
+_UNREAD_S: Final = 30.0  # a watch ends when its client reads nothing for this long
 _PER_MESSAGE: Final = 500
 _WATCHED: Final = {
     pb.RESOURCE_KIND_TENANT: (Kind.TENANT,),
@@ -50,9 +50,9 @@ class ControlPlaneServicer(NotYetServed):
         *,
         require_current: Callable[[Principal], None],
     ) -> None:
-        """``store`` is the one of the service: watches and events follow it.
+        """``store`` is the service's own: watches and events follow it.
 
-        ``require_current`` raises once the key of a caller opens nothing any more: a watch ends with it.
+        ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
         self._service = service
         self._store = store
@@ -234,7 +234,7 @@ class ControlPlaneServicer(NotYetServed):
             events=[convert.event_to_proto(event.name, event.record) for event in page], next_page_token=token
         )
 
-    async def WatchEvents(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
+    async def WatchEvents(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
         wanted = Filter(convert.event_kinds(request.kinds), request.resource)
@@ -248,10 +248,10 @@ class ControlPlaneServicer(NotYetServed):
                     told = [convert.event_to_proto(event.name, event.record) for event in events]
                     await stream.write(pb.WatchEventsResponse(revision=revision, events=told))
 
-    async def WatchResources(  # type: ignore[override]  # a coroutine that writes: STYLE.md, 16
+    async def WatchResources(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchResourcesRequest, context: Context
     ) -> None:
-        """No kinds: all that can be watched."""
+        """Without kinds, the watch covers every kind that can be watched."""
         for kind in request.kinds:
             if kind not in _WATCHED:
                 raise InvalidInput(f"{pb.ResourceKind.Name(kind)} cannot be watched", field="kinds")
@@ -265,7 +265,7 @@ class ControlPlaneServicer(NotYetServed):
 
 
 async def _write(stream: BoundedWrites, batch: Changes) -> None:
-    """Write a batch in messages of a bounded size; only the last one says how far it goes."""
+    """Write a batch in messages of bounded size; only the last one carries the revision."""
     chunks = [batch.changes[at : at + _PER_MESSAGE] for at in range(0, len(batch.changes), _PER_MESSAGE)] or [
         ()
     ]

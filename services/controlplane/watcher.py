@@ -1,9 +1,9 @@
-"""Resources as they change: what is there, then every change, with what the fleet makes of each.
+"""The watch of resources: the current state, then every change, with the fleet state of each.
 
-Tenants, keys, versions and tags are told change by change. Deployments and nodes are told with what the fleet
-makes of them: after each batch of the store's changes they are looked at again, and those that differ from
-what was told last are told. Nothing is queued here: a batch is taken from the store once the one before was
-written, so a slow reader holds one batch.
+Tenants, keys, versions and tags are reported change by change. Deployments and nodes are reported with their
+fleet state: after each batch of store changes their views are computed again, and those that differ from the
+last report are reported. Nothing is queued here: the next batch is taken from the store once the previous one
+was written, so a slow reader holds one batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Kind(StrEnum):
 
 View = Stored[Tenant] | Stored[ApiKey] | DeploymentView | NodeView | VersionRecord | Tag
 Name = tuple[Kind, str]
-# What is told of these two is made of several records; under which prefixes a key has their name.
+# Deployments and nodes are built from several records. These are the prefixes whose keys contain their name.
 _COMPOSED: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.DEPLOYMENT: (DEPLOYMENTS,),
     Kind.NODE: (NODES, WORKERS, ASSIGNMENTS),
@@ -64,7 +64,7 @@ _FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``view`` is None for a deletion. Names read ``model/digest`` and ``model/tag`` for those two kinds."""
+    """``view`` is None for a deletion. Names of versions and tags read ``model/digest`` and ``model/tag``."""
 
     kind: Kind
     name: str
@@ -73,7 +73,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """All changes up to ``revision``; resume from it. ``snapshot_end``: all that was there was told."""
+    """All changes up to ``revision``; resume from it. ``snapshot_end``: the initial state is complete."""
 
     revision: int
     changes: tuple[Change, ...]
@@ -83,10 +83,10 @@ class Changes:
 async def watch_resources(
     store: Store, kinds: Collection[Kind], after_revision: int
 ) -> AsyncGenerator[Changes, None]:
-    """Yield the state (unless resuming), then what changed, until closed.
+    """Yield the state (unless resuming), then the changes, until closed.
 
-    An empty ``Changes`` is a sign of life. Raises FailedPrecondition when ``after_revision`` is too far
-    back: begin anew with 0.
+    An empty ``Changes`` is a keepalive. Raises FailedPrecondition when ``after_revision`` is too old: start
+    again with 0.
     """
     follower = Follower(await read_snapshot(store), kinds, after_revision)
     if not after_revision:
@@ -105,7 +105,7 @@ async def watch_resources(
 
 
 class Follower:
-    """What one watch has told. ``revision``: everything up to there was told."""
+    """The position of one watch. ``revision``: everything up to there was reported."""
 
     def __init__(self, snapshot: Snapshot, kinds: Collection[Kind], after_revision: int) -> None:
         self.revision = after_revision
@@ -116,7 +116,7 @@ class Follower:
         self._missed: set[str] = set()
 
     def begin(self) -> Changes:
-        """Return all that is there."""
+        """Return the current state."""
         self._told = composed_views(self._snapshot, self._composed)
         self.revision = self._snapshot.revision
         plain = [
@@ -128,7 +128,7 @@ class Follower:
         return Changes(self.revision, (*plain, *_differences({}, self._told)), snapshot_end=True)
 
     def apply(self, batch: WatchBatch) -> tuple[Change, ...]:
-        """Take a batch over and return what it changed."""
+        """Apply a batch and return the resulting changes."""
         plain = [
             change
             for event in batch.events
@@ -138,9 +138,9 @@ class Follower:
             self.revision = batch.revision
             return tuple(plain)
         keys = self._missed | {_key_of(event) for event in batch.events}
-        if batch.revision < self._snapshot.revision:  # resuming: the snapshot is ahead of the batch
+        if batch.revision < self._snapshot.revision:  # resuming: the snapshot is newer than the batch
             self._missed = keys
-            return tuple(plain)  # its revision waits: what is missed is still to be told
+            return tuple(plain)  # the revision does not advance: missed changes are still to be reported
         self._missed = set()
         self._snapshot = _advanced(self._snapshot, batch.revision, batch.events)
         self.revision = batch.revision
@@ -155,7 +155,7 @@ class Follower:
 
 
 def composed_views(snapshot: Snapshot, kinds: Collection[Kind]) -> dict[Name, View]:
-    """Return every deployment and node as it stands in the snapshot, as far as the kinds ask for them."""
+    """Return every deployment and node in the snapshot, as far as ``kinds`` includes them."""
     found: dict[Name, View] = {}
     unplaced = unplaced_in(snapshot.fleet) if kinds else {}
     if Kind.DEPLOYMENT in kinds:
@@ -177,7 +177,7 @@ def _differences(old: Mapping[Name, View], new: Mapping[Name, View]) -> tuple[Ch
 
 
 def _since(keys: Iterable[str], views: Mapping[Name, View], kinds: Collection[Kind]) -> tuple[Change, ...]:
-    """Return what may have changed when these keys did and nothing was told before: too much, never less."""
+    """Return every possible change of these keys when nothing was reported before: a superset."""
     names: set[Name] = set()
     for key in keys:
         if key.startswith(_FLEET):
@@ -190,7 +190,7 @@ def _since(keys: Iterable[str], views: Mapping[Name, View], kinds: Collection[Ki
 
 
 def _change_of(key: str, entry: Entry | None, kinds: Collection[Kind]) -> Change | None:
-    """Return what an entry, or its deletion, means for the kinds that are told as they are stored."""
+    """Return the change by an entry, or its deletion, for the kinds that are reported as stored."""
     named = _plain_name(key)
     if named is None or named[0] not in kinds:
         return None

@@ -50,7 +50,7 @@ class ServedModel:
 
 
 class GatewayService:
-    """Every face calls this and nothing below it; quotas and validation cannot be walked around."""
+    """The entry point of every face: no face can skip the quotas or the validation."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class GatewayService:
 
     @property
     def buffered_tokens(self) -> int:
-        """Output tokens that came and that no transport has taken."""
+        """Output tokens that arrived and that no transport has taken."""
         return sum(request.buffered_tokens for request in self._requests)
 
     @property
     def draining(self) -> bool:
-        """No new requests are taken."""
+        """Whether new requests are rejected."""
         return self._draining
 
     def submit(
@@ -109,11 +109,11 @@ class GatewayService:
         timeout_s: float | None = None,
         client_window: int | None = None,
     ) -> Handle:
-        """Start a request; its sink hears accepted, tokens and one terminal event.
+        """Start a request; its sink receives accepted, tokens and one terminal event.
 
-        With an idempotency key, it is the request of that key that its sink hears, begun or joined.
-        ``client_window``: how many tokens of each choice the client takes before it allows more; None: it
-        does not say. Raises Draining, ShareExceeded and QueueFull at once.
+        With an idempotency key, the sink follows the request of that key, which is started or joined.
+        ``client_window``: how many tokens of each choice the client takes before it allows more; None: no
+        client window. Raises Draining, ShareExceeded and QueueFull at once.
         """
         refusal = self._not_now(principal.tenant_id)
         if refusal is not None:
@@ -135,7 +135,7 @@ class GatewayService:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, ending with Finished; raise the error that ended it.
 
-        Closing the generator cancels the request and frees everything that it holds.
+        Closing the generator cancels the request and frees all its resources.
         """
         buffer = BufferedStream(self._limits.heartbeat_s)
         return buffer.events(
@@ -156,9 +156,9 @@ class GatewayService:
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
     ) -> tuple[Route, int]:
-        """Return the route and the number of prompt tokens that its model would be given.
+        """Return the route and the number of tokens of the prompt for its model.
 
-        Raises RequestRateExceeded: it counts against a rate of its own, as many a minute as requests.
+        Raises RequestRateExceeded: counting has its own rate, equal to the tenant's requests per minute.
         """
         route, generation = self._validator.check_count(principal, request)
         tenant_id, most = principal.tenant_id, self._limits.max_tenant_counts
@@ -195,7 +195,7 @@ class GatewayService:
     async def renew_forever(self) -> None:
         """Keep the reservations of running requests alive; a task of the process.
 
-        The limiter is called even when nothing runs: it delivers settlements that it had to keep.
+        The limiter is called even when nothing runs: it retries deferred settlements.
         """
         while True:
             await self._ports.clock.sleep(self._limits.renew_s)
@@ -211,14 +211,14 @@ class GatewayService:
                 break
 
     async def flush_forever(self) -> None:
-        """Write the records of requests under keys behind them; a task of the process."""
+        """Write the records of requests with keys behind their runs; a task of the process."""
         if self._keyed is not None:
             await self._keyed.flush_forever()
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no new requests, wait for the running ones, cancel what is left. Returns how many were cut.
+        """Reject new requests, wait for the running ones, cancel the rest. Returns how many were cut.
 
-        What runs under a key is let go of, so that another gateway goes on with it when its client asks.
+        Requests with a key are released, so that another gateway continues them on the client's retry.
         """
         self._draining = True
         deadline_s = self._ports.clock.monotonic_s() + timeout_s
@@ -231,7 +231,7 @@ class GatewayService:
             self._keyed.stop(Draining("this gateway is shutting down; send it again", retry_after_s=1.0))
         while self._busy() and self._ports.clock.monotonic_s() < deadline_s + 5.0:
             await self._ports.clock.sleep(0.01)
-        # What was kept for a store that was away would end with this process.
+        # Writes deferred by a store outage would be lost with this process.
         if self._keyed is not None:
             await self._keyed.write_endings()
         await self._renew()
@@ -247,7 +247,7 @@ class GatewayService:
         sink: RequestSink,
         terms: RunTerms,
     ) -> Handle:
-        """Join the request of the key. Who may not run it may not hear it either."""
+        """Join the request of the key. A caller without permission to run it receives nothing of it."""
         if self._keyed is None:
             raise UnsupportedFeature(
                 "idempotency keys are not offered by this gateway", field="idempotency_key"
@@ -275,9 +275,9 @@ class GatewayService:
         resume: Resume | None,
         record: Record,
     ) -> tuple[Request, asyncio.Task[None]]:
-        """Start a request under a key, or go on with it: its clients have deadlines, it has the server's.
+        """Start or resume a request with a key. Its clients have deadlines; the request has the server's.
 
-        What goes on keeps its terms, those of a first run under pressure too.
+        A resumed request keeps its terms, including those of a first run under pressure.
         """
         if resume is not None:
             pin, now_s = resume.pin, self._ports.clock.monotonic_s()
@@ -329,7 +329,7 @@ class GatewayService:
         return request, task
 
     def _not_now(self, tenant_id: str) -> FairwayError | None:
-        """Why no request of the tenant can be taken, None when one can."""
+        """The reason against a new request of the tenant, None when it can be accepted."""
         if self._draining:
             return Draining("this gateway is shutting down; send it to another", retry_after_s=1.0)
         most = self._limits.max_tenant_requests
@@ -350,7 +350,7 @@ class GatewayService:
         return None
 
     def _timeout_s(self, generation: inference_pb2.Generation, timeout_s: float | None) -> float:
-        """The least of the server's bound, the RPC's deadline and the request's own timeout."""
+        """The minimum of the server's bound, the RPC's deadline and the request's own timeout."""
         found = (
             self._limits.max_timeout_s if timeout_s is None else min(timeout_s, self._limits.max_timeout_s)
         )
@@ -362,7 +362,7 @@ class GatewayService:
 
 
 def _subtract(counts: Counter[str], name: str) -> None:
-    """One less; names that count nothing are forgotten."""
+    """Decrease a count; delete it at zero."""
     counts[name] -= 1
     if counts[name] <= 0:
         del counts[name]

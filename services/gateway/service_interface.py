@@ -1,4 +1,4 @@
-"""What a face needs of the gateway's service. ``GatewayService`` has this shape; so have the tests' fakes."""
+"""The gateway's service as the faces see it. ``GatewayService`` and the tests' fakes have this shape."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Generations(Protocol):
 
 class Identity(Protocol):
     def authenticate(self, credentials: str | None) -> Principal:
-        """Return who holds the key in an authorization header. Raises Unauthenticated."""
+        """Return the principal of an authorization header's key. Raises Unauthenticated."""
 
 
 class IdSource(Protocol):

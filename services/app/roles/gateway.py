@@ -1,4 +1,4 @@
-"""The gateway: both faces over one service."""
+"""The gateway: the gRPC and HTTP faces over one service."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _REGISTER_S: Final = 5.0
 
 
 def gateway(environment: Environment) -> Role:
-    """The gateway: both faces over one service."""
+    """The gateway: the gRPC and HTTP faces over one service."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     identity = environment.identity()
     files = open_model_files(environment)
@@ -141,7 +141,7 @@ def _http_observer(metrics: Metrics) -> ObserveExchange:
 
 
 class _Quotas:
-    """The limiter and the records of idempotency keys, on one Redis, and what they need around them."""
+    """The limiter and the idempotency records on one Redis, with their helpers."""
 
     def __init__(self, environment: Environment) -> None:
         settings, clock = environment.settings, environment.clock
@@ -182,18 +182,18 @@ class _Quotas:
         )
 
     async def start(self) -> None:
-        """Return once Redis has the scripts, or is known to be away. Raises FailedPrecondition."""
+        """Return once Redis has the scripts, or is found unavailable. Raises FailedPrecondition."""
         await self.limiter.recover()
         self._supervisor.spawn("settle", self.limiter.settle_forever())
         try:
             await self._redis.connect()
             await self.records.connect()
-            await self.limiter.renew([])  # counts what an earlier process could not
+            await self.limiter.renew([])  # settles what an earlier process could not
         except StoreUnavailable as error:
             log.warning("gateway.started_without_redis", error=error.message)
 
     async def register(self) -> None:
-        """Return once the other gateways count this one, or the store does not take that."""
+        """Return once the other gateways count this one, or the store rejects the registration."""
         self._supervisor.spawn("registration", self._registration.run())
         try:
             await self._registration.wait_registered(_REGISTER_S)
@@ -254,7 +254,7 @@ def _record_limits(settings: Settings) -> RecordLimits:
 
 
 def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
-    """Return the client of whichever scheduler leads, which looks for it already."""
+    """Return the client of the leading scheduler; its search for the leader has started."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     placement = GrpcPlacement(
         open_directory(environment),
@@ -274,7 +274,7 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
         zone=settings.zone,
     )
     environment.closing.push_async_callback(placement.close)
-    placement.start()  # so that it knows the fleet before the first request
+    placement.start()  # receives the fleet before the first request
     return placement
 
 

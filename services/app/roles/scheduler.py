@@ -1,4 +1,4 @@
-"""The scheduler: places for whoever asks while it leads; a standby otherwise."""
+"""The scheduler: places requests while it leads; a standby otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIX_BLOCKS: Final = 262_144  # 35 MB
 
 
 def scheduler(environment: Environment) -> Role:
-    """The scheduler: places for whoever asks while it leads; a standby otherwise."""
+    """The scheduler: places requests while it leads; a standby otherwise."""
     settings = environment.settings
     service = SchedulerService(
         read_secret(settings.ticket_key_file).encode(),
@@ -48,7 +48,7 @@ def scheduler(environment: Environment) -> Role:
     election = open_election(environment, "scheduler", me)
 
     async def open_doors() -> None:
-        # Only now does the address answer, and only then may others be sent to it.
+        # Publish this address only after the server accepts connections on it.
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("scheduler", service.run(election))
 

@@ -1,8 +1,8 @@
-"""What happened, from the difference of two states of the store. Pure.
+"""Fleet events, from the difference of two states of the store. Pure.
 
-A state maps store keys to records. The same two states give the same happenings in the same order, so two
-control planes that see the same revision tell the same. Times, progress and figures that move all the time
-make none.
+A state maps store keys to records. The same two states give the same events in the same order, so two control
+planes that see the same revision record the same events. Times, progress and constantly moving figures make
+no events.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CALM: Final = (VersionState.READY, VersionState.RETIRING, VersionState.DRAINING
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """``reason`` is stable; ``warning``: an operator should look."""
+    """``reason`` is stable; ``warning`` marks events that need an operator's attention."""
 
     kind: EventKind
     resource: str
@@ -63,7 +63,7 @@ class Happening:
 
 
 def kind_of(key: str) -> type[Observed] | None:
-    """Return what is stored under a key, None for what no happening is told of."""
+    """Return the record type stored under a key, None for a key without events."""
     for prefix, kind in _KINDS.items():
         if key.startswith(prefix):
             return kind
@@ -73,7 +73,7 @@ def kind_of(key: str) -> type[Observed] | None:
 
 
 def happenings(before: State, after: State, changed: tuple[str, ...]) -> tuple[Happening, ...]:
-    """Return what the change from ``before`` to ``after`` means; ``changed`` are the keys that differ."""
+    """Return the events of the change from ``before`` to ``after``; ``changed`` are the keys that differ."""
     told: list[Happening] = []
     for key in sorted(changed):
         told += _of_key(key, before.get(key), after.get(key))
@@ -281,7 +281,7 @@ def _node_of(key: str) -> str:
 
 
 def _drained(state: State, name: str) -> bool:
-    """Whether an operator drains the node and it has nothing left."""
+    """Whether an operator drains the node and nothing is left on it."""
     node, worker, assigned = (state.get(prefix + name) for prefix in (NODES, WORKERS, ASSIGNMENTS))
     if not isinstance(node, Node) or not node.draining:
         return False

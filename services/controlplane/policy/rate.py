@@ -1,4 +1,4 @@
-"""How many in a time. Time is an argument."""
+"""A token bucket. Time is an argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Holds at most ``burst`` tokens and gains ``rate_per_s``; begins full."""
+    """Has at most ``burst`` tokens and gains ``rate_per_s``; starts full."""
 
     rate_per_s: float
     burst: int
@@ -15,7 +15,7 @@ class TokenBucket:
     _last_s: float = 0.0
 
     def take(self, wanted: int, now_s: float) -> int:
-        """Return how many of ``wanted`` may be had now, and take them."""
+        """Take up to ``wanted`` tokens and return how many were taken."""
         self._taken = max(0.0, self._taken - max(0.0, now_s - self._last_s) * self.rate_per_s)
         self._last_s = now_s
         given = min(wanted, int(self.burst - self._taken))

@@ -1,4 +1,4 @@
-"""Deployments as operators make and see them."""
+"""Deployments: the operations of operators."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ log = structlog.get_logger()
 
 
 class Deployments:
-    """Stateless. A tag is resolved when a deployment is created or updated, never by itself: a tag that
-    moves changes what the next create or update means, and nothing that runs."""
+    """Stateless. Only a create or an update resolves a tag. A tag that moves affects the next create or
+    update, not a running deployment.
+    """
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
@@ -57,7 +58,7 @@ class Deployments:
         return deployment_view(self._kind.stored(entry), snapshot, unplaced_in(snapshot.fleet))
 
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[DeploymentView, ...], str]:
-        """Return a page with what the fleet makes of each, all as of one revision."""
+        """Return a page with the fleet status of each deployment, all as of one revision."""
         snapshot = await read_snapshot(self._store)
         found = self._kind.by_name(snapshot.under(DEPLOYMENTS))
         page, following = page_of(found, lambda stored: stored.record.meta.name, size=size, token=token)
@@ -65,7 +66,7 @@ class Deployments:
         return tuple(deployment_view(stored, snapshot, unplaced) for stored in page), following
 
     async def update(self, deployment: Deployment, *, etag: str = "", request_id: str = "") -> DeploymentView:
-        """Replace a deployment. A tag is resolved again, so naming it again follows where it moved."""
+        """Replace a deployment. Resolves its tag again, so repeating the tag picks up its new version."""
         request = self._kind.request("update", deployment, request_id, etag=etag)
         stored = await self._kind.replayed(request)
         if stored is None:
@@ -79,7 +80,7 @@ class Deployments:
         return await self._view(stored)
 
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
-        """Remove a deployment; its replicas are taken off their workers."""
+        """Remove a deployment; the planner then removes its replicas from their workers."""
         await self._kind.delete(name, self._kind.request("delete", name, request_id, etag=etag), etag=etag)
         log.info("deployment.deleted", deployment=name)
 
@@ -95,7 +96,7 @@ class Deployments:
         return deployment_view(stored, snapshot, unplaced_in(snapshot.fleet))
 
     async def _pinned(self, deployment: Deployment) -> tuple[Deployment, Together]:
-        """Return the deployment with its digest, and what keeps the version from being deleted meanwhile."""
+        """Return the deployment with its digest, and the condition that the version still exists."""
         digest = deployment.version
         if not is_digest(digest):
             if not is_tag(digest):

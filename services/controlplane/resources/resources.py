@@ -1,7 +1,7 @@
-"""Create, get, list, update and delete of one kind of operator-made resource, once for all kinds.
+"""Create, get, list, update and delete of operator-made resources, one implementation for all kinds.
 
-An etag is the store's mod_revision. Every write is conditional on what was read, so that two operators
-cannot overwrite each other unseen. What a request id promises is in ``runtime/requests.py``.
+An etag is the store's mod_revision. Every write is conditional on what was read, so that no operator
+overwrites another's change unseen. ``runtime/requests.py`` documents request ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R", bound=Resource)
 
 @dataclass(frozen=True, slots=True)
 class Stored(Generic[R]):
-    """A record as it is stored. ``sealed`` is what the answer to a repeated request id keeps of a secret."""
+    """A stored record. ``sealed`` is the part of a secret that a repeated request's answer needs."""
 
     record: R
     create_revision: int
@@ -48,7 +48,7 @@ _ALONE: Final = Together()
 
 
 class Resources(Generic[R]):
-    """One kind under one prefix. ``noun`` stands in messages. ``with_meta`` puts a Meta into a record."""
+    """One kind under one prefix. ``noun`` is for messages. ``with_meta`` puts a Meta into a record."""
 
     def __init__(
         self, store: Store, clock: Clock, prefix: str, kind: type[R], *, with_meta: Callable[[R, Meta], R]
@@ -62,11 +62,11 @@ class Resources(Generic[R]):
         self._with_meta = with_meta
 
     def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> Request:
-        """Return a request of this kind; ``content`` is what it asks for, without what is drawn for it."""
+        """Return a request of this kind; ``content`` is the caller's input, without generated values."""
         return Request(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
 
     async def replayed(self, request: Request) -> Stored[R] | None:
-        """Return what a create or an update with this request id was answered with."""
+        """Return the earlier answer to a create or an update with this request id."""
         found = await self._requests.answered(request)
         if found is None:
             return None
@@ -79,7 +79,7 @@ class Resources(Generic[R]):
         )
 
     async def done(self, request: Request) -> bool:
-        """Whether a request with this id was answered. Raises Conflict when another one was."""
+        """Whether a request with this id was answered. Raises Conflict when it had other content."""
         return await self._requests.answered(request) is not None
 
     async def create(
@@ -116,11 +116,11 @@ class Resources(Generic[R]):
         return page_of(await self.all(), lambda found: found.record.meta.name, size=size, token=token)
 
     async def all(self) -> tuple[Stored[R], ...]:
-        """Return every record that can be read, sorted by name."""
+        """Return every readable record, sorted by name."""
         return self.by_name((await self._store.list(self._prefix)).entries)
 
     def by_name(self, entries: Iterable[Entry]) -> tuple[Stored[R], ...]:
-        """Return those of the entries that can be read, sorted by name."""
+        """Return the readable entries, sorted by name."""
         found = [
             Stored(record, entry.create_revision, entry.mod_revision)
             for entry in entries
@@ -138,7 +138,7 @@ class Resources(Generic[R]):
         together: Together = _ALONE,
         sealed: str = "",
     ) -> Stored[R]:
-        """Apply ``change`` to what is stored; it may run again when another write comes between.
+        """Apply ``change`` to the stored record; ``change`` runs again after a concurrent write.
 
         Raises NotFound, EtagMismatch when ``etag`` is given and is not the stored one.
         """
@@ -164,7 +164,7 @@ class Resources(Generic[R]):
     async def delete(
         self, name: str, request: Request, *, etag: str = "", together: Together = _ALONE
     ) -> None:
-        """Remove a record. Raises NotFound, EtagMismatch, Conflict when another write came between."""
+        """Remove a record. Raises NotFound, EtagMismatch, Conflict after a concurrent write."""
         if await self._requests.answered(request) is not None:
             return
         old = await self.get(name)
@@ -189,7 +189,7 @@ class Resources(Generic[R]):
 
 
 def require_etag(what: str, mod_revision: int, etag: str) -> None:
-    """Return if no etag is given or it is the stored one's. Raises EtagMismatch."""
+    """Return if no etag is given or it equals the stored one. Raises EtagMismatch."""
     if etag and etag != str(mod_revision):
         raise EtagMismatch(
             f"{what} has etag {mod_revision}, not {etag}; read it again",

@@ -1,4 +1,4 @@
-"""The output of one request under a key, in memory, and the clients of this gateway that follow it."""
+"""The output of one request with an idempotency key, in memory, and this gateway's clients that follow it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from services.gateway.idempotency.record_log import Diverged, Piece, RecordLog
 
 
 class Audience:
-    """Keeps the whole output, so that a client may come at any time, until it is too large.
+    """Retains the whole output, so that a client may join at any time, until the output is too large.
 
-    From then on it keeps what its clients have yet to take, and nobody else can come.
+    From then on it retains only what its clients have yet to take, and no other client can join.
     """
 
     def __init__(self, window_tokens: int, left: Callable[[Follower, bool], None]) -> None:
-        """``left`` hears of every follower that is done, and whether it wanted the request to end."""
+        """``left`` is called when a follower is done, with whether it requested the request's end."""
         self.log = RecordLog()
         self.pin: Pin | None = None
         self.whole = True
@@ -32,9 +32,9 @@ class Audience:
         return len(self._followers)
 
     def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
-        """Return the handle of a new client. Raises ResultExpired when the beginning is not kept.
+        """Return the handle of a new client. Raises ResultExpired when the output's beginning was dropped.
 
-        It hears nothing before it is told to ``catch_up``.
+        The client receives nothing before ``catch_up``.
         """
         if not self.whole:
             raise too_large()
@@ -49,7 +49,7 @@ class Audience:
         return follower
 
     def catch_up(self, follower: Follower) -> None:
-        """Tell a client that came late what was said so far."""
+        """Send a late client everything produced so far."""
         if follower in self._followers and self._fresh is not None:
             self._accept(follower)
         if isinstance(self._end, Finished):
@@ -58,7 +58,7 @@ class Audience:
             follower.failed(copy_of(self._end))
 
     def accept(self, pin: Pin, *, fresh: bool) -> None:
-        """Tell everyone what it was accepted as. ``fresh``: just now, for the client that came first."""
+        """Send every client the acceptance. ``fresh``: accepted just now, for the first client."""
         self.pin = pin
         if self._fresh is None:
             self._fresh = fresh
@@ -66,7 +66,7 @@ class Audience:
                 self._accept(follower)
 
     def put(self, choice: int, piece: Piece) -> None:
-        """Add output and hand it on. Clients that were told otherwise by a lost run are failed."""
+        """Add output and send it. Fails clients that received a different output from a lost run."""
         found = self.log.choice(choice)
         try:
             new = found.put(piece)
@@ -79,26 +79,26 @@ class Audience:
                 follower.fresh(choice, found.pieces[-1])
 
     def finished(self, finished: Finished) -> None:
-        """Tell every client, now or when it has taken the rest, that the request ended well."""
+        """End every client with success, now or when it has taken its remaining output."""
         self._end = finished
         for follower in list(self._followers):
             follower.finished(finished)
 
     def failed(self, error: FairwayError) -> None:
-        """Fail every client, each with an error of its own: a face adds to it."""
+        """Fail every client, each with its own copy of the error: a face adds to it."""
         self._end = error
         for follower in list(self._followers):
             follower.failed(copy_of(error))
 
     def shorten(self) -> None:
-        """Keep no more than what the clients have yet to take."""
+        """Drop what every client has taken."""
         self.whole = False
         for number, choice in self.log.choices.items():
             places = [follower.place(number) for follower in self._followers]
             choice.trim(min(places, key=lambda place: place.tokens, default=choice.end))
 
     def taken(self, choice: int) -> int:
-        """Return up to which token a run may take its output for gone: all of it while the whole is kept."""
+        """Return the token up to which output counts as taken: its end while the whole is retained."""
         end = self.log.choice(choice).end.tokens
         if self.whole:
             return end

@@ -1,4 +1,4 @@
-"""One ownership of a record by this gateway: the request's output, written behind its run."""
+"""This gateway's ownership of one record: the request's output, written behind its run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from services.gateway.requests.request import Request
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
 
-# For how long an owner takes it that somebody follows the record from elsewhere.
+# How long one sign of a follower at another gateway counts.
 WATCHED_S: Final = 2.0
 _NOTHING: Final = Usage(0, 0)
 
 
 class Tenure:
-    """The sink of the request while it runs here. The flusher writes what it has; the run ends it.
+    """The sink of the request while it runs here. The flusher writes its output; the run ends it.
 
-    ``fenced``: another gateway has the record, and nothing that this one does counts any more.
+    ``fenced``: another gateway owns the record, and this gateway's results no longer count.
     """
 
     def __init__(
         self, hold: Hold, ports: KeyedPorts, audience: Audience, outgrown: Callable[[], None]
     ) -> None:
-        """``outgrown`` hears that the record keeps the output no more."""
+        """``outgrown`` is called when the record stops retaining the output."""
         self.hold = hold
         self.fenced = False
         self.watched_until_s = 0.0
@@ -53,17 +53,17 @@ class Tenure:
         self._credited: dict[int, int] = {}
 
     def start(self, request: Request, chars: Sequence[int]) -> None:
-        """The request runs, behind that many characters of each choice."""
+        """The request runs; each choice continues after that many characters."""
         self.request = request
         self._chars = dict(enumerate(chars))
 
     async def accept(
         self, spec: GenerationSpec, degradations: Sequence[Degradation], *, resumed: bool
     ) -> Pin:
-        """Write what the request was accepted as, before any client hears it, and return that.
+        """Record the acceptance before any client receives it, and return it.
 
-        ``degradations``: in what it differs from the request. ``resumed``: the record says it already.
-        Raises StoreUnavailable, also when it is fenced.
+        ``degradations``: the differences from the request. ``resumed``: the record contains it already.
+        Raises StoreUnavailable, also when the ownership is fenced.
         """
         pin = self._audience.pin or pin_of(spec, degradations, self._ports.clock.unix_s())
         entry = Resumed() if resumed else pin
@@ -92,7 +92,7 @@ class Tenure:
         return addition, pieces
 
     def end_write(self, pieces: dict[int, list[Piece]], answer: Written | None) -> None:
-        """Note what became of a write; None: the store did not answer, and it is tried again."""
+        """Apply the result of a write; None: the store did not answer, and the write is retried."""
         self._quiet.set()
         if answer is None:
             return
@@ -107,17 +107,17 @@ class Tenure:
             self.fenced = True
             if self.request is not None:
                 self.request.cancel()
-        # GONE: the store lost its data. The clients are served on; a retry elsewhere runs anew.
+        # GONE: the store lost its data. The clients are still served; a retry elsewhere runs again.
 
     async def close(self) -> None:
-        """Return once no write is under way; none begins from here on."""
+        """Return once no write is under way; no further write begins."""
         self._open = False
         await self._quiet.wait()
 
     # --- the end -----------------------------------------------------------------------------------
 
     def ending(self, resumes: int) -> tuple[Finished | FairwayError, Ending]:
-        """Return how the request ended, ``resumes`` of earlier runs included, and the last write."""
+        """Return the request's result, including ``resumes`` of earlier runs, and the last write."""
         outcome = self._outcome
         assert outcome is not None, "a request ended without a terminal event"
         if isinstance(outcome, Finished):
@@ -141,7 +141,7 @@ class Tenure:
     # --- RequestSink -------------------------------------------------------------------------------
 
     def on_accepted(self, accepted: Accepted) -> None:
-        """The clients heard it when it was recorded."""
+        """The clients received it when it was recorded."""
 
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -160,11 +160,11 @@ class Tenure:
         self._outcome = error
 
     def note(self, reservation: Reservation, usage: Usage) -> None:
-        """Keep what is to be settled: it is, together with the record."""
+        """Retain the settlement; it is written together with the record."""
         self._settled = (reservation, usage)
 
     def credit(self, choice: int) -> None:
-        """Let the worker send as much more as may be taken for gone."""
+        """Grant the worker as much more credit as the followers' progress permits."""
         taken, credited = self._audience.taken(choice), self._credited.get(choice, 0)
         if taken > credited and self.request is not None:
             self._credited[choice] = taken

@@ -1,4 +1,4 @@
-"""Ends of records that the store did not take when they came."""
+"""Record ends that the store did not accept at first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _AT_ONCE: Final = 8
 
 
 class UnwrittenEndings:
-    """Kept until the store takes them, and replayed from memory; beyond the bound, the oldest are
-    dropped. A tenant with more than half of the bound loses its own oldest."""
+    """Retains ends until the store accepts them, and replays them from memory. Above the bound, the oldest
+    are dropped. A tenant with more than half of the bound loses its own oldest.
+    """
 
     def __init__(self, ports: KeyedPorts, gone: Callable[[KeyedRun], None]) -> None:
-        """``gone`` hears of each run that is kept no more."""
+        """``gone`` is called for each run that is no longer retained."""
         self._ports = ports
         self._gone = gone
         self._runs: OrderedDict[KeyedRun, None] = OrderedDict()
@@ -55,7 +56,7 @@ class UnwrittenEndings:
             await self.write()
 
     async def write(self) -> None:
-        """Try each once, oldest first; no further than where the store takes nothing."""
+        """Try each end once, oldest first; stop when the store accepts nothing."""
         runs = list(self._runs)
         for start in range(0, len(runs), _AT_ONCE):
             async with TaskGroup() as group:
@@ -64,7 +65,7 @@ class UnwrittenEndings:
                 return
 
     async def _write(self, run: KeyedRun) -> bool:
-        """Whether it is written. What is not goes behind the others."""
+        """Whether it is written. An unwritten end moves behind the others."""
         assert run.unwritten is not None
         try:
             written = await write_ending(self._ports, run.unwritten)

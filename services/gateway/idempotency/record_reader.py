@@ -1,4 +1,4 @@
-"""Reads a record into an audience: what another gateway wrote of a request, or this one before."""
+"""Reads a request's record into an audience: the output of another gateway, or of an earlier run here."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from services.gateway.requests.choice import Produced
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
 
-# How long a follower waits for a store that does not answer.
+# How long a follower waits for an unavailable store.
 FOLLOW_PATIENCE_S: Final = 10.0
 
 
 class RecordReader:
-    """Where it is in the log, and what it found. ``pinned``: the record says what was accepted."""
+    """The reader's position in the log. ``pinned``: the acceptance in the record."""
 
     def __init__(self, audience: Audience) -> None:
         self._audience = audience
         self.restart()
 
     def restart(self) -> None:
-        """Read from the beginning. What the audience has already is compared, and not said twice."""
+        """Read from the beginning. Output that the audience already has is compared, and not sent twice."""
         self.chunks = 0
         self.resumes = 0
         self.pinned = False
@@ -45,16 +45,16 @@ class RecordReader:
             choice.recorded = START
 
     def take(self, chunks: Iterable[bytes]) -> None:
-        """Take the next chunks. Raises IntegrityError for what is none."""
+        """Take the next chunks. Raises IntegrityError for an invalid chunk."""
         for chunk in chunks:
             for entry in decode(chunk):
                 self._take(entry)
             self.chunks += 1
 
     async def follow(self, ports: KeyedPorts, key: RecordKey) -> bool:
-        """Read as the record grows, until it ended or nobody runs it. Whether it ended.
+        """Read the growing record until it ends or has no running owner. Returns whether it ended.
 
-        Raises ResultExpired when its log is not kept, StoreUnavailable when the store is away for long.
+        Raises ResultExpired when the record has no log, StoreUnavailable after a long store outage.
         """
         self.restart()
         patience_until_s = ports.clock.monotonic_s() + FOLLOW_PATIENCE_S
@@ -77,12 +77,12 @@ class RecordReader:
             await ports.clock.sleep(ports.limits.poll_s)
 
     async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> Resume | None:
-        """Take over the first ``chunks`` of a record; return what a run of it goes on from."""
+        """Take over the first ``chunks`` of a record; return the state from which a run continues."""
         self.restart()
         while self.chunks < chunks:
             tail = await store.read(key, self.chunks, watch=False)
             if not tail.chunks:
-                self.restart()  # the log went meanwhile: from the beginning, with the same seed
+                self.restart()  # the log was deleted meanwhile: start over, with the same seed
                 break
             self.take(tail.chunks)
         pin = self._audience.pin

@@ -1,4 +1,4 @@
-"""Writes the records behind their runs: what was produced, and the leases with it."""
+"""Writes records behind their runs: the output, and the renewal of the leases."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from services.ports.idempotency import Written
 
 log = structlog.get_logger()
 
-# Tenants whose records are written at once, and records of one call. A lease is five seconds, so what waits
-# must not wait for many calls that time out.
+# Tenants whose records are written at once, and records per call. A lease lasts five seconds, so a write must
+# not wait behind many calls that time out.
 TENANTS_AT_ONCE: Final = 8
 RECORDS_AT_ONCE: Final = 64
 
 
 class RecordFlusher:
-    """One task per tenant that has something to write; a tenant whose calls are slow holds up no other."""
+    """One task per tenant with pending writes; a tenant whose calls are slow delays no other."""
 
     def __init__(self, ports: KeyedPorts, owned: Callable[[], Iterable[Tenure]]) -> None:
         self._ports = ports
@@ -40,7 +40,7 @@ class RecordFlusher:
                     group.create_task(self._flush(tenant_id, tenures))
 
     def _due(self) -> dict[str, list[Tenure]]:
-        """Return what is to be written, by tenant, without those that are being written."""
+        """Return the pending writes by tenant, without those in progress."""
         now_s = self._ports.clock.monotonic_s()
         found: dict[str, list[Tenure]] = {}
         for tenure in self._owned():
@@ -58,7 +58,7 @@ class RecordFlusher:
             self._writing.discard(tenant_id)
 
     async def _write(self, batch: Sequence[Tenure]) -> None:
-        """Append for these in one call. Those that ended while they waited are left alone."""
+        """Append for this batch in one call, except for ownerships that ended while they waited."""
         began_s = self._ports.clock.monotonic_s()
         tenures = [tenure for tenure in batch if tenure.due(began_s)]
         if not tenures:

@@ -1,9 +1,9 @@
-"""One request under an idempotency key on this gateway: claimed, run or followed, and ended.
+"""One request with an idempotency key on this gateway: claimed, run or followed, and ended.
 
-``drive`` is the only task that decides. It claims the record. If the record is this gateway's, a ``Request``
-runs as any other does, with this as its sink, and the record is written behind it; if another's, it is read
-until it ends. Losing the record to another gateway turns the one into the other under the clients' feet:
-what they hear comes from one log either way.
+``drive`` is the only task that decides. It claims the record. If this gateway owns the record, a ``Request``
+runs with this run as its sink, and the record is written behind it. If another gateway owns it, the record is
+read until it ends. When another gateway takes over the record, the run becomes a follower; its clients
+receive their output from the same log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordK
 
 log = structlog.get_logger()
 
-# How often a record may change hands under one client before it is told to come again.
+# How often a record may change owners under one client before the client gets an error to retry.
 MAX_ROUNDS: Final = 32
 
 
@@ -52,7 +52,7 @@ class Phase(StrEnum):
 
 
 class KeyedRun:
-    """What this gateway does for one key and body, and the host of the clients that follow it."""
+    """This gateway's part in one key and body, and the host of the clients that follow it."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class KeyedRun:
         launch: Launch,
         departed: Callable[[Follower], None],
     ) -> None:
-        """``departed`` hears of every client that is done."""
+        """``departed`` is called for every client that is done."""
         self.key = key
         self.fingerprint = fingerprint
         self.phase = Phase.CLAIMING
@@ -81,11 +81,11 @@ class KeyedRun:
     # --- clients -----------------------------------------------------------------------------------
 
     def start(self, task: asyncio.Task[None]) -> None:
-        """Name the task that runs ``drive``; ``close`` must follow its end."""
+        """Set the task that runs ``drive``; ``close`` must follow its end."""
         self._task = task
 
     def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
-        """Return the handle of a client, who hears the request from its beginning."""
+        """Return the handle of a client, which receives the request from its beginning."""
         follower = self.audience.join(sink, client_window, first=first)
         self._arrivals.joined(over=self.phase is Phase.OVER)
         self._stop_grace()
@@ -94,13 +94,13 @@ class KeyedRun:
 
     @property
     def joinable(self) -> bool:
-        """Whether another client can come: it runs, or its end is not written yet and stands here."""
+        """Whether another client can join: it runs, or its unwritten end is in memory."""
         if self.phase is Phase.OVER:
             return self.unwritten is not None and self.unwritten.ended
         return self._stopped is None
 
     def stop(self, error: FairwayError) -> None:
-        """End what this gateway does for the request: another may go on with it."""
+        """End this gateway's part in the request: another gateway may continue it."""
         self._stopped = self._stopped or error
         if self.phase is not Phase.OWNING and self._task is not None:
             self._task.cancel()
@@ -108,14 +108,14 @@ class KeyedRun:
             self.tenure.request.cancel(error)
 
     def close(self) -> None:
-        """Leave nothing behind. Called when the task is done, which may never have begun."""
+        """Release everything. Called when the task is done, which may never have begun."""
         self._stop_grace()
         self._arrivals.claimed(CameTo.REFUSED)
         if self.phase is not Phase.OVER:
             self._fail(self._stopped or RequestCancelled("the request was cancelled"))
 
     def tend(self) -> None:
-        """Keep no more of an output that is not kept whole, and let the run go on by as much."""
+        """Trim an output that is not retained whole, and grant the run the corresponding credit."""
         if not self.audience.whole:
             self.audience.shorten()
             if self.tenure is not None:
@@ -123,7 +123,7 @@ class KeyedRun:
                     self.tenure.credit(choice)
 
     def outgrow(self) -> None:
-        """Keep the whole output no more: nobody else can come, so it ends with its clients."""
+        """Stop retaining the whole output: no other client can join, so the request ends with its clients."""
         self.audience.shorten()
         if not len(self.audience):
             self._start_grace(0.0)
@@ -131,7 +131,7 @@ class KeyedRun:
     # --- the one task ------------------------------------------------------------------------------
 
     async def drive(self) -> None:
-        """Return once the request ended here and every client was told."""
+        """Return once the request ended here and every client received its end."""
         try:
             for _ in range(MAX_ROUNDS):
                 if await self._round():
@@ -147,13 +147,13 @@ class KeyedRun:
                 raise
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a native library's panic is no Exception
+        except BaseException as error:  # a panic in a native library is no Exception
             self._fail(self._incident(error))
         finally:
             self.tenure = None
 
     async def _round(self) -> bool:
-        """Claim once and act on it. Whether the request is over."""
+        """Claim once and act on the result. Returns whether the request is over."""
         self.phase = Phase.CLAIMING
         claim = await self._claim()
         if isinstance(claim, OtherBody):
@@ -183,7 +183,7 @@ class KeyedRun:
         return claim
 
     async def _follow(self) -> bool:
-        """Hear what another gateway runs. Whether it ended; else it can be claimed."""
+        """Follow the run at another gateway. Returns whether it ended; if not, the record can be claimed."""
         self.phase = Phase.FOLLOWING
         self._drop_if_alone()
         ended = await self._reader.follow(self._ports, self.key)
@@ -192,12 +192,12 @@ class KeyedRun:
         return ended
 
     async def _own(self, claim: Owned) -> bool:
-        """Run the request, from where an earlier run left it. Whether it is over, and not lost to another."""
+        """Run the request from where an earlier run ended. Returns False when another owner took over."""
         self.phase = Phase.OWNING
         tenure = self.tenure = Tenure(claim.hold, self._ports, self.audience, self.outgrow)
         resume = await self._reader.load(self._ports.store, self.key, claim.chunks)
         if not self.audience.whole:
-            raise too_large()  # what was read of it is not all there to go on from
+            raise too_large()  # the retained part of the output is not enough to continue
         limiter = NotingLimiter(tenure.note, self._ports.limiter)
         request, task = self._launch(tenure, limiter, resume, partial(self._record, tenure))
         tenure.start(request, [found.chars for found in resume.produced] if resume is not None else ())
@@ -217,14 +217,14 @@ class KeyedRun:
     async def _record(
         self, tenure: Tenure, spec: GenerationSpec, degradations: Sequence[Degradation]
     ) -> None:
-        """Tell the clients what the request was accepted as, once it is written. Raises StoreUnavailable."""
+        """Write the acceptance, then send it to the clients. Raises StoreUnavailable."""
         fresh = self.audience.pin is None
         pin = await tenure.accept(spec, degradations, resumed=self._reader.pinned)
         self._reader.resumes += 0 if fresh else 1
         self.audience.accept(pin, fresh=fresh)
 
     async def _conclude(self, tenure: Tenure) -> bool:
-        """End the record, or let go of it, and tell the clients. Whether it was not lost before."""
+        """End or release the record, then end the clients. Returns whether the record was still owned."""
         outcome, ending = tenure.ending(self._reader.resumes)
         found = EndingOutcome.WRITTEN
         try:
@@ -233,7 +233,7 @@ class KeyedRun:
         except StoreUnavailable as error:
             log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
             self.unwritten, found = ending, EndingOutcome.DEFERRED
-            if ending.reservation is not None:  # its usage outlives this process, as any other's does
+            if ending.reservation is not None:  # its usage outlives this process, as any other request's does
                 apart = replace(ending.reservation, record=self.key.digest)
                 await self._ports.limiter.settle(apart, ending.usage)
         self._ports.telemetry.ending(found)
@@ -255,12 +255,12 @@ class KeyedRun:
         self.audience.failed(error)
 
     def _incident(self, error: BaseException) -> InternalError:
-        """Return what the clients hear of a bug: an id that stands in the log, and none of its own text."""
+        """Return the clients' error for a bug: an incident id that is in the log, without the bug's text."""
         incident = self._ports.new_incident()
         log.error("idempotency.crashed", record=self.key.digest[:12], incident=incident, exc_info=error)
         return InternalError("internal error; quote the incident id to the operator", incident=incident)
 
-    # --- clients that leave ------------------------------------------------------------------------
+    # --- departing clients -------------------------------------------------------------------------
 
     def _left(self, follower: Follower, withdrawn: bool) -> None:
         self._departed(follower)
@@ -272,7 +272,7 @@ class KeyedRun:
             self._start_grace(0.0 if withdrawn or not self.audience.whole else None)
 
     def _drop_if_alone(self) -> None:
-        """Nobody here follows what runs elsewhere: there is nothing to do."""
+        """Stop following a run at another gateway when no client here follows it."""
         if not len(self.audience) and self._task is not None:
             self._stopped = self._stopped or RequestCancelled("the request was cancelled")
             self._task.cancel()
@@ -288,7 +288,7 @@ class KeyedRun:
             self._grace = None
 
     def _grace_over(self) -> None:
-        """End a request that nobody came back to, unless somebody follows it by way of another gateway."""
+        """End a request without clients after its grace, unless another gateway's client follows it."""
         tenure = self.tenure
         watched_until_s = tenure.watched_until_s if tenure is not None else 0.0
         if self.phase is Phase.CLAIMING or self._ports.clock.monotonic_s() < watched_until_s:

@@ -1,4 +1,4 @@
-"""Requests under idempotency keys on this gateway: one run for each key and body."""
+"""Requests with idempotency keys on this gateway: one run for each key and body."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DIGEST_CHARS: Final = 32
 
 
 class Idempotent:
-    """Every duplicate of a request that reaches this gateway joins the one run of it."""
+    """Every duplicate of a request that reaches this gateway joins the single run of it."""
 
     def __init__(self, ports: KeyedPorts, supervisor: Supervisor) -> None:
         self._ports = ports
@@ -62,7 +62,7 @@ class Idempotent:
         return sum(run.unwritten is None for run in self._runs.values()) + len(self._followers)
 
     def owned(self) -> Iterator[Tenure]:
-        """Yield the records that this gateway runs the requests of."""
+        """Yield the records whose requests run on this gateway."""
         return (run.tenure for run in self._runs.values() if run.tenure is not None)
 
     def attach(
@@ -75,9 +75,9 @@ class Idempotent:
         timeout_s: float,
         client_window: int | None,
     ) -> Follower:
-        """Return the handle of a client of the key's request, which is begun, joined or replayed.
+        """Return the handle of a client of the key's request, which is started, joined or replayed.
 
-        ``launch`` runs it, should this gateway have to. Raises ConcurrencyExceeded and ResultExpired.
+        ``launch`` runs the request, if this gateway has to. Raises ConcurrencyExceeded and ResultExpired.
         """
         most = self._ports.limits.max_tenant_followers
         if self._per_tenant[key.tenant_id] >= most:
@@ -103,7 +103,7 @@ class Idempotent:
         return follower
 
     async def flush_forever(self) -> None:
-        """Write behind the runs what they produced, and renew their leases; a task of the process."""
+        """Write the output behind the runs, and renew their leases; a task of the process."""
         async with TaskGroup() as group:
             group.create_task(self._flusher.flush_forever())
             group.create_task(self._unwritten.write_forever())
@@ -112,11 +112,11 @@ class Idempotent:
                 self._bound_memory()
 
     async def write_endings(self) -> None:
-        """Try once more to write what the store did not take."""
+        """Retry once the ends that the store did not accept."""
         await self._unwritten.write()
 
     def stop(self, error: FairwayError) -> int:
-        """End every run and client here, for others to go on with. Returns how many clients were cut."""
+        """End every run and client here; other gateways can continue. Returns how many clients were cut."""
         cut = len(self._followers)
         for run in list(self._runs.values()):
             run.stop(error)
@@ -129,7 +129,7 @@ class Idempotent:
         self._unwritten.check_integrity()
 
     def _bound_memory(self) -> None:
-        """Give credit, and keep outputs no longer whole that are too large, the largest first."""
+        """Grant credit, and stop retaining outputs that are too large, the largest first."""
         limits, total = self._ports.limits, 0
         of_tenant: Counter[str] = Counter()
         sized = sorted(
@@ -175,7 +175,7 @@ def record_key(tenant_id: str, idempotency_key: str, part: int) -> RecordKey:
 def fingerprint(generation: inference_pb2.Generation, received: Received) -> str:
     """Return a hash of everything in the request that decides its outcome.
 
-    How long a client waits does not: a retry has less time left than the request that it repeats.
+    Excludes the timeout: a retry has less time left than the request that it repeats.
     """
     body = inference_pb2.Generation()
     body.CopyFrom(generation)

@@ -1,4 +1,4 @@
-"""The settlement of a request under a key, which is part of its record's end."""
+"""The settlement of a request with an idempotency key, which is part of its record's end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NotingLimiter:
 
 
 async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
-    """Return once the record is ended or let go of, and the request settled, by whoever owns it.
+    """Return once the record is ended or released, and the request settled, by its current owner.
 
     Raises StoreUnavailable; calling it again is safe.
     """
@@ -46,14 +46,14 @@ async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
     if reservation is not None and (
         written is Written.GONE or (reservation.local and written is not Written.FENCED)
     ):
-        # Without a record it is settled as any other; the local slot is not the store's to give back. Tokens
-        # that the store has charged it does not charge again.
+        # Without a record it is settled like any other request; the local slot is not in the store. Tokens
+        # that the store has charged are not charged again.
         await ports.limiter.settle(reservation, ending.usage)
     return written
 
 
 def pin_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> Pin:
-    """Return what the record says of a request as it is served."""
+    """Return the record's acceptance of a request as it is served."""
     return Pin(
         request_id=spec.request_id,
         model=spec.model,

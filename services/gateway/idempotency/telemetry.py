@@ -1,4 +1,4 @@
-"""What the gateway tells of idempotency keys: what clients came to, what the record store answered."""
+"""Metrics of idempotency keys: the results of clients' keys and claims, and the record store's answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.runtime.telemetry.metrics import Metrics
 
 
 class CameTo(StrEnum):
-    """What a client's key, or a claim of its record, came to."""
+    """The result of a client's key, or of a claim of its record."""
 
     NEW = "new"
     TAKEOVER = "takeover"
@@ -22,7 +22,7 @@ class CameTo(StrEnum):
 
 
 class EndingOutcome(StrEnum):
-    """What became of the write that ends a record or lets go of it."""
+    """The result of the write that ends or releases a record."""
 
     WRITTEN = "written"
     FENCED = "fenced"
@@ -81,7 +81,7 @@ class KeyedTelemetry:
     def export_levels(
         self, *, followers: Callable[[], int], owned: Callable[[], int], unwritten: Callable[[], int]
     ) -> None:
-        """Export what the gateway holds for keys now."""
+        """Export the gateway's present state for keys."""
         self._metrics.level(
             "fairway_idempotency_followers",
             "Connected clients with an idempotency key",
@@ -100,7 +100,7 @@ class KeyedTelemetry:
 
 
 class Arrivals:
-    """Counts each client of one run once: those that came before the claim when it is answered."""
+    """Counts each client of one run once; clients from before the claim are counted when it is answered."""
 
     def __init__(self, telemetry: KeyedTelemetry, tenant_id: str) -> None:
         self._telemetry = telemetry
@@ -116,7 +116,7 @@ class Arrivals:
             self._waiting += 1
 
     def claimed(self, outcome: CameTo) -> None:
-        """The first claim was answered; later ones change nothing for who counts already."""
+        """Count the first claim; later claims change nothing for clients that are already counted."""
         if self._claimed or not self._waiting:
             return
         self._claimed = True

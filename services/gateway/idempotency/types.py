@@ -1,4 +1,4 @@
-"""What the parts of the gateway that serve idempotency keys hand each other."""
+"""Types that the parts of the idempotency service exchange."""
 
 from __future__ import annotations
 
@@ -21,36 +21,40 @@ from services.ports.limiter import Limiter, Reservation
 
 @dataclass(frozen=True, slots=True)
 class KeyedLimits:
-    """Bounds of one gateway. Times in seconds; sizes are of what is kept in memory, estimated.
+    """Bounds of one gateway. Times in seconds; sizes are estimates of memory in use."""
 
-    ``detach_grace_s``: for how long a request runs on without a client; 0: not at all.
-    """
-
+    # How long a request runs on without a client; 0: it ends at once.
     detach_grace_s: float = 30.0
+    # The interval between writes behind the runs.
     flush_s: float = 0.1
+    # The interval between lease renewals.
     renew_s: float = 1.5
+    # The interval between reads of a followed record.
     poll_s: float = 0.05
+    # The output of one request that is retained whole.
     max_log_bytes: int = 16 * 1024**2
+    # The retained output of all requests together.
     max_logs_bytes: int = 512 * 1024**2
+    # The clients of one tenant that follow requests with keys.
     max_tenant_followers: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What an earlier run left: what it was accepted as, and its tokens by choice."""
+    """The result of an earlier run: its acceptance, and its tokens by choice."""
 
     pin: Pin
     produced: tuple[Produced, ...]
 
 
 class Record(Protocol):
-    """Writes down what a request is accepted as, and in what that differs from what was asked for."""
+    """Writes the acceptance of a request, including its differences from the request."""
 
     def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
 
 
 class Launch(Protocol):
-    """Starts the request. ``record`` is awaited with what it is accepted as, before anything comes of it."""
+    """Starts the request. ``record`` is awaited with the acceptance, before the request has any effect."""
 
     def __call__(
         self,
@@ -63,7 +67,7 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The last write to a record. ``ended``: it is final; else another run may go on from there."""
+    """The last write to a record. ``ended``: it is final; otherwise another run may continue from there."""
 
     hold: Hold
     chunk: bytes
@@ -74,13 +78,15 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class KeyedPorts:
-    """What requests under keys act through."""
+    """What requests with keys use outside this package."""
 
     store: IdempotencyStore
     limiter: Limiter
     clock: Clock
     telemetry: KeyedTelemetry
     new_incident: Callable[[], str]
+    # This gateway's id in the records.
     owner: str
+    # Tokens that may be under way to a client and untaken.
     window_tokens: int
     limits: KeyedLimits

@@ -1,4 +1,4 @@
-"""Which failures are the result of a request under an idempotency key, and which are let go of."""
+"""Classifies failures of a request with an idempotency key: final, or open for another run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from services.core.errors import (
     Unavailable,
 )
 
-# Another run may fare better: it goes on from the tokens that were produced. Another caller may be allowed
-# what this one is not.
+# Another run may succeed: it continues from the produced tokens. Another caller may have permissions that
+# this one lacks.
 _PASSING: Final = (
     Unavailable,
     DeadlineExceeded,

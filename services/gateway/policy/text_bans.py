@@ -1,4 +1,4 @@
-"""Who may not have texts read by a version for a while: whose texts ended its processes again and again.
+"""Suspends tenants whose texts repeatedly ended a version's text processes.
 
 One tenant's texts never suspend a version for the others; those of several tenants do.
 """
@@ -11,7 +11,7 @@ from typing import Final
 FREE_KILLS: Final = 2
 FIRST_S: Final = 5.0
 MOST_S: Final = 60.0
-CALM_S: Final = 120.0  # after so long, a count begins anew
+CALM_S: Final = 120.0  # after this time a count starts again
 SUSPENDING_TENANTS: Final = 3
 MAX_TENANTS: Final = 256
 
@@ -24,13 +24,13 @@ class _Count:
 
 
 class Strikes:
-    """The processes of one version that ended, by whose text ended them."""
+    """Ended processes of one version, by the tenant whose text ended them."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
 
     def suspended_s(self, tenant: str, now_s: float) -> float:
-        """Return for how long the tenant's texts are refused; 0 when they are read."""
+        """Return for how long the tenant's texts are rejected; 0 when they are accepted."""
         if not self._counts:
             return 0.0
         left_s = [max(0.0, count.until_s - now_s) for count in self._counts.values()]
@@ -40,7 +40,7 @@ class Strikes:
         return 0.0 if mine is None else max(0.0, mine.until_s - now_s)
 
     def killed(self, tenant: str, now_s: float) -> None:
-        """Note that a text of the tenant ended a process."""
+        """Count a process that a text of the tenant ended."""
         self._counts = {name: count for name, count in self._counts.items() if now_s < count.last_s + CALM_S}
         count = self._counts.get(tenant)
         if count is None:

@@ -1,4 +1,4 @@
-"""Turns between tenants: one of each, in the order in which they came."""
+"""Round-robin between tenants, in order of arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class Turns(Generic[Item]):
-    """Items that wait, by tenant. Each tenant's are taken in order; a tenant that had a turn comes last."""
+    """Waiting items, by tenant. Each tenant's items are taken in order; a served tenant moves to the end."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, OrderedDict[Item, None]] = OrderedDict()
@@ -22,13 +22,13 @@ class Turns(Generic[Item]):
         self._waiting.setdefault(tenant, OrderedDict())[item] = None
 
     def add_first(self, tenant: str, item: Item) -> None:
-        """Add an item that had its turn already, before all others."""
+        """Add an item before all others, for a turn that it already had."""
         self.add(tenant, item)
         self._waiting[tenant].move_to_end(item, last=False)
         self._waiting.move_to_end(tenant, last=False)
 
     def discard(self, tenant: str, item: Item) -> None:
-        """Remove an item that may wait."""
+        """Remove an item that may be waiting."""
         items = self._waiting.get(tenant)
         if items is not None:
             items.pop(item, None)
@@ -36,11 +36,11 @@ class Turns(Generic[Item]):
                 del self._waiting[tenant]
 
     def next_tenant(self, busy: Container[str]) -> str | None:
-        """Return whose turn it is among those that are not ``busy``."""
+        """Return the next tenant that is not ``busy``."""
         return next((tenant for tenant in self._waiting if tenant not in busy), None)
 
     def take(self, busy: Container[str]) -> Item | None:
-        """Remove and return the item whose turn it is."""
+        """Remove and return the next item of a tenant that is not ``busy``."""
         tenant = self.next_tenant(busy)
         if tenant is None:
             return None

@@ -1,7 +1,8 @@
-"""From a request to one that may run: within its tenant's quotas, validated, and written down under a key.
+"""Admission: from a request to a runnable one, within its tenant's quotas, validated, and recorded under its
+key.
 
-What costs next to nothing is checked first. Then the quotas are asked, and only what they admit is tokenised:
-a request that is refused after that gives its slot back, and counts against the rate.
+The cheapest checks run first, then the quotas; only requests within them are tokenised. A request that is
+rejected after that releases its slot, but still counts against the rate.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """How one request came and may run. ``client_window`` is in tokens, None without one.
+    """The terms of one request. ``client_window`` is in tokens, None without one.
 
-    Under a key: what an earlier run left, and what writes down what the request is accepted as.
+    With an idempotency key: the result of an earlier run, and the writer of the acceptance.
     """
 
     received: Received
@@ -47,7 +48,7 @@ class RunTerms:
 
 
 class Admission:
-    """The way of every request to its slot. What it took and cannot use, it gives back."""
+    """Acquires the slot of every request. It releases what it acquired and cannot use."""
 
     def __init__(
         self, validator: Validator, identity: KeyDirectory, ports: Ports, limits: GatewayLimits
@@ -72,7 +73,7 @@ class Admission:
         checked = self._validator.check(principal, generation, pinned=pinned)
         tenant = self._identity.still_valid(principal)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-        # What goes on was counted against the rate when it began.
+        # A resumed request was counted against the rate when it began.
         rate = tenant.requests_per_minute if resume is None else 0
         reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
         try:
@@ -80,14 +81,15 @@ class Admission:
             spec = await self._validator.resolve(principal, generation, request_id, checked)
             if resume is None:
                 spec, degradations = await self._degraded(principal, generation, spec, tenant)
-            else:  # it goes on as it began, whatever the pressure is by now
+            else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = degraded_out(resume.pin.degraded)
             telemetry.degraded(degradations, anew=resume is None)
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
         except BaseException:
-            # Before the error is known outside: the client's next request finds the slot free.
+            # The slot is released before the error is returned, so that the client's next request finds it
+            # free.
             giving_back = self._ports.supervisor.spawn(f"undo {request_id}", self._give_back(reservation))
             await asyncio.shield(giving_back)
             raise
@@ -96,7 +98,7 @@ class Admission:
         return Admitted(spec, reservation, self._context(tenant, terms, telemetry), produced, degradations)
 
     async def spend(self, principal: Principal) -> None:
-        """Return if the tenant's rate of other work has room. Raises RequestRateExceeded."""
+        """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
         tenant = self._identity.still_valid(principal)
         await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
 
@@ -127,7 +129,7 @@ class Admission:
     async def _degraded(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
     ) -> tuple[GenerationSpec, tuple[Degradation, ...]]:
-        """Return what is served while the model is under pressure, and how that differs from the request."""
+        """Return what is served while the model is under pressure, and its differences from the request."""
         pressure_ratio, levels = self._ports.pressure(spec.version_digest), self._limits.degrade
         found: list[Degradation] = []
         by_ids = generation.WhichOneof("input") == "token_ids"
@@ -149,21 +151,21 @@ class Admission:
     async def _by_model(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, model: str
     ) -> GenerationSpec | None:
-        """Return the request for another model; None where that is no better or cannot be."""
+        """Return the request for another model; None where that brings no relief or is impossible."""
         asked = inference_pb2.Generation()
         asked.CopyFrom(generation)
         asked.model = model
         try:
             checked = self._validator.check(principal, asked)
             found = await self._validator.resolve(principal, asked, spec.request_id, checked)
-        except FairwayError as error:  # not deployed, not for this key, or too short for the prompt
+        except FairwayError as error:  # not deployed, not allowed for this key, or too short for the prompt
             log.info("request.not_degraded", model=model, reason=error.reason)
             return None
         eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
         return found if eased else None
 
     async def _reserve(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
+        """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
             f"admit {request_id}", self._ask_limiter(tenant_id, request_id, limits)

@@ -1,4 +1,4 @@
-"""A request as an async generator: what the sink hears is buffered, merged while the reader lags."""
+"""A request as an async generator: events are buffered, and merged while the reader lags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat
 class BufferedStream:
     """The sink of one request and the generator over it.
 
-    Bounded by the request's credit windows: credit is given only for tokens that the reader took.
+    Bounded by the request's credit windows: only tokens that the reader took earn credit.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
@@ -87,7 +87,7 @@ class BufferedStream:
             self._waiter.set_result(None)
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Every interval without an event becomes a heartbeat. One timer a stream, none per token."""
+        """Emit a heartbeat after every interval without an event. One timer per stream, none per token."""
         if self._closed:
             return
         if self._silent and not self._events:

@@ -1,4 +1,4 @@
-"""A whole answer, put together from its events."""
+"""A whole answer, assembled from its events."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Completion:
 
 
 async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
-    """Return the answer that a stream adds up to. The stream is closed by then."""
-    # By choice, made as they come: nothing has checked yet how many were asked for.
+    """Return the whole answer of a stream, and close the stream."""
+    # By choice, created on arrival: the number of choices is not validated yet.
     texts: defaultdict[int, list[str]] = defaultdict(list)
     ids: defaultdict[int, list[int]] = defaultdict(list)
     logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)

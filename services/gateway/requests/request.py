@@ -33,7 +33,8 @@ log = structlog.get_logger()
 class Admitted:
     """A request that passed the validator and the quotas, with what its run needs.
 
-    ``produced`` is the output of an earlier run, by choice. ``degradations``: what was changed of it.
+    ``produced`` is the output of an earlier run, by choice. ``degradations``: its changes by degraded
+    service.
     """
 
     spec: GenerationSpec
@@ -87,11 +88,11 @@ class Request:
 
     @property
     def buffered_tokens(self) -> int:
-        """Output tokens that came and that the transport has not taken."""
+        """Output tokens that arrived and that the transport has not taken."""
         return sum(run.buffered_tokens for run in self._runs)
 
     def bind(self, task: asyncio.Task[None]) -> None:
-        """Name the task that runs ``run``."""
+        """Set the task that runs ``run``."""
         self._task = task
 
     def credit(self, choice: int, tokens: int) -> None:
@@ -100,25 +101,26 @@ class Request:
             self._runs[choice].credit(tokens)
 
     def allow(self, tokens: int) -> None:
-        """The client takes that many tokens more of every choice, also of one that does not run yet."""
+        """The client takes ``tokens`` more of every choice, including choices that do not run yet."""
         if not self._runs:
             self._allowed_early += tokens
         for run in self._runs:
             run.allow(tokens)
 
     def cancel(self, error: FairwayError | None = None) -> None:
-        """End the request now; its sink hears ``error``, by default that it was cancelled."""
+        """End the request now; its sink receives ``error``, by default a cancellation."""
         if self._task is not None and not self._task.done() and self._cancel_error is None:
             self._cancel_error = error or RequestCancelled("the request was cancelled")
-            if self._started:  # else ``run`` finds the error: a task that never began could not tell its sink
+            # otherwise ``run`` finds the error: a task that never began cannot reach its sink
+            if self._started:
                 self._task.cancel()
 
     def withdraw(self) -> None:
-        """The client asked for the request to end."""
+        """The client requests the end of the request."""
         self.cancel()
 
     async def run(self, admit: Admit, timeout_s: float | None) -> None:
-        """Return after the terminal event; every resource of the request is free by then."""
+        """Return after the terminal event; every resource of the request is then free."""
         self._started = True
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
         if self._cancel_error is not None:
@@ -137,7 +139,7 @@ class Request:
             self._fail(self._cancelled())
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a native library's panic is no Exception
+        except BaseException as error:  # a panic in a native library is no Exception
             self._fail(self._incident(error))
         else:
             self._end_stages()
@@ -153,7 +155,7 @@ class Request:
             results = await self._run_choices(admitted)
         finally:
             await self._settle(admitted)
-        # After the settling, so that the clock holds all that the client waits for.
+        # Built after the settlement, so that the clock covers everything that the client waits for.
         return Finished(
             choices=results,
             usage=self._usage(admitted.spec),
@@ -185,7 +187,7 @@ class Request:
         return await self._all_choices()
 
     async def _all_choices(self) -> tuple[ChoiceResult, ...]:
-        """Run the choices side by side; the first failure ends the others and is raised itself."""
+        """Run the choices concurrently; the first failure ends the others and is raised itself."""
         if len(self._runs) == 1:
             return (await self._runs[0].run(),)
         try:
@@ -203,10 +205,9 @@ class Request:
         )
 
     async def _settle(self, admitted: Admitted) -> None:
-        """Give the slot back before the terminal event, so that the client's next request finds it free.
+        """Release the slot before the terminal event, so that the client's next request finds it free.
 
-        A store that does not answer must not keep the client waiting for an output that it has: the
-        reservation lapses by itself.
+        A store that does not answer must not delay a finished output: the reservation expires by itself.
         """
         self.reservation = None
         settling = self._settle_with(admitted.reservation, self._usage(admitted.spec))
@@ -219,17 +220,17 @@ class Request:
             log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
 
     def _cancelled(self) -> FairwayError:
-        """Why the task was cancelled: by its face, or else with the process."""
+        """The cause of the task's cancellation: the face's error, otherwise the shutdown of the process."""
         return self._cancel_error or RequestCancelled("the request was cancelled")
 
     def _incident(self, error: BaseException) -> InternalError:
-        """Return what the client hears of a bug: an id that stands in the log, and none of its own text."""
+        """Return the client's error for a bug: an incident id that is in the log, without the bug's text."""
         incident = self._new_incident()
         log.error("request.crashed", request_id=self.request_id, incident=incident, exc_info=error)
         return InternalError("internal error; quote the incident id to the operator", incident=incident)
 
     def _last_timer(self) -> StageTimer:
-        """The stage clock of the choice that took longest, the request's own before there are any."""
+        """The stage clock of the choice that took longest, or the request's own before any choice."""
         return max((run.timer for run in self._runs), key=lambda timer: timer.entered_s, default=self._timer)
 
     def _end_stages(self) -> None:

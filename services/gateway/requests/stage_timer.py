@@ -24,12 +24,12 @@ _ORDER: Final = tuple(Stage)
 
 
 class StageTimer:
-    """Moves through the stages; entering one again (after a loss) adds to it."""
+    """Measures the stages; entering a stage again (after a loss) adds to it."""
 
     __slots__ = ("_current", "_entered_s", "_seconds", "_trace", "_unix_us")
 
     def __init__(self, received_unix_us: int, now_s: float, trace: StageTrace | None = None) -> None:
-        """``trace``: what makes a span of each stage, None for a request that is not recorded."""
+        """``trace``: records a span per stage, None for a request that is not recorded."""
         self._trace = trace
         if trace is not None:
             trace.entered(Stage.VALIDATE.name.lower(), now_s)
@@ -55,7 +55,7 @@ class StageTimer:
         self._current, self._entered_s = stage, now_s
 
     def fork(self) -> StageTimer:
-        """Return a timer of its own for one choice, with what was measured so far."""
+        """Return a separate timer for one choice, with the stages measured so far."""
         child = StageTimer(self._unix_us, self._entered_s)
         child._trace = None if self._trace is None else self._trace.fork()
         child._current = self._current
@@ -63,10 +63,10 @@ class StageTimer:
         return child
 
     def split_wait(self, engine_wait_s: float) -> None:
-        """Divide accepted-to-first-token by what the worker measured.
+        """Divide accepted-to-first-token by the worker's measurement.
 
-        The wait before the prefill is the worker's figure, never more than was observed here; the rest
-        is prefill and the way back.
+        The wait before the prefill is the worker's figure, never more than was observed here; the rest is
+        prefill and the transfer to the gateway.
         """
         observed_s = self._seconds[Stage.ENGINE_WAIT] + self._seconds[Stage.PREFILL]
         wait_s = min(max(engine_wait_s, 0.0), observed_s)
@@ -75,7 +75,7 @@ class StageTimer:
 
     @property
     def traceparent(self) -> str:
-        """What another process continues the current stage by; empty for a request that is not recorded."""
+        """The current stage's trace context for another process; empty for an unrecorded request."""
         return "" if self._trace is None else self._trace.traceparent
 
     def leave(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The stages of one request as spans below one. Only made for a request whose trace is recorded."""
+"""The stages of one request as child spans of its span. Only for a request whose trace is recorded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from services.runtime.telemetry.tracing import Attributes, Tracing, parse_tracep
 
 
 class StageTrace:
-    """A span for the request, and below it one for each stage that it goes through.
+    """A span for the request, and below it one for each of its stages.
 
-    Choices have a fork each. They share the span of the stage in which they parted; the first to leave it
-    ends it.
+    Each choice has a fork. Forks share the span of the stage in which they were created; the first to leave
+    it ends it.
     """
 
     __slots__ = ("_root", "_stage", "_tracing")
@@ -33,11 +33,11 @@ class StageTrace:
 
     @property
     def traceparent(self) -> str:
-        """What another process continues the present stage by."""
+        """The trace context of the current stage for another process."""
         return traceparent_of(self._stage if self._stage is not None else self._root)
 
     def entered(self, stage: str, now_s: float) -> None:
-        """The stage before ends, this one begins."""
+        """End the previous stage's span and begin this stage's."""
         self.left(now_s)
         self._stage = self._tracing.start(stage, now_s, self._root.get_span_context())
 

@@ -1,8 +1,8 @@
-"""The one validator of every face: what leaves it can run, or never could have been accepted.
+"""The validator of every face: its output can run, every other request is rejected.
 
-Order: bounds of every field, then who may, then the model: what costs next to nothing, and is done before the
-tenant's quotas are asked. Then, within them, text into tokens and limits in tokens. Sizes are checked before
-anything of that size is made. Every error names its ``field``.
+Order: bounds of every field, permissions, then the model. These checks are cheap and run before the tenant's
+quotas. Tokenisation and token limits follow, within the quotas. Sizes are checked before anything of that
+size is allocated. Every error names its ``field``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
 
-# A nucleus of no mass is taken as the single most likely token.
+# A nucleus without mass means the most likely token alone.
 _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A generation whose fields make sense: where it leads, in which class."""
+    """A generation with valid fields: its route and its class."""
 
     route: Route
     priority: Priority
 
 
 class Validator:
-    """Turns what a client asked for into a GenerationSpec."""
+    """Converts a client's generation into a GenerationSpec."""
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class Validator:
         max_fanout_tokens: int = _MAX_FANOUT_TOKENS,
         prefixes: PrefixNames | None = None,
     ) -> None:
-        """``max_fanout_tokens`` bounds the output of all choices of a request together. Without ``prefixes``
-        no cached prefix is named."""
+        """``max_fanout_tokens`` bounds the output of all choices together. Without ``prefixes`` the specs
+        name no cached prefix.
+        """
         self._catalog = catalog
         self._identity = identity
         self._rng = rng
@@ -65,9 +66,9 @@ class Validator:
         *,
         pinned: PinnedVersion | None = None,
     ) -> Checked:
-        """Return what is known of the generation before anything is made of its text.
+        """Return the route and class of the generation, before its text is processed.
 
-        ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more,
+        ``pinned`` is the version of an earlier run. Raises VersionGone when it is no longer served,
         InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable without a replica that can serve.
         """
         bounds.check(generation)
@@ -87,7 +88,7 @@ class Validator:
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
-        Raises InvalidInput, PromptTooLong, or what fetching the model's tokenizer raises.
+        Raises InvalidInput, PromptTooLong, or the errors of fetching the model's tokenizer.
         """
         route = checked.route
         model = await self._catalog.text_model(route.version_digest)
@@ -128,25 +129,26 @@ class Validator:
     async def count_tokens(
         self, principal: Principal, generation: inference_pb2.Generation, route: Route
     ) -> int:
-        """Return how many prompt tokens a generation that was checked has."""
+        """Return the number of prompt tokens of a checked generation."""
         model = await self._catalog.text_model(route.version_digest)
         try:
             return len(await self._prompt_ids(principal, generation, model))
         except PromptTooLong as error:
             if (counted := error.metadata.get("prompt_tokens")) is None:
                 raise
-            return int(counted)  # more than the context holds is a count as well
+            return int(counted)  # a count beyond the context is valid too
 
     def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
-        """What an earlier run had is not authorised again: a smaller model may answer for the one that the
-        caller named, and may use. Who may go on with it was asked before its record was read."""
+        """The model of an earlier run is not authorised again: a smaller model may answer for the permitted
+        one. The caller's permission to continue was checked before the record was read.
+        """
         if pinned is not None:
             return self._catalog.resolve_pinned(model, pinned)
         self._identity.authorise_model(principal, model)
         return self._catalog.resolve(model)
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
-        """The class that was asked for; else the standard one, or the tenant's highest if that is lower."""
+        """The requested class; by default the standard one, or the tenant's highest if that is lower."""
         highest = self._identity.tenant(principal.tenant_id).max_priority
         if asked == common_pb2.PRIORITY_UNSPECIFIED:
             return min(Priority.STANDARD, highest, key=lambda priority: priority.rank)
@@ -271,7 +273,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_ids(generation: inference_pb2.Generation, vocab_size: int) -> None:
-    """Every id that will index the vocabulary is within it."""
+    """Check that every id that will index the vocabulary is within it."""
     for field, ids in (
         ("token_ids", generation.token_ids.ids),
         ("stop_token_ids", generation.stop_token_ids),

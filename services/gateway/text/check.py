@@ -1,7 +1,7 @@
-"""A version's text files tried once, in a text process of their own, as a gateway will use them.
+"""A check of a version's text files: loads them once in a separate text process, as a gateway does.
 
-The registry does it before a version exists, a worker before it is READY: what a gateway could not load is
-found there, with the same bounds by the same code.
+The registry runs it before it creates a version, a worker before the version is READY. It finds files that a
+gateway could not load, with the same bounds and the same code.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ class TextProcessCheck:
         raise InternalError("no answer to Load")
 
     async def _reap(self, process: TextProcess) -> None:
-        """Own a started process until it is gone."""
+        """Own a started process until it has ended."""
         await process.wait()

@@ -1,4 +1,4 @@
-"""What one order to a text process may cost, and whose fault it is when it costs more."""
+"""The cost limits of one order to a text process, and the error of an order that exceeds them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from services.gateway.text.child import Cause
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What one order may cost. ``memory_bytes`` comes on top of what the loaded version takes."""
+    """The cost limits of one order. ``memory_bytes`` is added to the memory of the loaded version."""
 
     load_cpu_s: float = 20.0
     read_cpu_s: float = 2.0
     read_cpu_s_per_mib: float = 4.0
     memory_bytes: int = 1024 * 1024 * 1024
-    patience_s: float = 10.0  # without an answer, beside ten times the processor time
+    patience_s: float = 10.0  # the wait for an answer, plus ten times the processor time
     idle_s: float = 60.0
 
     def cpu_s(self, size_bytes: int) -> float:
         return self.read_cpu_s + self.read_cpu_s_per_mib * size_bytes / 2**20
 
     def wait_s(self, cpu_s: float) -> float:
-        """How long an answer may take on a machine that has little time to give."""
+        """The longest wait for an answer, with allowance for a busy machine."""
         return self.patience_s + 10 * cpu_s
 
     def read_error(self, cause: Cause, size_bytes: int) -> FairwayError:

@@ -1,4 +1,4 @@
-"""Texts read in this process: for the simulator and for unit tests, whose versions are ours."""
+"""Texts encoded in this process: for the simulator and unit tests, whose versions are trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.ports.clock import Clock
 
 
 class LocalTexts:
-    """Implements ``Texts`` in the executor's threads, with nothing bounded."""
+    """Implements ``Texts`` in the executor's threads, without bounds."""
 
     def __init__(self, executor: Executor, clock: Clock) -> None:
         self._executor = executor

@@ -1,7 +1,7 @@
-"""What a gateway and its text processes send each other: one answer to each order, over a stream socket.
+"""Messages between a gateway and its text processes: one answer per order, over a stream socket.
 
-A message is a length of four bytes and msgpack. Integers of tokens travel as native 32-bit values: both ends
-are on one machine.
+A message is a length of four bytes and msgpack. Token ids are native 32-bit integers: both ends are on one
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.gateway.text.text_model import Message, TextModel
 
 LENGTH: Final = Layout("<I")
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-# How a text process ends by itself.
+# Exit codes of a text process.
 EXIT_MEMORY: Final = 3
 EXIT_PANIC: Final = 4
 _ERRORS: Final[dict[str, type[FairwayError]]] = {

@@ -1,7 +1,7 @@
-"""The names of a prompt's prefix blocks, made where the prompt is tokenised.
+"""The names of a prompt's prefix blocks, computed after tokenisation.
 
-The root is keyed by a secret that all gateways share and by the tenant, so that tenants share no cached
-prefix and none can tell by the time to a first token what another one sent.
+The root is keyed by a secret that all gateways share and by the tenant. So tenants share no cached prefix,
+and no tenant can infer another's prompts from its time to first token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final
 from services.core.generation import Prompt
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
 
-# Up to here naming takes less time than a thread switch under load does: 0.2 ms; 100,000 tokens take 4 ms.
+# Up to this size naming takes less time than a thread switch under load: 0.2 ms; 100,000 tokens take 4 ms.
 INLINE_TOKENS: Final = 64 * PREFIX_BLOCK_TOKENS
 
 
 class PrefixNames:
-    """Event loop only; what is long runs in the executor's threads."""
+    """Event loop only; long prompts run in the executor's threads."""
 
     def __init__(self, secret: bytes, executor: Executor) -> None:
         self._secret = secret

@@ -1,6 +1,6 @@
-"""The text side of a model version as the gateway's requests see it: limits and sampling defaults.
+"""The text facts of a model version that requests need: limits and sampling defaults.
 
-What its tokenizer and template do happens in processes of their own: see ``text/``.
+The tokenizer and template run in separate processes: see ``text/``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Final
 
 from fairway.formats.names import GATEWAY_FILES
 
-# Some 4 s of a text process at most, which costs nobody else: see ``text/limits.py``.
+# At most about 4 s of a text process, which delays no other client: see ``text/limits.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
 
 
 def is_text_file(path: str) -> bool:
-    """Return whether a file of a version is one that the gateway reads."""
+    """Return whether the gateway reads this file of a version."""
     return path in GATEWAY_FILES
 
 
@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a version's generation_config.json sets; else the neutral values of ``Sampling``."""
+    """The defaults of a version's generation_config.json; otherwise the neutral values of ``Sampling``."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,25 +41,24 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock.
-
-    ``template_fault``: why the chat template renders no conversation, so that the version takes prompts only.
-    """
+    """The text facts from one version's files."""
 
     version_digest: str
     vocab_size: int
     max_context_tokens: int
     longest_token_bytes: int
     defaults: SamplingDefaults
+    # Whether the chat template reads the clock.
     depends_on_time: bool
+    # Why the chat template renders no conversation, so that the version takes prompts only.
     template_fault: str = ""
 
     @property
     def max_prompt_bytes(self) -> int:
-        """More text than this is not read.
+        """The byte bound for reading a text.
 
-        A token stands for at most ``longest_token_bytes`` of what the tokenizer keeps, but what it drops or
-        merges (blanks, unknown words) is no token at all. So a text that is short enough to be read at
-        little cost is read and counted, whatever the context.
+        A token stands for at most ``longest_token_bytes`` of the text that the tokenizer keeps. Text that it
+        drops or merges (blanks, unknown words) has no token. So a text that is short enough to be read
+        cheaply is read and counted for every context size.
         """
         return max(MIN_PROMPT_BYTES, self.max_context_tokens * self.longest_token_bytes)

@@ -1,4 +1,4 @@
-"""The port through which the gateway has texts read by a version's tokenizer and chat template."""
+"""The port for encoding texts by a version's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 
 from services.gateway.text.text_model import Message, TextModel
 
-# Lends the folder of a version's verified files.
+# Provides the folder of a version's verified files.
 OpenFolder = Callable[[], AbstractAsyncContextManager[Path]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a text became. ``ids`` is empty where ``count`` is more than the model's context."""
+    """The tokens of a text. ``ids`` is empty where ``count`` is more than the model's context."""
 
     count: int
     ids: tuple[int, ...]
@@ -24,19 +24,19 @@ class Tokens:
 
 class Texts(Protocol):
     async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
-        """Return what a version's files say; its texts can be read from then on.
+        """Return the text facts of a version; its texts can be read from then on.
 
-        Raises FailedPrecondition for files that cannot be used, Unavailable, and what ``folder`` raises.
+        Raises FailedPrecondition for unusable files, Unavailable, and the errors of ``folder``.
         """
 
     def unload(self, version_digest: str) -> None:
-        """Give up what a version holds."""
+        """Release a version's resources."""
 
     async def read(
         self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
     ) -> Tokens:
-        """Return the tokens of a prompt or of a conversation, which holds ``size_bytes`` of text.
+        """Return the tokens of a prompt or of a conversation with ``size_bytes`` of text.
 
-        Raises InvalidInput (PromptTooLong, UnsupportedFeature) for what the version does not take,
+        Raises InvalidInput (PromptTooLong, UnsupportedFeature) for text that the version does not accept,
         FailedPrecondition where its files fail on it, Unavailable where a retry may help.
         """

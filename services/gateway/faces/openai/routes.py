@@ -1,7 +1,6 @@
-"""The OpenAI HTTP API over GatewayService. Every route states who may call it; nothing else is reachable.
+"""The OpenAI HTTP API over GatewayService. Every route has an access rule; no other path is reachable.
 
-Authorisation looks at the route's rule and the authorization header alone, never at a URL or host that
-the client spells.
+Authorisation uses only the route's rule and the authorization header, never a URL or host from the client.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Access(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request on its way through a handler. ``principal`` is None on public routes."""
+    """One request inside a handler. ``principal`` is None on public routes."""
 
     scope: Scope
     receive: Receive
@@ -76,13 +75,13 @@ class Exchange:
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
-# Route, status of the answer (0 when there was none) and seconds.
+# Route, status of the answer (0 without an answer) and seconds.
 ObserveExchange = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route, its access rule, and what it accepts in words, for docs/reference/http.md."""
+    """A route, its access rule, and a description of its input, for docs/reference/http.md."""
 
     method: str
     path: str
@@ -104,8 +103,8 @@ def build_app(
 ) -> Starlette:
     """Return the ASGI application.
 
-    ``not_ready`` returns why no traffic should come now, or an empty text. ``observe`` hears of each exchange
-    when it is over. The endpoints with their rules are in ``app.state.endpoints``.
+    ``not_ready`` returns why no traffic should arrive now, or an empty text. ``observe`` is called for each
+    exchange when it is over. The endpoints with their rules are in ``app.state.endpoints``.
     """
     if limits is None:
         limits = HttpLimits(max_body_bytes)
@@ -120,14 +119,14 @@ def build_app(
         ],
         exception_handlers={HTTPException: problems.answer},
     )
-    # A redirect would be made from the Host header, which is the client's.
+    # A redirect would use the Host header, which the client controls.
     app.router.redirect_slashes = False
     app.state.endpoints = endpoints
     return app
 
 
 class OpenAiFace:
-    """The handlers."""
+    """The handlers of the routes."""
 
     def __init__(
         self, service: Generations, clock: Clock, limits: HttpLimits, not_ready: Callable[[], str]
@@ -250,11 +249,11 @@ class OpenAiFace:
 
 
 def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
-    """Every generation is a request of its own, with an id of its own."""
+    """Every generation is a separate request with an id of its own."""
     received = exchange.received
     if len(wanted.generations) == 1:
         return [received]
-    # Under a key each has a record of its own; that they belong together is part of what they are.
+    # With an idempotency key each generation has a record; the hash of the whole is part of its fingerprint.
     whole = hashlib.sha256()
     for generation in wanted.generations:
         whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
@@ -275,7 +274,7 @@ def _model(entry: Served) -> dict[str, object]:
 
 
 class _Guard:
-    """The ASGI application of one endpoint: identifies, authorises, and turns errors into answers."""
+    """The ASGI application of one endpoint: authenticates, authorises, and turns errors into answers."""
 
     def __init__(
         self,
@@ -330,11 +329,11 @@ class _Guard:
                 log.info("http.client_left")
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
-            except BaseException:  # a native library's panic is no Exception
+            except BaseException:  # a panic in a native library is no Exception
                 incident = self._ids.incident_id()
                 log.exception("http.crashed", incident=incident)
                 await exchange.reply.error(InternalError("internal error", incident=incident))
-        except FairwayError as error:  # the error itself could not be sent
+        except FairwayError as error:  # sending the error failed
             log.info("http.answer_lost", reason=error.reason)
 
     def _authorised(self, exchange: Exchange) -> Exchange:
@@ -352,7 +351,7 @@ class _Guard:
 
 
 class _Problems:
-    """Answers what the router refuses, in the API's error shape."""
+    """Answers requests that the router rejects, in the API's error shape."""
 
     def __init__(self, ids: IdSource) -> None:
         self._ids = ids

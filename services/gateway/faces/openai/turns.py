@@ -1,4 +1,4 @@
-"""Requests begin a few in each turn of the event loop, and in rounds of their sources."""
+"""Paces the start of requests: a few per iteration of the event loop, round-robin over their sources."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ BEGUN_PER_TURN: Final = 16
 
 
 class Turns:
-    """An ASGI application of which at most 16 requests begin in one turn of the loop.
+    """An ASGI application that starts at most 16 requests per iteration of the event loop.
 
-    Thousands of requests that are readable at once would else begin in one turn, for a second or more, in
-    which no stream goes on. Those that wait begin in rounds of one of each source, so that a source with few
-    requests does not wait for one with many. As many wait as the connections carry.
+    Otherwise thousands of requests that are readable at once would start in one iteration, for a second or
+    more, during which no stream progresses. Waiting requests start round-robin, one of each source, so that a
+    source with few requests does not wait for one with many. The number of connections bounds the waiting
+    requests.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._begun = 0  # in this turn
+        self._begun = 0  # in this iteration
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Whether a chat template renders any conversation, found when its version is loaded."""
+"""A probe at load time: whether a chat template renders any conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES, BudgetExc
 from services.gateway.text.text_model import Message
 from services.ports.clock import Clock
 
-# A template may insist on a system message, or on having none, without saying so.
+# A template may require or forbid a system message without any declaration.
 _PROBES: Final = (
     (Message("user", "Hi"),),
     (Message("system", "Hi"), Message("user", "Hi")),
@@ -25,7 +25,7 @@ def open_template(
 ) -> tuple[ChatTemplate | None, str]:
     """Return the template that ``read`` returns, and why it renders no conversation: empty if it renders one.
 
-    An empty source is no template. FailedPrecondition of ``read`` is a fault, too.
+    An empty source is no template. FailedPrecondition of ``read`` counts as a fault too.
     """
     try:
         source = read()
@@ -39,9 +39,9 @@ def open_template(
         try:
             template.render(messages, max_chars=MAX_TEMPLATE_BYTES)
         except (FailedPrecondition, InvalidInput) as error:
-            if isinstance(error.__cause__, TemplateRefused):  # it ran as far as it is meant to
+            if isinstance(error.__cause__, TemplateRefused):  # a deliberate rejection: the template works
                 return template, ""
-            if isinstance(error.__cause__, BudgetExceeded):  # others would take as long
+            if isinstance(error.__cause__, BudgetExceeded):  # other conversations would take as long
                 return template, _shown(error)
             faults.append(_shown(error))
         else:
@@ -50,6 +50,6 @@ def open_template(
 
 
 def _shown(error: FailedPrecondition | InvalidInput) -> str:
-    """Return an error with its cause, which holds no client's text here."""
+    """Return an error with its cause, which contains no client text here."""
     cause = str(error.__cause__ or "")[:_MAX_SHOWN]
     return error.message if not cause or cause in error.message else f"{error.message}: {cause}"

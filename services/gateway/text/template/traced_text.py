@@ -1,10 +1,10 @@
-"""Text that carries which of its characters come from a message, while a chat template computes with it.
+"""Text that records which of its characters come from a message, while a chat template computes with it.
 
-A ``Traced`` string equals, measures and compares as the plain string that it is, so a template takes the
-same decisions and writes the same text as without it. Beside its characters it has an ``origin`` of the same
-length, one letter per character. What cuts, joins and replaces carries the origin along exactly. For any
-other operation ``settled`` finds it by a second run on masked text; where that is not possible, all of the
-result counts as a message's: no operation loses the trace.
+A ``Traced`` string equals, measures and compares as its plain string, so a template makes the same decisions
+and writes the same text. It also has an ``origin`` of the same length, one letter per character. Cuts, joins
+and replacements keep the origin exactly. For any other operation ``settled`` derives it by a second run on
+masked text. Where that is not possible, all of the result counts as a message's: no operation loses the
+origin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASK: Final = "\ufdd0"
 
 
 class Traced(str):
-    """A string with its origin, also where no character of it comes from a message."""
+    """A string with its origin, even without a character from a message."""
 
     __slots__ = ("_origin",)
     _origin: str
@@ -43,7 +43,7 @@ class Traced(str):
         return map(Traced, super().__iter__(), self._origin)
 
     def __add__(self, other: Any) -> str:
-        # Text that is marked as safe escapes what it is added to.
+        # Text that is marked as safe escapes the text that it is added to.
         is_text = isinstance(other, str) and not isinstance(other, Markup)
         return join("", (self, other)) if is_text else NotImplemented
 
@@ -98,7 +98,7 @@ class Traced(str):
     def _found(self, pieces: Iterable[str], sep: str | None) -> list[str]:
         """Return pieces of this text, in its order and ``sep`` apart, with their origin.
 
-        Without ``sep``, there is nothing but blanks between them.
+        Without ``sep``, only blanks separate them.
         """
         found, start = [], 0
         for piece in pieces:
@@ -110,7 +110,7 @@ class Traced(str):
 
 
 class TracedMarkup(Markup):
-    """Text that is marked as safe, all of which counts as a message's; so does what is made of it."""
+    """Text that is marked as safe: all of it, and every result made from it, counts as a message's."""
 
     __slots__ = ()
 
@@ -142,12 +142,12 @@ def replaced(text: str, old: str, new: str, count: SupportsIndex = -1) -> str:
 
 
 def concat(parts: Iterable[str]) -> str:
-    """Return the parts in one."""
+    """Return the concatenated parts."""
     return join("", parts)
 
 
 def settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return ``run(*args, **kwargs)``; text in it that may hold a message's characters is ``Traced``."""
+    """Return ``run(*args, **kwargs)``; text in it that may contain a message's characters is ``Traced``."""
     result = run(*args, **kwargs)
     if not _has_plain_text(result):
         return result
@@ -155,13 +155,13 @@ def settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         if not _is_traced((args, kwargs)):
             return result
         masked = run(*_masked(args), **_masked(kwargs))
-    except Exception:  # of the run on masked text: what the template does with its text cannot be foreseen
+    except Exception:  # of the run on masked text: its effect in the template is unpredictable
         masked = None
     return _settled(result, masked)
 
 
 class _UnknownError(Exception):
-    """A value may hold text that is not seen."""
+    """A value may contain text that cannot be inspected."""
 
 
 def _has_plain_text(value: Any) -> bool:
@@ -171,7 +171,7 @@ def _has_plain_text(value: Any) -> bool:
 
 
 def _is_traced(value: Any) -> bool:
-    """Return whether a value holds text of a message. Raises _UnknownError."""
+    """Return whether a value contains text of a message. Raises _UnknownError."""
     if isinstance(value, str):
         return isinstance(value, Traced | TracedMarkup) and MESSAGE in origin_of(value)
     if isinstance(value, tuple | list):
