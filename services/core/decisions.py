@@ -62,8 +62,7 @@ class PlacementDecision:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The stored decisions of a request, oldest first. Every decision after ``since_unix_s`` is still stored.
-    """
+    """The stored decisions of a request, oldest first. Every decision after ``since_unix_s`` is still stored."""
 
     decisions: tuple[PlacementDecision, ...]
     since_unix_s: float
@@ -86,8 +85,8 @@ class WorkerPool:
     ready: bool
     measured_step_s: float | None
     predicted_step_s: float
-    slowness_ratio: float  # name of a ``WorkerStanding.state``
-    health: str = ""
+    slowness_ratio: float
+    health: str = ""  # state of a ``WorkerStanding``
     health_reason: str = ""
 
 

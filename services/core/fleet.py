@@ -47,7 +47,7 @@ class PoolSnapshot:
     prefill_tokens: int = 0  # tokens prefilled inside the steps
     decode_tokens: int = 0  # tokens decoded inside the steps
     attended_tokens: int = 0  # tokens of KV that the decodes read
-    # accepted prompts with at least LONG_PROMPT_TOKENS left to compute and no token yet
+    # Accepted prompts with at least LONG_PROMPT_TOKENS left to compute and no token yet.
     long_prefills: int = 0
     prefix_added: tuple[int, ...] = ()  # prefix blocks that entered the cache
     prefix_removed: tuple[int, ...] = ()  # prefix blocks that left the cache
@@ -124,16 +124,16 @@ class ReportSnapshot:
     draining: bool = False
     pools: tuple[PoolSnapshot, ...] = ()
     epoch: int = 0  # newest leadership that the worker accepts grants of
-    # sequence numbers of that leader's grants received since the previous snapshot, admitted or not
+    # Sequence numbers of that leader's grants received since the previous snapshot, admitted or not.
     grants_seen: tuple[int, ...] = ()
     tenants: tuple[TenantTokens, ...] = ()
     live: tuple[LiveSequence, ...] = ()  # every sequence that holds KV; only in the first report of a stream
     usage: tuple[SequenceUsage, ...] = ()
-    # tenant counters from the last leader; only in the first report of a stream
+    # Tenant counters from the last leader; only in the first report of a stream.
     counters: tuple[TenantCounter, ...] = ()
     device_type: str = ""
     cost_per_hour: float = 0.0
-    # numbers ``tenants`` and ``usage`` over all streams; a repetition has the same number; 0: none
+    # Numbers ``tenants`` and ``usage`` over all streams; a repetition has the same number; 0: none.
     deltas_number: int = 0
 
 
@@ -167,8 +167,7 @@ class PoolPressure:
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """One pool of one worker, with the facts a gateway needs for fallback placement while there is no leader.
-    """
+    """One pool of one worker, with the facts a gateway needs for fallback placement while there is no leader."""
 
     worker_id: str
     address: str

@@ -40,8 +40,7 @@ def tag_key(model: str, tag: str) -> str:
 
 
 def model_users_key(model: str) -> str:
-    """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks it.
-    """
+    """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks it."""
     return f"{ROOT}guards/model-users/{model}"
 
 
@@ -75,7 +74,7 @@ class VersionState(StrEnum):
     FETCHING = "fetching"
     LOADING = "loading"
     READY = "ready"
-    # its successor takes new requests; it still runs requests that were accepted for it
+    # Its successor takes new requests; it still runs requests that were accepted for it.
     RETIRING = "retiring"
     DRAINING = "draining"
     RESTARTING = "restarting"
