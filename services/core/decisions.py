@@ -62,7 +62,8 @@ class PlacementDecision:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The stored decisions of a request, oldest first. Every decision after ``since_unix_s`` is still stored."""
+    """The stored decisions of a request, oldest first. Every decision after ``since_unix_s`` is still
+    stored."""
 
     decisions: tuple[PlacementDecision, ...]
     since_unix_s: float

@@ -167,7 +167,8 @@ class PoolPressure:
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """One pool of one worker, with the facts a gateway needs for fallback placement while there is no leader."""
+    """One pool of one worker, with the facts a gateway needs for fallback placement while there is no
+    leader."""
 
     worker_id: str
     address: str

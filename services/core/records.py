@@ -40,7 +40,8 @@ def tag_key(model: str, tag: str) -> str:
 
 
 def model_users_key(model: str) -> str:
-    """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks it."""
+    """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks
+    it."""
     return f"{ROOT}guards/model-users/{model}"
 
 

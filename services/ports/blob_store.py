@@ -44,7 +44,8 @@ class BlobStore(Protocol):
         """Return the digests that are not stored, in the given order. Reads no contents."""
 
     def stored(self) -> AsyncGenerator[tuple[StoredBlob, ...], None]:
-        """Yield the stored blobs, a page at a time. Blobs stored or deleted meanwhile may be included or not."""
+        """Yield the stored blobs, a page at a time. Blobs stored or deleted meanwhile may be included or
+        not."""
 
     async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
         """Delete the blobs that were not written again since they were listed; return the deleted digests."""

@@ -52,7 +52,8 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The caller runs the request. ``chunks``: chunks of an earlier owner, from which the caller continues."""
+    """The caller runs the request. ``chunks``: chunks of an earlier owner, from which the caller
+    continues."""
 
     hold: Hold
     chunks: int

@@ -37,7 +37,8 @@ class FallbackPlacer(Protocol):
         """Replace the worker list by the one that the leader of ``epoch`` sent."""
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until ``place`` may return a grant, unless a leader answers meanwhile; 0: now."""
+        """Return the seconds until ``place`` may return a grant, unless a leader answers meanwhile; 0:
+        now."""
 
     def place(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
         """Return a grant, or None when no worker has room now."""

@@ -13,7 +13,8 @@ from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, 
 
 
 class SequenceSink(Protocol):
-    """Receives, in this order: accepted or not_admitted; tokens; finished or lost. Nothing follows the last."""
+    """Receives, in this order: accepted or not_admitted; tokens; finished or lost. Nothing follows the
+    last."""
 
     def on_accepted(self) -> None: ...
 

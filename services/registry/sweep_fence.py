@@ -55,7 +55,8 @@ class SweepFence:
 
     @asynccontextmanager
     async def sweeping(self) -> AsyncIterator[Deadline]:
-        """Block version creation until the yielded deadline. Raises Conflict while another collector sweeps."""
+        """Block version creation until the yielded deadline. Raises Conflict while another collector
+        sweeps."""
         lease_id = await self._store.grant_lease(LEASE_S)
         try:
             deadline = Deadline(self._clock)

@@ -1,4 +1,5 @@
-"""Sums over the fleet view for operators and metrics, and its pools as a mapping. No decision uses the sums."""
+"""Sums over the fleet view for operators and metrics, and its pools as a mapping. No decision uses the
+sums."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ _PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
 
 
 def price_pool(digest: str, workers: Iterable[WorkerState], step_times: StepTimes) -> None:
-    """Set each worker's ratio for the version: the cheapest price over its own, 1 while its own is unknown."""
+    """Set each worker's ratio for the version: the cheapest price over its own, 1 while its own is
+    unknown."""
     prices = [(worker, _price_of(worker, digest, step_times)) for worker in workers]
     cheapest = min((price for _, price in prices if price), default=0.0)
     for worker, price in prices:
