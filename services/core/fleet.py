@@ -37,7 +37,7 @@ class PoolSnapshot:
     kv_blocks_reserved: int
     block_size: int
     running: int
-    waiting: int  # accepted, without a place in the batch; without sequences whose readers give no credit
+    waiting: int  # accepted, without a place in the batch; without sequences whose readers grant no credit
     max_sequences: int
     max_model_len: int
     queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill

@@ -83,8 +83,8 @@ class _Record:
 
 
 class DecisionLog:
-    """Implements ``scheduler.telemetry.QueueObserver`` and ``scheduler.waiting.DecisionObserver``. Single
-    writer: the task of the term; read between two of its turns."""
+    """Implements ``scheduler.telemetry.QueueObserver`` and ``scheduler.queue.waiting.DecisionObserver``.
+    Single writer: the task of the term; read between two of its turns."""
 
     def __init__(
         self,

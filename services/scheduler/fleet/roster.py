@@ -1,6 +1,6 @@
 """The workers of a term, the stream on which each reports, and the time of its last report.
 
-Only reports of a worker's newest stream and newest incarnation count (see ``fleet_view``). The number of a
+Only reports of a worker's newest stream and newest incarnation count (see ``view``). The number of a
 worker's last grant is kept longer than its other state, because a number is never reused.
 """
 

@@ -14,13 +14,15 @@ that both terms always refer to the same instant. Sequences may end between two 
 last reference to a block. The worker's reserved blocks decreased by those blocks then, and the grant takes
 them again. This holds for one grant per prefix at a time; further grants count in full.
 
-Why every grant is counted by one of the two sides: |- A worker accepts grants of the newest epoch that it has
-received, and gets grants only after a report that | confirms our epoch: grants of older leaders can no longer
-start there. |- A worker's stream sends its first report after it received our epoch on that stream, so we
-open streams in | the same order as the worker: reports of any but the newest stream are rejected. |- Another
-incarnation rejects the grants of the previous one, and sequences that started are in its first | report. |- A
-grant starts within its time to live after receipt. It is held for ``transit_margin_s`` longer, and a | worker
-that was silent for as long receives no grants.
+Why every grant is counted by one of the two sides:
+- A worker accepts grants of the newest epoch that it has received, and gets grants only after a report that
+  confirms our epoch: grants of older leaders can no longer start there.
+- A worker's stream sends its first report after it received our epoch on that stream, so we open streams in
+  the same order as the worker: reports of any but the newest stream are rejected.
+- Another incarnation rejects the grants of the previous one, and sequences that started are in its first
+  report.
+- A grant starts within its time to live after receipt. It is held for ``transit_margin_s`` longer, and a
+  worker that was silent for as long receives no grants.
 
 The worker has the final decision: should a margin be exceeded, it answers NOT_ADMITTED.
 """

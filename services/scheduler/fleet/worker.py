@@ -23,7 +23,7 @@ class Outstanding(Struct, frozen=True, gc=False):
 
     ``kv_blocks`` are the blocks of the reported room that it will take: ``whole_blocks``, for its prompt and
     predicted output, less ``each_blocks`` for every leading block of ``chain`` that the worker's last report
-    lists as shared. ``chain`` is empty unless the grant relies on shared blocks (``policy.shared_prefix``).
+    lists as shared. ``chain`` is empty unless the grant relies on shared blocks (``shared_prefix``).
     """
 
     digest: str

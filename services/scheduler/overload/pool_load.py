@@ -79,8 +79,8 @@ class _Pool:
 
 
 class Overload:
-    """Implements ``waiting.QueueGate``. ``serving`` returns how many workers of a version take requests now;
-    ``failing_s`` returns how long a version rejects requests, None when it accepts this one."""
+    """Implements ``queue.waiting.QueueGate``. ``serving`` returns how many workers of a version take requests
+    now; ``failing_s`` returns how long a version rejects requests, None when it accepts this one."""
 
     def __init__(
         self,

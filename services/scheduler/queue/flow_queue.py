@@ -7,7 +7,7 @@ returns the room.
 
 Only changed versions are processed: a pass tries a version's queue in order, skips a bounded number of
 placements without room, and ends as soon as the remaining room is too small for any placement.
-``policy/fair_order`` selects the next placement, ``queue_walk`` limits overtaking, and ``service_ledger``
+``policy/queue/fair_order`` selects the next placement, ``walk`` limits overtaking, and ``service_ledger``
 counts the service of tenants.
 """
 

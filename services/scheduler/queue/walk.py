@@ -1,9 +1,10 @@
 """One walk over a pool's queue: the skipped placements, and the workers closed to those behind them.
 
-Two rules, both for workers that the placement in front may use: |- A worker that is earmarked for a placement
-takes nothing that is behind it in order. |- A tenant that is ahead of a tenant whose placement waits for room
-by more than the window takes nothing: | however the requests of two tenants differ in size, their service
-stays within the bound of ``fairness``.
+Two rules, both for workers that the placement in front may use:
+- A worker that is earmarked for a placement takes nothing that is behind it in order.
+- A tenant takes nothing while it is ahead of a tenant whose placement waits for room by more than the window:
+  the service of two tenants stays within the bound of ``fairness``, however the sizes of their requests
+  differ.
 """
 
 from __future__ import annotations

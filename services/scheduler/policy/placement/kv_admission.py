@@ -1,6 +1,6 @@
 """KV blocks reserved for a sequence at its start: those of its prompt and of a predicted output.
 
-Prompt blocks that live sequences of a worker share need no new room (``policy.shared_prefix``).
+Prompt blocks that live sequences of a worker share need no new room (``shared_prefix``).
 
 Reserving the worst case would leave most of the memory unused, because few outputs reach their limit. A
 sequence that exceeds its prediction takes more blocks on its worker, which preempts when none are free

@@ -1,7 +1,7 @@
 """Fair order of the waiting placements of one pool: between classes, between tenants, within a tenant.
 
-``queue_order`` documents the rules. Adding, granting and removing cost a few binary searches, for any number
-of waiting tenants. Pure: time is an argument, in Unix microseconds.
+``policy/queue/order.py`` documents the rules. Adding, granting and removing cost a few binary searches, for
+any number of waiting tenants. Pure: time is an argument, in Unix microseconds.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class FairOrder(QueueOrder[Item]):
             queue.owed_tokens = 0.0
 
     def granted(self, item: Item, cost_tokens: float) -> None:
-        """Charge a grant: classes past their head start are owed their share of its cost."""
+        """Charge a grant: classes past their head start become entitled to a share of its cost."""
         rank = item.priority.rank
         for priority in self._aged:
             queue = self._classes[priority]

@@ -9,7 +9,7 @@ Difference from the paper: a grant charges the expected cost in advance (an *adv
 are issued between two reports, and reports then use the advance up; see ``value``. The floor is the largest
 service, without advances, that any tenant had while it was first in order: it never decreases, although
 unused advances are returned, so that the bound does not grow with the number of tenants that come and go. The
-maximum difference between two tenants is in ``fairness_bound``.
+maximum difference between two tenants is in ``simulator/invariants/fairness_bound.py``.
 
 Pure: values only, no clock.
 """
@@ -342,7 +342,7 @@ class FairShares:
         self._moved.pop(account.tenant, None)
 
     def _sweep(self) -> None:
-        """Remove idle tenants whose counter the lift would restore, without loss.
+        """Remove idle tenants that would be raised to the same counter at their return: nothing is lost.
 
         Beyond MAX_ACCOUNTS those next to the floor are removed too, and the excess of their counters is lost.
         Awaited tenants are kept until then.

@@ -1,11 +1,11 @@
 """Limits on long prompts, so that a burst of them neither fills a pool nor delays other prompts.
 
-Three limits, none of which keeps an idle worker from a placement: |- prompts of LONG_PROMPT_TOKENS and more
-in prefill at a time, per worker: each chunk of a long prefill uses | its part of a step's token budget, and a
-second one doubles the time of the first. |- prompt tokens that wait for prefill on a worker, as many as it
-computes within a share of the placement's | time to first token: further prompts wait better in the
-scheduler's queue, which keeps them in order. |- KV that the long prompts of one tenant hold, as a share of
-the pool.
+Three limits, none of which keeps an idle worker from a placement:
+- prompts of LONG_PROMPT_TOKENS and more in prefill at a time, per worker: each chunk of a long prefill uses
+  its part of a step's token budget, and a second one doubles the time of the first.
+- prompt tokens that wait for prefill on a worker, as many as it computes within a share of the placement's
+  time to first token: further prompts stay in the scheduler's queue, where they are ordered.
+- KV that the long prompts of one tenant hold, as a share of the pool.
 
 Chunked prefill: Agrawal et al., Sarathi-Serve, OSDI'24. Pure.
 """
