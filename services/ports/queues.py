@@ -1,4 +1,5 @@
-"""What whoever leads the scheduling tells operators. Implementation: ``adapters/grpc/queues.py``."""
+"""Port of the leader's operator views: queues, decisions, workers. Implementation:
+``adapters/grpc/queues.py``."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from services.core.queues import QueuesPage
 
 
 class QueueSource(Protocol):
-    """Each raises NoLeader within a bounded time when no scheduler leads."""
+    """Each method raises NoLeader within a bounded time when no scheduler leads."""
 
     async def page(self, *, size: int, token: str, tenant: str) -> QueuesPage:
         """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty."""
 
     async def explain(self, request_id: str) -> Explanation:
-        """Return how the placements of a request were decided, as far as the leader remembers."""
+        """Return the decisions on the placements of a request, as far as the leader has stored them."""
 
     async def workers(self, *, size: int, token: str) -> WorkersPage:
         """Return a page of the workers that reported to the leader."""
