@@ -1,4 +1,4 @@
-"""One sequence on this worker: what the agent knows of it beyond the engine."""
+"""One sequence on this worker: the agent's state of it."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class SlotState(Enum):
     """Whether a sequence has a slot of its engine's batch. See ``sequence_slots``."""
 
     RUNNING = auto()
-    PARKED = auto()  # its reader gave no credit
-    RETURNING = auto()  # it has credit and waits for a slot
+    PARKED = auto()  # without credit
+    RETURNING = auto()  # has credit and waits for a slot
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """Owned by its ``SequenceTable`` until it ends; its outbox keeps it a little longer, to send the rest.
-
-    ``number`` is the engine's handle, ``handle`` the gateway's. ``tokens`` counts prompt and output.
-    ``fast``: the next token needs neither stop strings nor log-probabilities nor pending bytes.
-    """
+    """Owned by its ``SequenceTable`` until it ends; its outbox retains it until its output is sent."""
 
     spec: StartSpec
     outbox: Outbox
+    # The gateway's handle.
     handle: int
+    # The engine's handle.
     number: int
     text: TextStream
     prompt_tokens: int
+    # Prompt and output.
     tokens: int
     credit_limit: int  # absolute output offset
     reserved_blocks: int
-    reserved_tokens: int  # what fits into them
-    notice_tokens: int  # with so many it needs a block more, or has no credit
+    reserved_tokens: int  # capacity of the reserved blocks
+    notice_tokens: int  # at this count it needs one more block, or has no credit
     accepted_s: float
     deadline_s: float = math.inf
+    # The next token needs no stop strings, no log-probabilities and no pending bytes.
     fast: bool = False
     slot: SlotState = SlotState.RUNNING
-    # not yet taken by the writer
+    # output that the writer has not taken yet
     queued: bool = False
     dropped: bool = False
     pending_ids: list[int] = field(default_factory=list)
@@ -54,8 +54,8 @@ class LiveSequence:
     # stage clock, flow control and accounting
     prefill_left: int = 0
     cached_tokens: int = 0  # of the tokens to prefill
-    cache_told: bool = False  # the engine said what it found
-    shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks has theirs
+    cache_told: bool = False  # the engine has reported the cached tokens
+    shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks includes them
     prefill_started_s: float | None = None
     first_token_s: float | None = None
     blocked_since_s: float | None = None
@@ -63,7 +63,7 @@ class LiveSequence:
 
     @property
     def fallback(self) -> bool:
-        """Its gateway placed it, while nobody led."""
+        """Whether a gateway placed it while no leader answered."""
         return isinstance(self.spec.grant, FallbackGrant)
 
     @property
