@@ -126,7 +126,7 @@ def hold_standard_descriptors() -> None:
 def _never_wait(descriptor: int) -> None:
     """Make the pipe or terminal non-blocking, also for C libraries, where the system supports it.
 
-    The descriptor gets its own open file: otherwise the flag would apply to every process that shares it.
+    The descriptor gets its own open file: otherwise the flag would affect every process that shares it.
     """
     with contextlib.suppress(OSError):  # a socket cannot be reopened; ``_ready`` prevents blocking for it
         flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -38,7 +38,7 @@ STATUS_LOST: Final = "Internal error from Core"
 
 
 class FairwayError(Exception):
-    """Base of all errors of the client that its own arguments and use do not cause.
+    """Base of the client's errors, except ValueError, TypeError and RuntimeError for wrong use.
 
     ``reason``: upper-case, stable. ``metadata``: every value in the message. ``retry_after_s``: the
     server's delay before a retry, if any. ``attempts``: how often the call was sent, and ``gave_up`` why it

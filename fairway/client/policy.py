@@ -52,7 +52,7 @@ _BLAME: Final = {
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Limits of retries. Retries per request stay below ``budget_ratio`` plus the floors."""
+    """Limits of retries: attempts per call, backoff, and the budget of ``RetryBudget``."""
 
     # Includes the first attempt.
     max_attempts: int = 5

@@ -154,22 +154,23 @@ class Usage:
 class StageClock:
     """Time per stage of a request, measured by the server. The stages follow each other."""
 
-    # Unix time of arrival, microseconds.
+    # Wall clock when the first byte of the request was handled, Unix microseconds.
     received_unix_us: int
+    # Parsing, validation, rendering, tokenising.
     validate_s: float
-    # Authentication and quota.
+    # Quotas and limits.
     admit_s: float
-    # In the scheduler's queue.
+    # Submitted to the scheduler until granted.
     queue_s: float
-    # Grant to the worker's acceptance.
+    # Granted until accepted by the engine.
     dispatch_s: float
-    # Until the prefill starts.
+    # Accepted until its first prefill step begins.
     engine_wait_s: float
-    # Until the first token.
+    # First prefill step until the first token is at the gateway.
     prefill_s: float
-    # Until the last token.
+    # First token until last token.
     decode_s: float
-    # Until the last token was sent.
+    # Last token until the terminal event is passed to the transport.
     send_s: float
 
 

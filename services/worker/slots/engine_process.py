@@ -52,7 +52,7 @@ ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
-    """Seconds. ``silence_s``: the longest silence of a running engine, which sends a message each second."""
+    """Seconds. ``silence_s``: the longest time between two messages of a running engine; usual is 1 s."""
 
     load_s: float = 1800.0
     load_silence_s: float = 300.0
@@ -281,7 +281,7 @@ class EngineProcess:
                 self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
 
     def _patience_s(self) -> float:
-        """Return the silence in seconds that kills it: longer than the one that hands back its sequences."""
+        """Return the limit of ``silence_s`` in use: its sequences are handed back earlier than it is killed."""
         return max(self._timeouts.silence_s, 2 * HAND_BACK_STEPS * self._full_step_s)
 
     def _on_event(self, event: Event) -> None:

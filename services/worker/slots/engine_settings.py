@@ -45,10 +45,10 @@ class EngineSettings:
     drain_s: float = 30.0
     # How long a retiring version stays after its last sequence.
     retire_s: float = 30.0 + RETIRE_MARGIN_S
-    # Restart pauses after crashes and stops.
+    # Pauses before a new attempt after crashes and transient failures.
     crash_backoff_first_s: float = 0.5
     crash_backoff_most_s: float = 30.0
-    # Retry pauses after other failures.
+    # The same after other failures.
     failed_backoff_first_s: float = 2.0
     failed_backoff_most_s: float = 60.0
     timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)

@@ -102,7 +102,7 @@ class SequenceTable:
 
     @property
     def stalled(self) -> bool:
-        """Whether the engine is silent: running sequences wait for it, and new ones are rejected."""
+        """Whether the engine is stalled: running sequences wait for it, and new ones are rejected."""
         return self._silence.stalled
 
     def resize(self, kv_blocks_total: int) -> None:
@@ -182,7 +182,7 @@ class SequenceTable:
             self._room_changed()
 
     def _watch_engine(self, now_s: float) -> None:
-        """Stop admission while the engine is silent; end its sequences when it stays silent for longer."""
+        """Stop admission when the engine stalls; if the stall lasts, end its sequences with ENGINE_LOST."""
         if self._silence.begins(now_s):
             self._changed()
         if self._live and self._silence.lets_go(now_s):
