@@ -281,7 +281,7 @@ class EngineProcess:
                 self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
 
     def _patience_s(self) -> float:
-        """Return the limit of ``silence_s`` in use: its sequences are handed back earlier than it is killed."""
+        """Return the silence after which it is killed; its sequences are handed back earlier."""
         return max(self._timeouts.silence_s, 2 * HAND_BACK_STEPS * self._full_step_s)
 
     def _on_event(self, event: Event) -> None:
