@@ -1,4 +1,4 @@
-"""A task group after whose failure the parent's timeouts still work, from Python 3.11.0 on."""
+"""asyncio.TaskGroup with a fix for Python before 3.11.4: the parent's timeouts work after a task failed."""
 
 from __future__ import annotations
 

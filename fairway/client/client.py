@@ -52,7 +52,7 @@ class _Sender(Protocol[_Answer]):
 
 
 class Client:
-    """Calls go to the gateway with the fewest of this client's calls.
+    """Sends each call to the gateway with the fewest running calls of this client.
 
     A gateway that breaks or drains is avoided for a while. Every method raises FairwayError and its
     subclasses.

@@ -97,7 +97,7 @@ class Degradation:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The server's resolution of a request. With the same seed, the same request gives the same output."""
+    """The server's resolution of a request. ``seed`` makes the sampling of an equal request repeatable."""
 
     request_id: str
     model: str

@@ -245,7 +245,7 @@ async def collect_garbage(
         typer.Option(
             "--older-than", parser=span_s, metavar="SPAN", help="Younger ones stay; at least an hour."
         ),
-    ] = "24h",  # type: ignore[assignment]  # parsed like what is typed
+    ] = "24h",  # type: ignore[assignment]  # parsed like input from the command line
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,

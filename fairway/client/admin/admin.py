@@ -39,7 +39,7 @@ class _Opened:
 
 
 class AdminClient:
-    """Calls go to a server that answers; one that fails or does not answer is skipped for a while.
+    """Sends each call to a responding server; one that fails or does not answer is skipped for a while.
 
     It belongs to the event loop in which it was entered; any number of that loop's tasks use it at once.
     Every method has a deadline and raises FairwayError and its subclasses. A change is applied once, however

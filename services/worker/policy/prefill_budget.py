@@ -20,7 +20,7 @@ AIM_RATIO: Final = 0.9  # of the target: time per token grows with the context, 
 MOST_GROWTH: Final = 1.25  # per step: limits the effect of one fast outlier
 MOST_SHRINK: Final = 0.5  # per step: limits the effect of one slow outlier
 SLACK_RATIO: Final = 0.25
-LIGHT_WEIGHT: Final = 0.2  # of the newest step in the mean of light ones
+LIGHT_WEIGHT: Final = 0.2  # weight of the newest step in the mean of light steps
 
 
 class PrefillBudget:
