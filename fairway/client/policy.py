@@ -208,7 +208,7 @@ class Standing:
         return Standing(self.failures + 1, now_s + wait_s)
 
     def answered(self, now_s: float) -> Standing:
-        """Reset the record. While the gateway is avoided a response has no effect: it precedes the failure."""
+        """Reset the record. While the gateway is avoided this has no effect: the response is older."""
         return self if self.avoided(now_s) else Standing()
 
 

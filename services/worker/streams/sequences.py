@@ -268,7 +268,7 @@ class SequenceTable:
             self._charges.add_output(sequence)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a reservation leaked, or a sequence is only in the table or only in its outbox."""
+        """Raise AssertionError if a reservation leaked, or a sequence is missing in its outbox."""
         live = self._live.values()
         running = [sequence for sequence in live if sequence.slot is SlotState.RUNNING]
         self.kv.check_integrity(running)
