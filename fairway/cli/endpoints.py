@@ -19,21 +19,21 @@ class Endpoints:
 
     # URL without a path.
     http: str
-    grpc: str
-    api_key: str
-    admin_key: str
+    grpc: str  # the first gateway
+    api_key: str  # for the data plane
+    admin_key: str  # for the control plane and the registry
     # "": none is deployed.
     model: str
-    registry: str = ""
-    controlplane: str = ""
-    scheduler: str = ""
-    workers: tuple[str, ...] = ()
-    gateways: tuple[str, ...] = ()
-    schedulers: tuple[str, ...] = ()
-    controlplanes: tuple[str, ...] = ()
+    registry: str = ""  # gRPC server
+    controlplane: str = ""  # the first control plane
+    scheduler: str = ""  # the first scheduler
+    workers: tuple[str, ...] = ()  # gRPC servers of all workers
+    gateways: tuple[str, ...] = ()  # gRPC servers of all gateways
+    schedulers: tuple[str, ...] = ()  # gRPC servers of all schedulers
+    controlplanes: tuple[str, ...] = ()  # gRPC servers of all control planes
     # By process: the server of /metrics, /healthz and /readyz.
     metrics: dict[str, str] = field(default_factory=dict)
-    supervisor_pid: int = 0
+    supervisor_pid: int = 0  # 0: unknown
     # By process.
     pids: dict[str, int] = field(default_factory=dict)
 

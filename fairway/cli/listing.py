@@ -29,10 +29,10 @@ class Resource(Generic[T]):
     ``plural`` is also the name of the list in a document.
     """
 
-    singular: str
-    plural: str
-    server: Server
-    columns: tuple[Column[T], ...]
+    singular: str  # name in messages
+    plural: str  # name in messages and documents
+    server: Server  # the server that lists it
+    columns: tuple[Column[T], ...]  # of its tables
     # Returns all of them.
     all: Callable[[Connection], Awaitable[Sequence[T]]]
     # Returns one by name.

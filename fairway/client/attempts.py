@@ -36,14 +36,14 @@ _KEY_REFUSED: Final = frozenset(("STORE_UNAVAILABLE", "IDEMPOTENCY_KEYS_EXCEEDED
 class Core:
     """The shared state of a client's calls."""
 
-    pool: EndpointPool
-    budget: policy.RetryBudget
-    options: ClientOptions
+    pool: EndpointPool  # the client's gateways
+    budget: policy.RetryBudget  # shared by all calls
+    options: ClientOptions  # defaults of the calls
     # Sent with every call.
     metadata: Metadata
     # Monotonic seconds.
     now: Callable[[], float]
-    rng: Random
+    rng: Random  # source of jitter
     # Generates idempotency keys.
     new_key: Callable[[], str]
 

@@ -56,8 +56,8 @@ class RetryPolicy:
 
     # Includes the first attempt.
     max_attempts: int = 5
-    first_delay_s: float = 0.05
-    max_delay_s: float = 2.0
+    first_delay_s: float = 0.05  # backoff after the first failure, before jitter
+    max_delay_s: float = 2.0  # cap of the backoff
     # Share of the requests that adds to the budget.
     budget_ratio: float = 0.1
     # Budget at the start.

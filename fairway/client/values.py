@@ -57,29 +57,30 @@ class FinishReason(Enum):
 class Options:
     """Options of a generation. None: the default of the model or the server."""
 
-    max_output_tokens: int | None = None
-    min_output_tokens: int = 0
+    max_output_tokens: int | None = None  # per choice
+    min_output_tokens: int = 0  # no stop before this many
     # 0: greedy.
     temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    top_p: float | None = None  # nucleus: smallest set of tokens with this probability
+    top_k: int | None = None  # only the k most likely tokens
+    min_p: float | None = None  # only tokens with this share of the highest probability
+    presence_penalty: float | None = None  # subtracted once from the logit of a token in the output
+    frequency_penalty: float | None = None  # subtracted per occurrence in the output
+    # divides positive, multiplies negative logits of tokens in prompt or output
     repetition_penalty: float | None = None
     # Added to the logits, by token id.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None  # None: the gateway draws one
+    stop: Sequence[str] = ()  # strings that end a choice; not part of its text
+    stop_token_ids: Sequence[int] = ()  # tokens that end a choice
     # Number of answers.
     choices: int = 1
     # How many of the most likely tokens to report at each position.
     logprobs: int | None = None
-    priority: Priority | None = None
+    priority: Priority | None = None  # None: the server's default class
     # Requests with one key stay on one side of a version split.
     session_key: str = ""
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # do not stop at the end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,12 @@ class Degradation:
 class Accepted:
     """The server's resolution of a request. ``seed`` makes the sampling of an equal request repeatable."""
 
-    request_id: str
-    model: str
-    version_digest: str
-    route_revision: int
-    seed: int
-    prompt_tokens: int
+    request_id: str  # assigned by the server
+    model: str  # name of the served deployment
+    version_digest: str  # of the model version
+    route_revision: int  # of the route that selected the version
+    seed: int  # in use, drawn by the server if not given
+    prompt_tokens: int  # length of the prompt
     # This is the answer to an earlier request with the same idempotency key. A continued stream keeps its
     # first value; a call that was sent again without a response may attach to its own first attempt.
     replayed: bool = False
@@ -245,8 +246,8 @@ class ClientOptions:
     silence_timeout_s: float = 20.0
     # Generate a key for every generation without one.
     idempotency: bool = True
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    max_message_bytes: int = 16 * 1024 * 1024
+    retry: RetryPolicy = field(default_factory=RetryPolicy)  # limits of retries
+    max_message_bytes: int = 16 * 1024 * 1024  # of one gRPC message, in both directions
     # False: a call fails as soon as every gateway has refused the connection.
     wait_for_ready: bool = True
 

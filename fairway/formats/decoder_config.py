@@ -63,28 +63,28 @@ FAMILIES: Final[Mapping[str, Family]] = {
 class ModelConfig:
     """The decoder's shape."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
+    architecture: str  # name of the transformers class
+    vocab_size: int  # rows of the embedding
+    hidden_size: int  # width of the residual stream
     # Of the MLP.
     intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
+    layers: int  # decoder layers
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
+    head_dim: int  # width of a head
+    norm_eps: float  # of RMSNorm
     # The output embedding is the input embedding.
     tied: bool
-    qkv_bias: bool
+    qkv_bias: bool  # of the attention's input projections
     # Of the attention's output projection.
     output_bias: bool
-    mlp_bias: bool
+    mlp_bias: bool  # of the MLP's projections
     # q and k are normalised.
     qk_norm: bool
-    rope: RopeConfig
+    rope: RopeConfig  # rotary embedding
     # By layer: how many positions it attends to, None for all.
     windows: tuple[int | None, ...]
-    max_position_embeddings: int
+    max_position_embeddings: int  # of the config, unscaled
 
     @property
     def max_context(self) -> int:

@@ -33,28 +33,28 @@ COMMON_KEYS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rota
 class RopeConfig:
     """A rotary embedding. A field that its kind ignores has its default."""
 
-    kind: str
-    dim: int
-    theta: float
-    max_positions: int
+    kind: str  # a key of ``KEYS``
+    dim: int  # width of a head
+    theta: float  # base of the frequencies
+    max_positions: int  # ``max_position_embeddings`` of the config
     # The context of pre-training.
     original_positions: int
     # Scaling factor of the context.
     factor: float = 1.0
     # Llama 3.
     low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = 4.0  # Llama 3
     # None: derived as in the kind's paper.
     attention_factor: float | None = None
     # YaRN.
     beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    beta_slow: float = 1.0  # YaRN
+    mscale: float | None = None  # YaRN
+    mscale_all_dim: float | None = None  # YaRN
+    truncate: bool = True  # YaRN
     # LongRoPE.
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # LongRoPE, beyond ``original_positions``
 
     @property
     def max_context(self) -> int:

@@ -29,8 +29,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters of one sequence. (seed, choice, position) is the key of the draw at a position."""
 
-    seed: int
-    choice: int = 0
+    seed: int  # key of the random draws
+    choice: int = 0  # index of the choice
     # 0: greedy.
     temperature: float = 1.0
     # 1.0 disables the filter.
@@ -39,38 +39,38 @@ class Sampling(msgspec.Struct, frozen=True):
     top_k: int = 0
     # 0.0 disables the filter.
     min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
+    presence_penalty: float = 0.0  # 0.0: off
+    frequency_penalty: float = 0.0  # 0.0: off
+    repetition_penalty: float = 1.0  # 1.0: off
+    logit_bias: dict[int, float] = {}  # added to the logits, by token id
     # None: none; else the number of alternatives (0: only that of the sampled token).
     logprobs: int | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: int = 16  # output limit
+    min_tokens: int = 0  # no stop before this many
+    stop_token_ids: tuple[int, ...] = ()  # end the sequence
+    ignore_eos: bool = False  # do not stop at end-of-sequence
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The start configuration of an engine process, as JSON on its command line."""
 
-    socket_path: str
-    model_dir: str
+    socket_path: str  # of the agent's Unix socket
+    model_dir: str  # the version's files
     # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
     executor: Literal["torch", "null"] = "torch"
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = 0
-    block_size: int = 16
+    device: str = "cpu"  # "cpu" or a CUDA device
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV
+    threads: int = 0  # of the CPU operators; 0: torch's default
+    block_size: int = 16  # tokens per KV block
     # 0: the engine sizes its pool from ``kv_memory_bytes``.
     kv_blocks: int = 0
     # The upper bound of the pool at any time.
     kv_memory_bytes: int = 256 * 1024 * 1024
     # Bounds weights, working memory and KV together; 0: only ``kv_memory_bytes`` applies.
     memory_bytes: int = 0
-    token_budget: int = 512
-    max_sequences: int = 64
-    max_model_len: int = 0
+    token_budget: int = 512  # most tokens per step, prefill and decode
+    max_sequences: int = 64  # most sequences per step
+    max_model_len: int = 0  # most tokens per sequence; 0: the model's limit
     # Prefill is cut so that a step takes this long; 0: only ``token_budget`` cuts a step.
     itl_target_s: float = 0.05
     # How many long prompts may prefill at a time.
@@ -79,11 +79,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_cache: bool = True
     # The share of the pool that one isolation domain may use.
     cache_domain_ratio: float = 0.5
-    null_step_s: float = 0.0
+    null_step_s: float = 0.0  # of the "null" executor
     # Proposals come from the sequence's own text or from the model in ``draft_model_dir``. The tokens are the
     # same with and without speculation where operators are exact.
     speculation: Literal["off", "prompt_lookup", "draft"] = "off"
-    draft_model_dir: str = ""
+    draft_model_dir: str = ""  # for "draft"
     # Most proposed tokens per step and sequence.
     max_proposals: int = 8
     # "auto": the C++ operators on a CPU where they can be compiled; "native": these, or the start fails.
@@ -94,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # "free": uses vendor products where they are faster; results then do depend on the batch (bfloat16 on a
     # CPU, everything on CUDA). "auto": exact on a CPU, free on CUDA.
     mode: Literal["auto", "exact", "free"] = "auto"
-    request_log_per_s: float = 200.0
+    request_log_per_s: float = 200.0  # most log lines about single sequences
 
 
 # --- agent to engine -----------------------------------------------------------------------------
@@ -103,9 +103,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Submit(Message, frozen=True):
     """Run one sequence."""
 
-    handle: int
-    prompt_ids: Sequence[int]
-    sampling: Sampling
+    handle: int  # new in this process
+    prompt_ids: Sequence[int]  # the prompt's tokens
+    sampling: Sampling  # its sampling parameters
     # The output offset at which scheduling stops until a ``Credit`` raises it.
     credit_limit: int
     # Output tokens of an earlier run, which this run resumes.
@@ -116,7 +116,7 @@ class Submit(Message, frozen=True):
     request_id: str = ""
     # Cache names of the prompt's leading prefix blocks: the chain of ``core.prefix`` from ``prefix_root``.
     prefix_hashes: list[int] = []
-    prefix_root: int = 0
+    prefix_root: int = 0  # start of the hash chain
 
 
 class Credit(Message, frozen=True):
@@ -170,12 +170,12 @@ class Progress(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The model is loaded and warmed; the step loop runs."""
 
-    kv_blocks_total: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    kv_bytes_per_block: int
-    weight_bytes: int
+    kv_blocks_total: int  # size of the KV pool
+    block_size: int  # tokens per KV block
+    max_model_len: int  # most tokens per sequence
+    vocab_size: int  # of the model
+    kv_bytes_per_block: int  # of all layers
+    weight_bytes: int  # measured
     # Duration of a step with the full token budget, measured in the warm-up.
     full_step_s: float = 0.0
     # Memory that loading and the largest step took beside weights and KV.
@@ -211,18 +211,18 @@ class Stepped(Message, frozen=True):
     the cached block from the step of its first token on. A block that a sequence refers to is not removed.
     """
 
-    step: int
-    step_s: float
-    handles: list[int]
+    step: int  # number of the step
+    step_s: float  # its duration
+    handles: list[int]  # one entry per token
     # A "stop" by a stop token or end-of-sequence includes that token.
     tokens: list[int]
     # Ended in this step. "preempted" returns the sequence to the agent: its KV is freed and no more events
     # follow. "error" fails that sequence alone; so does "not_finite": the model returned no finite numbers.
     finished: dict[int, FinishReason]
-    prefill_tokens: int
-    kv_blocks_used: int
-    running: int
-    waiting: int
+    prefill_tokens: int  # prompt tokens computed in the step
+    kv_blocks_used: int  # allocated after the step
+    running: int  # sequences in the batch
+    waiting: int  # sequences that wait for admission
     # One entry per token of the handle, in the same order.
     logprobs: dict[int, list[TokenLogprobs]] = {}
     # The messages of the handles that finished with "error" or "not_finite".

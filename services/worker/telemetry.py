@@ -29,11 +29,11 @@ _LOAD_S: Final = (*LATENCY_S, 1800.0)
 class EngineLevels:
     """The current levels of one version."""
 
-    model: str
-    state: str
-    kv_blocks_used: int
-    kv_blocks_reserved: int
-    kv_blocks_total: int
+    model: str  # the deployment's name
+    state: str  # phase of the slot
+    kv_blocks_used: int  # allocated in the engine
+    kv_blocks_reserved: int  # for sequences with a slot
+    kv_blocks_total: int  # size of the pool
     # Sequences with a slot and a token.
     running: int
     # Sequences without a token, or waiting to return.

@@ -16,19 +16,19 @@ BUNDLED_MODEL: Final = "fairway-tiny"
 class UpOptions:
     """Options that define an installation. Paths are absolute."""
 
-    state_dir: str
+    state_dir: str  # of the installation
     # 0: a free port; so is a ``grpc_port`` of 0.
     http_port: int = 0
-    grpc_port: int = 0
-    workers: int = 1
-    replicas: int = 1
+    grpc_port: int = 0  # as ``http_port``
+    workers: int = 1  # processes
+    replicas: int = 1  # of the deployed model
     # "": the bundled model.
     model_dir: str = ""
-    deploy: bool = True
-    ready_s: float = 600.0
-    gateways: int = 1
-    schedulers: int = 1
-    controlplanes: int = 1
+    deploy: bool = True  # False: no model is published or deployed
+    ready_s: float = 600.0  # how long the model may take to load
+    gateways: int = 1  # processes
+    schedulers: int = 1  # processes; one leads
+    controlplanes: int = 1  # processes; one leads
     # (role or process, variable, value); they override the installation's own settings.
     settings: tuple[tuple[str, str, str], ...] = ()
 

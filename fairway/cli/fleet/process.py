@@ -21,13 +21,13 @@ from fairway.cli.fleet.record import ProcessId
 class ProcessSpec:
     """How to run a process and how to probe it."""
 
-    name: str
-    argv: tuple[str, ...]
+    name: str  # unique in the installation
+    argv: tuple[str, ...]  # program and arguments
     # The complete environment.
     env: Mapping[str, str]
-    log: Path
-    probe: Probe
-    address: str
+    log: Path  # file for stdout and stderr
+    probe: Probe  # checks whether it serves
+    address: str  # shown to the user
     # Sent to the process when the supervisor is killed.
     death_signal: int = signal.SIGKILL
     # How long it may take to serve.

@@ -45,7 +45,7 @@ Phase = Literal["hash", "upload", "create", "done"]
 class PublishProgress:
     """Progress of a publication. In "create" the registry reads and verifies everything."""
 
-    phase: Phase
+    phase: Phase  # current phase
     # Bytes of the files.
     total_bytes: int
     # Bytes of the files.

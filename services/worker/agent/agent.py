@@ -69,14 +69,14 @@ PUBLISH_S: Final = 0.1  # changes within this time become one write
 class WorkerIdentity:
     """The identity and the fixed properties of this worker."""
 
-    worker_id: str
-    address: str
-    zone: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
-    device: str = "cpu"
+    worker_id: str  # unique in the fleet
+    address: str  # host:port of its gRPC server
+    zone: str = ""  # for placement; empty: none
+    labels: dict[str, str] = field(default_factory=dict)  # for node selectors
+    device: str = "cpu"  # "cpu" or a CUDA device
     # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
-    lease_ttl_s: int = 5
+    lease_ttl_s: int = 5  # of the registration
     # Workers of one device type are expected to be equally fast.
     device_type: str = ""
     # In any one currency; 0: unknown.
@@ -87,9 +87,9 @@ class WorkerIdentity:
 class VersionStatus:
     """A published version with its engine's current numbers."""
 
-    record: LoadedVersion
-    kv_blocks_reserved: int = 0
-    kv_blocks_used: int = 0
+    record: LoadedVersion  # as published
+    kv_blocks_reserved: int = 0  # for sequences with a slot
+    kv_blocks_used: int = 0  # allocated in the engine
     # Sequences that run in the engine.
     running: int = 0
     # Sequences that wait in the engine.

@@ -22,7 +22,7 @@ class PoolLimits:
 class PoolStats:
     """The engine's own numbers, as of its last message."""
 
-    kv_blocks_used: int = 0
+    kv_blocks_used: int = 0  # allocated in the engine
     # Sequences that run.
     running: int = 0
     # Sequences that wait.

@@ -36,10 +36,10 @@ class Phase(StrEnum):
 class Slot:
     """The observed state of one version on this worker."""
 
-    version: AssignedVersion
-    phase: Phase
-    running: int = 0
-    has_files: bool = False
+    version: AssignedVersion  # as assigned when the slot was created
+    phase: Phase  # its state
+    running: int = 0  # live sequences
+    has_files: bool = False  # its folder is pinned
     # Of a BROKEN one: the time of the next attempt.
     retry_at_s: float = 0.0
     # While DRAINING: the deadline.

@@ -51,7 +51,7 @@ class EngineSettings:
     # The same after other failures.
     failed_backoff_first_s: float = 2.0
     failed_backoff_most_s: float = 60.0
-    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
+    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)  # of the engine process
 
     def config(
         self, folder: Path, executor: Executor, *, memory_bytes: int, draft: Path | None

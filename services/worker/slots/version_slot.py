@@ -86,15 +86,15 @@ class ModelSource(Protocol):
 class SlotContext:
     """What the slots of a worker share."""
 
-    settings: EngineSettings
-    host: SequenceHost
-    ledger: MemoryLedger
-    files: ModelSource
-    clock: Clock
-    supervisor: Supervisor
+    settings: EngineSettings  # of all engines
+    host: SequenceHost  # admission and sequence tables
+    ledger: MemoryLedger  # of the device's memory
+    files: ModelSource  # source of model files
+    clock: Clock  # time source
+    supervisor: Supervisor  # owner of the slots' tasks
     # Called when a slot changed.
     woke: Callable[[], None]
-    telemetry: WorkerTelemetry
+    telemetry: WorkerTelemetry  # metrics of the worker
     # Checks the files that gateways read of a version, before it is READY.
     texts: TextCheck | None = None
 

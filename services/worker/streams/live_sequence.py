@@ -26,39 +26,39 @@ class SlotState(Enum):
 class LiveSequence:
     """Owned by its ``SequenceTable`` until it ends; its outbox retains it until its output is sent."""
 
-    spec: StartSpec
-    outbox: Outbox
+    spec: StartSpec  # the start as received
+    outbox: Outbox  # of its gateway stream
     # The gateway's handle.
     handle: int
     # The engine's handle.
     number: int
-    text: TextStream
-    prompt_tokens: int
+    text: TextStream  # detokeniser and stop strings
+    prompt_tokens: int  # length of the prompt
     # Prompt and output.
     tokens: int
     credit_limit: int  # absolute output offset
-    reserved_blocks: int
+    reserved_blocks: int  # KV blocks, shared ones included
     reserved_tokens: int  # capacity of the reserved blocks
     notice_tokens: int  # at this count it needs one more block, or has no credit
-    accepted_s: float
-    deadline_s: float = math.inf
+    accepted_s: float  # monotonic time of the start
+    deadline_s: float = math.inf  # monotonic time
     # The next token needs no stop strings, no log-probabilities and no pending bytes.
     fast: bool = False
-    slot: SlotState = SlotState.RUNNING
+    slot: SlotState = SlotState.RUNNING  # its group in ``SequenceSlots``
     # output that the writer has not taken yet
-    queued: bool = False
-    dropped: bool = False
-    pending_ids: list[int] = field(default_factory=list)
-    pending_text: str = ""
-    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    queued: bool = False  # it is in the outbox's ``dirty``
+    dropped: bool = False  # cancelled; nothing more is sent
+    pending_ids: list[int] = field(default_factory=list)  # tokens to send
+    pending_text: str = ""  # final text to send
+    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per pending token, or none
     # stage clock, flow control and accounting
-    prefill_left: int = 0
+    prefill_left: int = 0  # tokens without a prefill
     cached_tokens: int = 0  # of the tokens to prefill
     cache_told: bool = False  # the engine has reported the cached tokens
     shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks includes them
-    prefill_started_s: float | None = None
-    first_token_s: float | None = None
-    blocked_since_s: float | None = None
+    prefill_started_s: float | None = None  # None: not started
+    first_token_s: float | None = None  # None: no token yet
+    blocked_since_s: float | None = None  # None: it has credit
     charged_output: int = 0  # output offset up to which the tenant was charged
 
     @property
