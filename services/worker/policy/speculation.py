@@ -1,12 +1,12 @@
 """How many tokens to propose for each sequence. Pure: the caller supplies measured times.
 
-A proposal adds a row to a step and saves a step of its sequence if it is accepted. If each proposal of a
-sequence is accepted with probability ``a``, the ``j``-th is useful with probability ``a**j``. It pays while
-that exceeds the cost of a row divided by the cost of a token. Both costs are measured: step time against
-rows, and the time to propose. Acceptance is a decayed mean per sequence, drawn towards the mean of all
-sequences while its own data is scarce. The cost of a row can be measured only against steps without
-proposals. So such plain steps are inserted: at once after a probe, and the more rarely the more speculation
-gains.
+A proposal adds a row (one more token position) to a step and saves a step of its sequence if it is accepted.
+If each proposal of a sequence is accepted with probability ``a``, the ``j``-th is useful with probability
+``a**j``. It pays while that exceeds the cost of a row divided by the cost of a token. Both costs are
+measured: step time against rows, and the time to propose. Acceptance is a decayed mean per sequence, drawn
+towards the mean of all sequences while its own data is scarce. The cost of a row can be measured only against
+steps without proposals. So such plain steps are inserted: at once after a probe, and the more rarely the more
+speculation gains.
 
 A balance bounds the cost of a wrong estimate. Each step adds ``ALLOWANCE_RATIO`` of its time, accepted
 tokens add the time they saved, and every proposal subtracts its cost; nothing is proposed beyond the balance.

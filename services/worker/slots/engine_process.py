@@ -52,7 +52,7 @@ ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
-    """Seconds. ``silence_s``: the longest time between two messages of a running engine; usual is 1 s."""
+    """Seconds. ``silence_s``: the longest time without a message from a running engine (usually 1 s)."""
 
     load_s: float = 1800.0
     load_silence_s: float = 300.0
