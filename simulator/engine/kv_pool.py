@@ -43,7 +43,7 @@ class KvPool:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that nobody holds; those of idle prefixes are among them."""
+        """Blocks without a holder, blocks of idle prefixes included."""
         return max(0, self.blocks_open - self.blocks_used)
 
     @property
@@ -75,7 +75,7 @@ class KvPool:
             self._let_go(held[index])
 
     def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
-        """See ``BlockManager``. A prefix counts once, where nobody but these tables holds it."""
+        """See ``BlockManager``. A prefix that only these tables hold counts once."""
         own, counted = 0, Counter[int]()
         for table in tables:
             of_table = table.count(OWN)
@@ -90,7 +90,7 @@ class KvPool:
         return self.blocks_open < self.blocks_total
 
     def holds_closed(self, table: Sequence[int]) -> bool:
-        """See ``BlockManager``. Which blocks are closed nobody knows here: any holder may give way."""
+        """See ``BlockManager``. Closed blocks are not recorded: any holder may be preempted."""
         return self.is_closing and bool(table)
 
     def grow(self, blocks: int) -> None:
@@ -221,7 +221,7 @@ class KvPool:
             self._idle[name] = None
 
     def _evict_beyond(self, blocks: int) -> None:
-        """Evict what nobody holds until the pool holds so many blocks."""
+        """Evict blocks without a holder until the pool holds so many blocks."""
         while self._idle and self._own + len(self._holders) * self._each > blocks:
             self._evict()
 

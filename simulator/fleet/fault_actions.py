@@ -1,4 +1,4 @@
-"""Faults, carried out on a fleet: what each strikes, and how it heals."""
+"""Faults, carried out on a fleet: the target of each, and how it heals."""
 
 from __future__ import annotations
 

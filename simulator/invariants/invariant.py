@@ -1,4 +1,4 @@
-"""What every invariant is, and the plan that asks all of them while a fleet runs."""
+"""What every invariant is, and the plan that checks all of them while a fleet runs."""
 
 from __future__ import annotations
 

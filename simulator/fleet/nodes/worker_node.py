@@ -1,4 +1,4 @@
-"""A worker's process in a fleet: the simulated worker, with an ear at its door."""
+"""A worker's process in a fleet: the simulated worker, with its streams observed."""
 
 from __future__ import annotations
 
@@ -155,4 +155,4 @@ _TEXTS: Final = ["x"] * VOCABULARY
 
 
 def _nobody() -> None:
-    """Until the reporter is there nobody is told."""
+    """Placeholder callback until the reporter is constructed."""
