@@ -111,7 +111,7 @@ class KvPool:
         return given
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
+        """Raise AssertionError unless the accounting matches exactly the block tables in ``held``."""
         counted = Counter(name for table in held for name in table)
         assert self._own == counted.pop(OWN, 0), "own blocks leaked"
         assert counted == {name: n * self._each for name, n in self._holders.items() if n}, "holders are off"
@@ -169,7 +169,7 @@ class KvPool:
         """Nothing is wrong where nothing is computed."""
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the names that came and went since the call before; one that did both is in neither."""
+        """Return the names added and removed since the previous call; one that did both is in neither."""
         if not (self._added or self._removed):
             return [], []
         added, removed = list(self._added), list(self._removed)

@@ -147,7 +147,7 @@ class SimSlot:
             self.engine.slow(factor)
 
     def look(self, now_s: float) -> None:
-        """Kill an engine that is silent for so long that it is taken for stuck."""
+        """Kill an engine that is silent for longer than its limit."""
         limit_s = max(EngineTimeouts().silence_s, 2 * HAND_BACK_STEPS * self.version.engine.full_step_s)
         if self.engine is not None and now_s - self._heard_s > limit_s:
             self.crash()
@@ -303,7 +303,7 @@ class SimWorker:
                 slot.engine.unhang()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the books of the host or of an engine are wrong."""
+        """Raise AssertionError when the accounting of the host or of an engine is wrong."""
         self.host.check_integrity()
         for slot in self.slots.values():
             slot.check_integrity()

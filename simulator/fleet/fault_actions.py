@@ -160,7 +160,7 @@ class Strikes(GrantListener):
         return resume
 
     def _flap(self, name: str | None) -> Callable[[], None] | None:
-        """Crash and come back, again and again."""
+        """Crash and restart repeatedly."""
         if name is None:
             return None
         fleet, timers = self._fleet, list[asyncio.TimerHandle]()

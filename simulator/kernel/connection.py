@@ -88,13 +88,13 @@ class Pipe:
             roads.loop.at(arrival_s, self._arrive, context=self.context)
 
     def flush(self) -> None:
-        """The way is whole again: what waited is sent."""
+        """Send what waited: the route is whole again."""
         waiting, self._waiting = self._waiting, deque()
         for message in waiting:
             self.carry(message)
 
     def vanish(self) -> None:
-        """What waits is lost too; what is under way arrives."""
+        """Queued messages are lost too; messages in flight arrive."""
         self.vanished = True
         self._waiting.clear()
 
@@ -290,7 +290,7 @@ class Connection:
                 self.outgoing.carry(_ROOM)
 
     def _set_alarm(self, within_s: float) -> None:
-        """One timer serves many waits: it looks again when it rings before the last one is due."""
+        """One timer serves many waits: it is set again when it fires before the last deadline."""
         now_s = self._roads.loop.now_s
         process = self.process
         self._patience_s = process.local_s(now_s) + within_s

@@ -104,7 +104,7 @@ class Process(Owner):
     # --- what happens to it -----------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop it as SIGSTOP does: time goes on, its clocks too, and what falls due waits."""
+        """Stop it as SIGSTOP does: time and its clocks continue, and due callbacks wait."""
         self._check_outside()
         self.loop.owner_stopped(self)
 

@@ -164,7 +164,7 @@ class Session:
         door.enter(attempt.submit)
 
     def leave(self) -> None:
-        """The client goes away."""
+        """The client disconnects."""
         attempt = self._attempt
         if attempt is None:
             self.end("CANCELLED")

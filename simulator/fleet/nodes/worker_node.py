@@ -104,7 +104,7 @@ class WorkerNode:
         return found
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a book of the worker is wrong."""
+        """Raise AssertionError when the worker's accounting is wrong."""
         self.worker.check_integrity()
 
     def _version(self, spec: FleetSpec, kind: WorkerSpec) -> SimVersion:

@@ -97,7 +97,7 @@ class StoreServer:
                 self._history.clear()
 
     async def _tell_progress(self) -> None:
-        """A sign of life now and then, which moves readers to the store's revision."""
+        """Send a periodic progress event, which moves readers to the store's revision."""
         while True:
             await self._process.clock.sleep(self._progress_s)
             for watcher in list(self._watchers.values()):

@@ -76,7 +76,7 @@ class SimWorkers:
         return link
 
     def _check(self) -> None:
-        """Look at every stream once a second: one timer for all, while there are any."""
+        """Check every stream once a second: one timer serves all of them."""
         now_s = self.process.clock.monotonic_s()
         for link in self._links.values():
             link.check(now_s, looked_s=self._checked_s)
