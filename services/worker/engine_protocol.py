@@ -24,7 +24,7 @@ LENGTH_PREFIX: Final = struct.Struct(">I")
 FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class EngineMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of every message on the socket."""
 
 
@@ -77,7 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- agent to engine -----------------------------------------------------------------------------
 
 
-class Submit(Message, frozen=True):
+class Submit(EngineMessage, frozen=True):
     """Run one sequence. The draw at an output position is keyed by (seed, choice, position)."""
 
     handle: int  # new in this process
@@ -95,14 +95,14 @@ class Submit(Message, frozen=True):
     request_id: str = ""
 
 
-class Credit(Message, frozen=True):
+class Credit(EngineMessage, frozen=True):
     """Raise output limits: ``limits[i]`` is the absolute output offset that ``handles[i]`` may reach."""
 
     handles: list[int]
     limits: list[int]
 
 
-class Park(Message, frozen=True):
+class Park(EngineMessage, frozen=True):
     """Stop these sequences after their next token, until a ``Credit``. Others may take their batch slots.
 
     Their KV stays until another sequence needs the blocks.
@@ -111,13 +111,13 @@ class Park(Message, frozen=True):
     handles: list[int]
 
 
-class Cancel(Message, frozen=True):
+class Cancel(EngineMessage, frozen=True):
     """Drop these sequences and free their KV blocks before the next step. No event answers it."""
 
     handles: list[int]
 
 
-class Resize(Message, frozen=True):
+class Resize(EngineMessage, frozen=True):
     """Resize the KV pool to ``kv_blocks``. ``Resized`` answers it, unless another ``Resize`` arrives first.
 
     Blocks beyond the new end are not allocated again. Those that sequences hold are freed as the sequences
@@ -127,7 +127,7 @@ class Resize(Message, frozen=True):
     kv_blocks: int
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(EngineMessage, frozen=True):
     """End the process after the current step."""
 
 
@@ -136,14 +136,14 @@ Command = Submit | Credit | Park | Cancel | Resize | Shutdown
 # --- engine to agent -----------------------------------------------------------------------------
 
 
-class Progress(Message, frozen=True):
+class Progress(EngineMessage, frozen=True):
     """Progress of loading. ``done_ratio`` is 0..1 within ``phase``."""
 
     phase: str
     done_ratio: float
 
 
-class Ready(Message, frozen=True):
+class Ready(EngineMessage, frozen=True):
     """The model is loaded and warmed; the step loop runs."""
 
     kv_blocks_total: int  # size of the KV pool
@@ -158,7 +158,7 @@ class Ready(Message, frozen=True):
     working_bytes: int = 0
 
 
-class LoadFailed(Message, frozen=True):
+class LoadFailed(EngineMessage, frozen=True):
     """Loading failed with an error that a retry would repeat. The process exits after it.
 
     With the reason "does_not_fit" the byte counts are the least that the model needs.
@@ -171,7 +171,7 @@ class LoadFailed(Message, frozen=True):
     kv_bytes: int = 0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities at one output position, after penalties and bias, before the filters."""
 
     sampled: float
@@ -179,7 +179,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Stepped(Message, frozen=True):
+class Stepped(EngineMessage, frozen=True):
     """The output of one step, in columns: entry i of ``handles`` belongs to entry i of ``tokens``.
 
     A handle can occur several times, its tokens in order, when proposals were accepted. An engine with a
@@ -200,7 +200,7 @@ class Stepped(Message, frozen=True):
     running: int  # sequences in the batch
     waiting: int  # sequences that wait for admission
     # One entry per token of the handle, in the same order.
-    logprobs: dict[int, list[TokenLogprobs]] = {}
+    logprobs: dict[int, list[SampledLogprobs]] = {}
     # The messages of the handles that finished with "error" or "not_finite".
     errors: dict[int, str] = {}
     # Preemptions of the process so far, returned to the agent or not.
@@ -220,7 +220,7 @@ class Stepped(Message, frozen=True):
     accepted_tokens: int = 0
 
 
-class Heartbeat(Message, frozen=True):
+class EngineHeartbeat(EngineMessage, frozen=True):
     """Sent every second while idle: shows that the step loop runs although there is nothing to step."""
 
     step: int
@@ -229,7 +229,7 @@ class Heartbeat(Message, frozen=True):
     waiting: int
 
 
-class Resized(Message, frozen=True):
+class Resized(EngineMessage, frozen=True):
     """The pool has ``kv_blocks_total`` blocks and memory for no more.
 
     More than requested if a sequence of ``max_model_len`` needs them, fewer if memory was short.
@@ -238,7 +238,7 @@ class Resized(Message, frozen=True):
     kv_blocks_total: int
 
 
-Event = Progress | Ready | LoadFailed | Stepped | Heartbeat | Resized
+Event = Progress | Ready | LoadFailed | Stepped | EngineHeartbeat | Resized
 
 
 def _as_list(value: object) -> list[int]:
@@ -253,7 +253,7 @@ _commands: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Com
 _events: Final[msgspec.msgpack.Decoder[Event]] = msgspec.msgpack.Decoder(Event)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: EngineMessage) -> bytes:
     """Return the framed bytes. Raises ValueError for a message above ``MAX_MESSAGE_BYTES``."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:

@@ -17,14 +17,14 @@ from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
 from services.worker.agent.agent import WorkerStatus
-from services.worker.streams.host import GatewayStream, SequenceHost
+from services.worker.streams.host import GatewaySequences, SequenceHost
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
 HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
 
 
-class Worker(Protocol):
+class WorkerOperations(Protocol):
     """The agent's interface for operators."""
 
     def status(self) -> WorkerStatus: ...
@@ -33,7 +33,7 @@ class Worker(Protocol):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, host: SequenceHost, worker: Worker, clock: Clock) -> None:
+    def __init__(self, host: SequenceHost, worker: WorkerOperations, clock: Clock) -> None:
         self._host = host
         self._worker = worker
         self._clock = clock
@@ -74,7 +74,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainWorkerResponse(remaining=remaining)
 
 
-def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
+def apply(request: worker_pb2.ExecuteRequest, stream: GatewaySequences) -> None:
     """Apply one message: cancels first, since they free blocks for its starts.
 
     A start out of bounds is rejected alone; the stream continues. Raises InvalidInput if another part of the
@@ -98,7 +98,7 @@ def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
 class _Writer:
     """The only task that writes to the stream; all changes since its last write form one message."""
 
-    def __init__(self, stream: GatewayStream, wake: asyncio.Event, context: Any) -> None:
+    def __init__(self, stream: GatewaySequences, wake: asyncio.Event, context: Any) -> None:
         self._stream = stream
         self._wake = wake
         self._context = context

@@ -18,7 +18,7 @@ from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
 from services.runtime.telemetry.tracing import Tracing
 from services.worker.engine_protocol import Stepped
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 log = structlog.get_logger()
 
@@ -140,7 +140,7 @@ class WorkerTelemetry:
     def loaded(self, model: str, part: str, elapsed_s: float) -> None:
         self._load.observe(elapsed_s, self.metrics.models.of(model), part)
 
-    def ended(self, model: str, label: str, sequence: LiveSequence, reason: str) -> None:
+    def ended(self, model: str, label: str, sequence: WorkerSequence, reason: str) -> None:
         self._ended.add(label, reason)
         now_s = self.clock.monotonic_s()
         spec = sequence.spec
@@ -161,7 +161,7 @@ class WorkerTelemetry:
                 decode_ms=_ms(sequence.first_token_s, now_s),
             )
 
-    def _trace(self, sequence: LiveSequence, model: str, reason: str, now_s: float) -> None:
+    def _trace(self, sequence: WorkerSequence, model: str, reason: str, now_s: float) -> None:
         spec, record = sequence.spec, self.tracing.record
         whole = record(
             "sequence",
@@ -261,7 +261,7 @@ class VersionTelemetry:
             self._shared_lost.value += shared_lost_blocks - self._shared_lost_blocks
             self._shared_lost_blocks = shared_lost_blocks
 
-    def ended(self, sequence: LiveSequence, reason: str) -> None:
+    def ended(self, sequence: WorkerSequence, reason: str) -> None:
         self._owner.ended(self._model, self._label, sequence, reason)
 
 

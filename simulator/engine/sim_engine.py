@@ -40,7 +40,7 @@ MAX_WINDOW_STEPS: Final = 1024
 MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
-Tell = Callable[[wire.Stepped | wire.Heartbeat | wire.Resized], None]
+Tell = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ class SimSlot:
         if self.engine is not None:
             self.engine.check_integrity()
 
-    def _hear(self, event: wire.Stepped | wire.Heartbeat | wire.Resized) -> None:
+    def _hear(self, event: wire.Stepped | wire.EngineHeartbeat | wire.Resized) -> None:
         table = self.table
         if table is None:
             return
@@ -183,7 +183,7 @@ class SimSlot:
         match event:
             case wire.Stepped():
                 table.on_stepped(event)
-            case wire.Heartbeat():
+            case wire.EngineHeartbeat():
                 table.on_heartbeat(event)
             case wire.Resized(blocks):
                 table.resize(blocks)

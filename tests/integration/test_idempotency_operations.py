@@ -16,8 +16,8 @@ from services.ports.idempotency import (
     Claim,
     Hold,
     IdempotencyStore,
+    LogTail,
     RecordKey,
-    Tail,
     Written,
 )
 from services.ports.limiter import Reservation
@@ -68,7 +68,7 @@ class Between:
     ) -> Written:
         return await self._inner.release(hold, chunk, reservation, usage)
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         self._break("read")
         return await self._inner.read(key, start, watch=watch)
 

@@ -41,8 +41,8 @@ from services.worker.engine_protocol import (
     Credit,
     EngineConfig,
     Ready,
+    SampledLogprobs,
     Stepped,
-    TokenLogprobs,
 )
 from services.worker.policy.speculation import SpeculationPolicy
 from tests.support.submits import make_submit
@@ -339,7 +339,7 @@ class Outcome:
     for whom it did."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     of: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

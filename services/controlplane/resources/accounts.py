@@ -22,7 +22,7 @@ from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyR
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
-from services.runtime.requests import Request, Together
+from services.runtime.requests import Together, WriteRequest
 
 log = structlog.get_logger()
 
@@ -203,12 +203,12 @@ class Accounts:
                     field=field,
                 )
 
-    def _seal(self, secret: bytes, request: Request) -> str:
+    def _seal(self, secret: bytes, request: WriteRequest) -> str:
         if not request.request_id:
             return ""
         return self._sealer.seal(secret, request.key, self._new_secret())
 
-    def _unsealed(self, stored: Stored[ApiKey], request: Request) -> tuple[Stored[ApiKey], str]:
+    def _unsealed(self, stored: Stored[ApiKey], request: WriteRequest) -> tuple[Stored[ApiKey], str]:
         text, hashed = secrets.new_key(stored.record.meta.name, self._sealer.open(stored.sealed, request.key))
         if hashed != stored.record.secret_hash:
             raise IntegrityError("the sealed secret is not the one that was given: rotate the key again")

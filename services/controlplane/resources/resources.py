@@ -16,7 +16,7 @@ from services.core.paging import page_of
 from services.core.records import Meta, dump, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
-from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
 
 _TRIES: Final = 5
 
@@ -61,11 +61,11 @@ class Resources(Generic[R]):
         self._noun = kind.__name__.lower()
         self._with_meta = with_meta
 
-    def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> Request:
+    def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> WriteRequest:
         """Return a request of this kind; ``content`` is the caller's input, without generated values."""
-        return Request(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
+        return WriteRequest(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
 
-    async def replayed(self, request: Request) -> Stored[R] | None:
+    async def replayed(self, request: WriteRequest) -> Stored[R] | None:
         """Return the earlier answer to a create or an update with this request id."""
         found = await self._requests.answered(request)
         if found is None:
@@ -78,12 +78,12 @@ class Resources(Generic[R]):
             sealed=found.answer.sealed,
         )
 
-    async def done(self, request: Request) -> bool:
+    async def done(self, request: WriteRequest) -> bool:
         """Whether a request with this id was answered. Raises Conflict when it had other content."""
         return await self._requests.answered(request) is not None
 
     async def create(
-        self, record: R, request: Request, *, together: Together = _ALONE, sealed: str = ""
+        self, record: R, request: WriteRequest, *, together: Together = _ALONE, sealed: str = ""
     ) -> Stored[R]:
         """Store a new record. Raises AlreadyExists, Conflict for a request id used with other content."""
         name, key = record.meta.name, self.key(record.meta.name)
@@ -132,7 +132,7 @@ class Resources(Generic[R]):
         self,
         name: str,
         change: Callable[[R], R],
-        request: Request,
+        request: WriteRequest,
         *,
         etag: str = "",
         together: Together = _ALONE,
@@ -162,7 +162,7 @@ class Resources(Generic[R]):
         raise Conflict(f"{self._noun} {name} is being changed by others; try again", name=name)
 
     async def delete(
-        self, name: str, request: Request, *, etag: str = "", together: Together = _ALONE
+        self, name: str, request: WriteRequest, *, etag: str = "", together: Together = _ALONE
     ) -> None:
         """Remove a record. Raises NotFound, EtagMismatch, Conflict after a concurrent write."""
         if await self._requests.answered(request) is not None:

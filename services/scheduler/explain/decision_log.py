@@ -20,7 +20,7 @@ from services.core.decisions import (
     RankedWorker,
 )
 from services.core.errors import NoLeader
-from services.core.fleet import LiveSequence, SequenceUsage
+from services.core.fleet import ReportedSequence, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.ports.clock import Clock
 from services.scheduler.policy.placement.candidate import PlaceQuery
@@ -33,7 +33,7 @@ from services.scheduler.policy.placement.choose import (
     Rejections,
 )
 from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
 MAX_RANKED: Final = 16  # workers in one answer
 MAX_FOUND: Final = 4096  # sequences of one report that are recorded as found
@@ -59,7 +59,7 @@ class _Record:
     ended_s: float | None = None
     outcome: str = QUEUED
     worker_id: str = ""
-    item: Waiting | None = None  # until the placement ends
+    item: QueuedPlacement | None = None  # until the placement ends
     looks: int = 0  # attempts, without the short ones
     looks_without_room: int = 0  # of these
     looks_giving_way: int = 0  # of these
@@ -136,7 +136,7 @@ class DecisionLog:
     def left(self, spec: PlaceSpec) -> None:
         """The placement has left the queue; ``ended`` records the outcome."""
 
-    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
+    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
         """Record an attempt to choose a worker for the placement."""
         record = self._open.get((item.spec.request_id, item.spec.choice))
         if record is None:
@@ -172,7 +172,7 @@ class DecisionLog:
         if kept_bytes:
             self._grow(record, kept_bytes)
 
-    def found_running(self, worker_id: str, live: Iterable[LiveSequence]) -> None:
+    def found_running(self, worker_id: str, live: Iterable[ReportedSequence]) -> None:
         """Record the sequences in the first report of a worker's stream: those that this leader did not grant
         were granted by an earlier leader, or placed by their gateways in fallback."""
         for sequence, _ in zip(live, range(MAX_FOUND), strict=False):
@@ -236,7 +236,7 @@ class DecisionLog:
         return record
 
     def _note_alone(
-        self, worker_id: str, sequence: LiveSequence | SequenceUsage, *, prompt_tokens: int = 0
+        self, worker_id: str, sequence: ReportedSequence | SequenceUsage, *, prompt_tokens: int = 0
     ) -> None:
         """Record the sequence once per worker, in addition to decisions of a leader on that worker."""
         known = self._known(worker_id, sequence, PLACED_ALONE)
@@ -246,7 +246,7 @@ class DecisionLog:
             known.decision = replace(known.decision, prompt_tokens=prompt_tokens)
 
     def _known(
-        self, worker_id: str, sequence: LiveSequence | SequenceUsage, outcome: str | None = None
+        self, worker_id: str, sequence: ReportedSequence | SequenceUsage, outcome: str | None = None
     ) -> _Record | None:
         wanted = worker_id, sequence.choice
         for one in self._by_request.get(sequence.request_id, ()):
@@ -254,7 +254,9 @@ class DecisionLog:
                 return one
         return None
 
-    def _note_found(self, worker_id: str, sequence: LiveSequence | SequenceUsage, outcome: str) -> _Record:
+    def _note_found(
+        self, worker_id: str, sequence: ReportedSequence | SequenceUsage, outcome: str
+    ) -> _Record:
         now_s = self._clock.monotonic_s()
         decision = PlacementDecision(
             choice=sequence.choice,

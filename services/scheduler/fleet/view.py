@@ -62,11 +62,11 @@ from services.scheduler.policy.placement.choose import (
     no_worker,
 )
 from services.scheduler.policy.placement.kv_admission import blocks_for
-from services.scheduler.policy.placement.pool_seats import Level, PoolSeats
+from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
 from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
-from services.scheduler.policy.step_time import Kind, Measured, StepTimes
+from services.scheduler.policy.step_time import Measured, StepTimes, WorkerKind
 
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
 _NO_POOL: Final = no_worker(NO_REJECTIONS)
@@ -429,15 +429,15 @@ class FleetView:
                 if not len(seats):
                     del self._pools[digest]
 
-    def _builder(self, digest: str) -> Callable[[str, Level], Candidate]:
+    def _builder(self, digest: str) -> Callable[[str, SeatLevel], Candidate]:
         return lambda worker_id, level: self._candidate(self._workers[worker_id], digest, level)
 
-    def _candidate(self, worker: WorkerState, digest: str, level: Level) -> Candidate:
+    def _candidate(self, worker: WorkerState, digest: str, level: SeatLevel) -> Candidate:
         return candidate_of(
             worker,
             worker.pools[digest],
             level,
-            model=self.step_times.model(Kind(worker.device_type, digest)),
+            model=self.step_times.model(WorkerKind(worker.device_type, digest)),
             slowness_ratio=self.step_times.slowness(worker.worker_id, digest),
         )
 

@@ -40,18 +40,18 @@ from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolStats
 from services.worker.policy.lifecycle import (
     Action,
+    CancelRemoval,
     Discard,
-    Drain,
+    DrainVersion,
     Fetch,
-    Load,
-    Phase,
-    Retire,
+    LoadVersion,
+    RetireVersion,
     Slot,
-    Undrain,
+    VersionPhase,
     plan,
     wanted,
 )
-from services.worker.policy.memory_shares import Share, kv_targets
+from services.worker.policy.memory_shares import MemoryShare, kv_targets
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_slot import RESIZABLE, ModelSource, SlotContext, VersionSlot
 from services.worker.streams.host import SequenceHost
@@ -289,13 +289,13 @@ class WorkerAgent:
                 case Fetch(version):
                     slot = self._slots.setdefault(version.version_digest, VersionSlot(version, self._context))
                     slot.fetch()
-                case Load(digest):
+                case LoadVersion(digest):
                     self._slots[digest].load()
-                case Retire(digest):
+                case RetireVersion(digest):
                     self._slots[digest].retire()
-                case Drain(digest):
+                case DrainVersion(digest):
                     self._slots[digest].drain()
-                case Undrain(digest):
+                case CancelRemoval(digest):
                     self._slots[digest].undrain()
                 case Discard(digest):
                     self._slots[digest].discard()
@@ -372,7 +372,7 @@ class WorkerAgent:
             if slot is None:
                 continue
             record = slot.record(assigned.deployment)
-            if assigned.executor != slot.version.executor and slot.phase is not Phase.STOPPING:
+            if assigned.executor != slot.version.executor and slot.phase is not VersionPhase.STOPPING:
                 record = LoadedVersion(
                     assigned.deployment,
                     assigned.model,
@@ -428,7 +428,7 @@ def _assignment(entry: Entry) -> Assignment:
     return load(entry.value, Assignment)
 
 
-def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> Share | None:
+def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> MemoryShare | None:
     """Return a version's claim on memory; for one that leaves or needs no memory, what it holds."""
     stays = wanted is not None and wanted.executor == slot.version.executor and not observed.final
     if slot.memory.granted is None and not (stays and observed.unbooked):

@@ -8,7 +8,7 @@ from typing import Final
 from services.core import fleet
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.sequences import SequenceTable
 
 MAX_TENANTS: Final = 4096
@@ -84,13 +84,13 @@ def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnaps
     )
 
 
-def _all_live(host: SequenceHost) -> tuple[fleet.LiveSequence, ...]:
+def _all_live(host: SequenceHost) -> tuple[fleet.ReportedSequence, ...]:
     return tuple(_live(table, sequence) for table in host.tables() for sequence in table.sequences())
 
 
-def _live(table: SequenceTable, sequence: LiveSequence) -> fleet.LiveSequence:
+def _live(table: SequenceTable, sequence: WorkerSequence) -> fleet.ReportedSequence:
     generation = sequence.spec.generation
-    return fleet.LiveSequence(
+    return fleet.ReportedSequence(
         request_id=generation.request_id,
         choice=sequence.spec.choice,
         tenant=sequence.spec.tenant_id,

@@ -20,7 +20,16 @@ from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import MAX_WAITING, ModelLimits
-from services.worker.engine_protocol import Cancel, Credit, Heartbeat, Park, Resize, Resized, Stepped, Submit
+from services.worker.engine_protocol import (
+    Cancel,
+    Credit,
+    EngineHeartbeat,
+    Park,
+    Resize,
+    Resized,
+    Stepped,
+    Submit,
+)
 from services.worker.policy.prefill_budget import PrefillBudget
 
 _TOKENS: Final = attrgetter("tokens")
@@ -113,9 +122,11 @@ class Engine:
         self._learn(flight.work, outcome, step_s)
         return self._stepped(flight.work, outcome, step_s)
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> EngineHeartbeat:
         """What to say while there is nothing to step."""
-        return Heartbeat(self._steps, self._blocks.blocks_used, self._planner.running, self._planner.waiting)
+        return EngineHeartbeat(
+            self._steps, self._blocks.blocks_used, self._planner.running, self._planner.waiting
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block leaked or a live sequence is nowhere planned."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from services.worker.engine.execute.executor import Samples
 from services.worker.engine.sequence import SequenceState
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 from services.worker.policy.speculation import Verified
 
 _HANDLE: Final = attrgetter("handle")
@@ -31,7 +31,7 @@ class Outcome:
 
     handles: list[int]
     tokens: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     verified: list[Verified] = field(default_factory=list)
 
 

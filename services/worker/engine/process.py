@@ -26,7 +26,14 @@ from services.worker.engine.connection import Connection, MalformedCommand, conn
 from services.worker.engine.core import DuplicateHandle, Engine
 from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
-from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
+from services.worker.engine_protocol import (
+    EngineConfig,
+    EngineMessage,
+    LoadFailed,
+    Progress,
+    Shutdown,
+    Submit,
+)
 
 HEARTBEAT_S: Final = 1.0
 
@@ -158,7 +165,7 @@ def _log_taken(command: Submit, lines: LineBudget) -> None:
         )
 
 
-def _send(connection: Connection, message: Message) -> None:
+def _send(connection: Connection, message: EngineMessage) -> None:
     try:
         connection.send(message)
     except OSError as error:

@@ -45,7 +45,7 @@ class PoolStats:
         self.attended_tokens += event.attended_tokens
         self.note_levels(event)
 
-    def note_levels(self, event: wire.Stepped | wire.Heartbeat) -> None:
+    def note_levels(self, event: wire.Stepped | wire.EngineHeartbeat) -> None:
         self.kv_blocks_used = event.kv_blocks_used
         self.running = event.running
         self.waiting = event.waiting

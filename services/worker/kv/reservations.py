@@ -9,7 +9,7 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.kv.pool import PoolLimits
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.kv.shared_blocks import SharedBlocks
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 
 class Reservations:
@@ -42,16 +42,16 @@ class Reservations:
         shared = self.shared.held_blocks(self._cached_run(spec))
         return self.blocks + self.needed_blocks(spec) - shared <= self._total_blocks
 
-    def add(self, sequence: LiveSequence) -> None:
+    def add(self, sequence: WorkerSequence) -> None:
         """Reserve the sequence's granted blocks, less those that it shares."""
         self._reserve(sequence, sequence.reserved_blocks)
         self._share(sequence, len(self._cached_run(sequence.spec)))
 
-    def remove(self, sequence: LiveSequence) -> None:
+    def remove(self, sequence: WorkerSequence) -> None:
         self._share(sequence, 0)
         self._reserve(sequence, -sequence.reserved_blocks)
 
-    def has_room_again(self, sequence: LiveSequence) -> bool:
+    def has_room_again(self, sequence: WorkerSequence) -> bool:
         """Return whether a sequence whose reservation was released fits again. In an empty pool it always
         does: it fitted into a larger one before."""
         if not self.blocks:
@@ -59,14 +59,14 @@ class Reservations:
         shared = self.shared.held_blocks(self._cached_run(sequence.spec))
         return self.blocks + sequence.reserved_blocks - shared <= self._total_blocks
 
-    def grow(self, sequence: LiveSequence, *, reserved: bool = True) -> None:
+    def grow(self, sequence: WorkerSequence, *, reserved: bool = True) -> None:
         """Record one more block for the sequence; ``reserved``: its reservation currently counts."""
         sequence.reserved_blocks += 1
         sequence.reserved_tokens += self._block_size
         if reserved:
             self._reserve(sequence, 1)
 
-    def attach(self, sequence: LiveSequence, tokens: int) -> bool:
+    def attach(self, sequence: WorkerSequence, tokens: int) -> bool:
         """Record that the engine used ``tokens`` of cached KV for the sequence and new blocks for the rest.
 
         Return True if this differs from the expected sharing, which changes the free blocks.
@@ -78,13 +78,13 @@ class Reservations:
         self._lose(sequence, count)
         return True
 
-    def share_computed(self, sequence: LiveSequence) -> None:
+    def share_computed(self, sequence: WorkerSequence) -> None:
         """It is prefilled: what it computed and is cached by now is one with what is cached."""
         if chain := sequence.spec.generation.prompt.prefix_hashes:
             self._share(sequence, self.shared.reach(chain, sequence.spec.prefill_tokens))
 
     def change_cached(
-        self, added: Sequence[int], evicted: Sequence[int], live: Collection[LiveSequence]
+        self, added: Sequence[int], evicted: Sequence[int], live: Collection[WorkerSequence]
     ) -> bool:
         """Apply the prefix blocks that a step cached and evicted.
 
@@ -99,7 +99,7 @@ class Reservations:
         self.shared.forget(evicted)
         return bool(gone)
 
-    def check_integrity(self, live: Collection[LiveSequence]) -> None:
+    def check_integrity(self, live: Collection[WorkerSequence]) -> None:
         """Raise AssertionError if a reservation leaked."""
         each = self.shared.each_blocks
         self.shared.check_integrity(s.spec.generation.prompt.prefix_hashes[: s.shared_prefixes] for s in live)
@@ -110,7 +110,7 @@ class Reservations:
         alone = sum(s.reserved_blocks for s in live if s.fallback)
         assert self.fallback_blocks == alone, "credit of fallback placements leaked"
 
-    def _reserve(self, sequence: LiveSequence, blocks: int) -> None:
+    def _reserve(self, sequence: WorkerSequence, blocks: int) -> None:
         self.blocks += blocks
         if sequence.fallback:
             self.fallback_blocks += blocks
@@ -120,7 +120,7 @@ class Reservations:
         chain = spec.generation.prompt.prefix_hashes
         return chain[: self.shared.reach(chain, spec.prefill_tokens - 1)] if chain else ()
 
-    def _share(self, sequence: LiveSequence, count: int) -> None:
+    def _share(self, sequence: WorkerSequence, count: int) -> None:
         """Make the sequence refer to its first ``count`` prefix blocks. These are not its own blocks."""
         had = sequence.shared_prefixes
         if count == had:
@@ -134,7 +134,7 @@ class Reservations:
         sequence.shared_prefixes = count
         self.blocks += shared.blocks - held - (count - had) * shared.each_blocks
 
-    def _lose(self, sequence: LiveSequence, kept: int) -> None:
+    def _lose(self, sequence: WorkerSequence, kept: int) -> None:
         lost = max(0, sequence.shared_prefixes - kept)
         self.lost_blocks += lost * self.shared.each_blocks
         self._share(sequence, kept)

@@ -16,7 +16,7 @@ HAND_BACK_S: Final = 6.0
 HAND_BACK_STEPS: Final = 8.0
 
 
-class EngineSilence:
+class StallDetector:
     """``stalled``: the engine gets no new work. ``lets_go``: its sequences move to other workers."""
 
     def __init__(self, now_s: float, longest_step_s: float = 0.0) -> None:

@@ -19,7 +19,7 @@ FINAL_REASONS: Final = frozenset(
 )
 
 
-class Phase(StrEnum):
+class VersionPhase(StrEnum):
     """The state of one version. FETCHED has its files and no engine; BROKEN waits for its next attempt."""
 
     FETCHING = "fetching"
@@ -37,7 +37,7 @@ class Slot:
     """The observed state of one version on this worker."""
 
     version: AssignedVersion  # as assigned when the slot was created
-    phase: Phase  # its state
+    phase: VersionPhase  # its state
     running: int = 0  # live sequences
     has_files: bool = False  # its folder is pinned
     # Of a BROKEN one: the time of the next attempt.
@@ -66,26 +66,26 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadVersion:
     version_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
+class RetireVersion:
     """Its successor takes new requests; this version takes those that gateways accepted for it before."""
 
     version_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainVersion:
     """Admit no new sequences; running ones may finish."""
 
     version_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Undrain:
+class CancelRemoval:
     """It is assigned again before its removal was complete."""
 
     version_digest: str
@@ -98,7 +98,7 @@ class Discard:
     version_digest: str
 
 
-Action = Fetch | Load | Retire | Drain | Undrain | Discard
+Action = Fetch | LoadVersion | RetireVersion | DrainVersion | CancelRemoval | Discard
 
 
 def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
@@ -145,7 +145,7 @@ def plan(
     for rank, slot in sorted(kept, key=lambda each: -each[0]):
         action = _keep(slot, now_s, 0 if giving_back else free_bytes)
         if (
-            isinstance(action, Load)
+            isinstance(action, LoadVersion)
             and slot.unbooked
             and (_is_held(rank, kept, observed, free_bytes) or _waits_for_before(slot, desired, kept))
         ):
@@ -162,16 +162,16 @@ def plan(
 
 def _keep(slot: Slot, now_s: float, free_bytes: int) -> Action | None:
     match slot.phase:
-        case Phase.FETCHED:
-            return Load(slot.version.version_digest)
-        case Phase.RETIRING | Phase.DRAINING:
-            return Undrain(slot.version.version_digest)
-        case Phase.BROKEN if slot.final:
+        case VersionPhase.FETCHED:
+            return LoadVersion(slot.version.version_digest)
+        case VersionPhase.RETIRING | VersionPhase.DRAINING:
+            return CancelRemoval(slot.version.version_digest)
+        case VersionPhase.BROKEN if slot.final:
             return None
-        case Phase.BROKEN if slot.needed_bytes and slot.has_files:
-            return Load(slot.version.version_digest) if slot.needed_bytes <= free_bytes else None
-        case Phase.BROKEN if now_s >= slot.retry_at_s:
-            return Load(slot.version.version_digest) if slot.has_files else Fetch(slot.version)
+        case VersionPhase.BROKEN if slot.needed_bytes and slot.has_files:
+            return LoadVersion(slot.version.version_digest) if slot.needed_bytes <= free_bytes else None
+        case VersionPhase.BROKEN if now_s >= slot.retry_at_s:
+            return LoadVersion(slot.version.version_digest) if slot.has_files else Fetch(slot.version)
         case _:
             return None
 
@@ -182,9 +182,9 @@ def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slo
     for above, slot in kept:
         if above <= rank or not slot.unbooked or slot.final:
             continue
-        if slot.phase in (Phase.FETCHED, Phase.LOADING):
+        if slot.phase in (VersionPhase.FETCHED, VersionPhase.LOADING):
             return True
-        if slot.phase is not Phase.BROKEN:
+        if slot.phase is not VersionPhase.BROKEN:
             continue
         if not slot.needed_bytes:
             if slot.restarting:
@@ -209,7 +209,9 @@ def _waits_for_before(
         return False
     for _, other in kept:
         before = desired[other.version.version_digest]
-        restarts = other.phase in (Phase.BROKEN, Phase.LOADING) and other.restarting and other.unbooked
+        restarts = (
+            other.phase in (VersionPhase.BROKEN, VersionPhase.LOADING) and other.restarting and other.unbooked
+        )
         if restarts and before.served and before.deployment == version.deployment:
             return True
     return False
@@ -218,13 +220,13 @@ def _waits_for_before(
 def _retire(slot: Slot, now_s: float, retire_s: float) -> list[Action]:
     digest, is_over = slot.version.version_digest, now_s >= slot.idle_since_s + retire_s
     match slot.phase:
-        case Phase.READY:
-            return [Retire(digest)]
-        case Phase.RETIRING:
+        case VersionPhase.READY:
+            return [RetireVersion(digest)]
+        case VersionPhase.RETIRING:
             return [Discard(digest)] if is_over and not slot.running else []
-        case Phase.BROKEN if slot.restarting and not is_over:  # its sequences are placed here again
-            return [Load(digest)] if now_s >= slot.retry_at_s else []
-        case Phase.LOADING if slot.restarting:
+        case VersionPhase.BROKEN if slot.restarting and not is_over:  # its sequences are placed here again
+            return [LoadVersion(digest)] if now_s >= slot.retry_at_s else []
+        case VersionPhase.LOADING if slot.restarting:
             return []
         case _:
             return _remove(slot, now_s)
@@ -233,11 +235,11 @@ def _retire(slot: Slot, now_s: float, retire_s: float) -> list[Action]:
 def _remove(slot: Slot, now_s: float) -> list[Action]:
     digest = slot.version.version_digest
     match slot.phase:
-        case Phase.READY | Phase.RETIRING:
-            return [Drain(digest)]
-        case Phase.DRAINING:
+        case VersionPhase.READY | VersionPhase.RETIRING:
+            return [DrainVersion(digest)]
+        case VersionPhase.DRAINING:
             return [Discard(digest)] if slot.running == 0 or now_s >= slot.drain_until_s else []
-        case Phase.STOPPING:
+        case VersionPhase.STOPPING:
             return []
         case _:
             return [Discard(digest)]

@@ -14,7 +14,7 @@ from services.worker.agent.memory_ledger import SLAB_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemoryShare:
     """The claim of one version: its KV pool stays between ``least_bytes`` and ``wished_bytes``.
 
     ``fixed_bytes`` are its weights and working memory. ``kv_bytes`` is its present pool; 0: it waits for all
@@ -33,7 +33,7 @@ class Share:
         return self.kv_bytes == 0
 
 
-def kv_targets(total_bytes: int, shares: Sequence[Share]) -> dict[str, int]:
+def kv_targets(total_bytes: int, shares: Sequence[MemoryShare]) -> dict[str, int]:
     """Return the KV target of each version, by owner; a waiting one that cannot be served has no entry.
 
     The sum of fixed parts and targets is at most ``total_bytes`` if that of the present ones is. Within a
@@ -60,9 +60,9 @@ def kv_targets(total_bytes: int, shares: Sequence[Share]) -> dict[str, int]:
     return targets
 
 
-def _helped(total_bytes: int, shares: Sequence[Share]) -> list[Share]:
+def _helped(total_bytes: int, shares: Sequence[MemoryShare]) -> list[MemoryShare]:
     """Return the waiting versions that can have their minimum, the highest priority first."""
-    coming: list[Share] = []
+    coming: list[MemoryShare] = []
     for share in sorted(shares, key=lambda each: (-each.rank, each.owner)):
         if not share.waits:
             continue
@@ -77,12 +77,12 @@ def _helped(total_bytes: int, shares: Sequence[Share]) -> list[Share]:
     return coming
 
 
-def _bounded(share: Share) -> Share:
+def _bounded(share: MemoryShare) -> MemoryShare:
     """Return the share with its minimum capped at its present, or else its wished, size."""
     return replace(share, least_bytes=min(share.least_bytes, share.kv_bytes or share.wished_bytes))
 
 
-def _filled(room: int, shares: Sequence[Share]) -> list[tuple[Share, int]]:
+def _filled(room: int, shares: Sequence[MemoryShare]) -> list[tuple[MemoryShare, int]]:
     """Return the KV of each after raising all from their minimum to a common level of whole slabs."""
 
     def at(level: int) -> list[int]:

@@ -29,8 +29,8 @@ from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     Command,
     EngineConfig,
+    EngineHeartbeat,
     Event,
-    Heartbeat,
     LoadFailed,
     Progress,
     Ready,
@@ -97,7 +97,7 @@ class EngineEvents:
     on_progress: Callable[[Progress], None]
     on_ready: Callable[[Ready], None]
     on_stepped: Callable[[Stepped], None]
-    on_heartbeat: Callable[[Heartbeat], None]
+    on_heartbeat: Callable[[EngineHeartbeat], None]
     on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
 
@@ -289,7 +289,7 @@ class EngineProcess:
         match event:
             case Stepped():
                 self._events.on_stepped(event)
-            case Heartbeat():
+            case EngineHeartbeat():
                 self._events.on_heartbeat(event)
             case Resized():
                 self._events.on_resized(event)

@@ -7,7 +7,7 @@ from typing import Final
 from services.core.errors import DoesNotFit
 from services.worker.agent.memory_ledger import MIN_KV_BYTES, MemoryGrant, MemoryLedger
 from services.worker.engine_protocol import Ready
-from services.worker.policy.memory_shares import Share
+from services.worker.policy.memory_shares import MemoryShare
 
 FIRST_WORKING_BYTES: Final = 256 * 1024 * 1024  # granted to a version's first engine, if they are free
 
@@ -100,7 +100,7 @@ class VersionMemory:
 
     # --- its pool -------------------------------------------------------------------------------
 
-    def share(self, rank: int, *, movable: bool) -> Share | None:
+    def share(self, rank: int, *, movable: bool) -> MemoryShare | None:
         """Return its claim on the device's memory, None while unknown.
 
         The claim is the present size if it is not ``movable``, and while its pool is being resized.
@@ -108,14 +108,14 @@ class VersionMemory:
         grant, engine = self.granted, self._engine
         if grant is None:
             fixed_bytes = self._weight_bytes + self._working_bytes
-            claim = Share(self._owner, rank, fixed_bytes, self._least_kv_bytes, self._wished_kv_bytes)
+            claim = MemoryShare(self._owner, rank, fixed_bytes, self._least_kv_bytes, self._wished_kv_bytes)
             return claim if self._weight_bytes else None
         kv_bytes = grant.kv_bytes if self._asked is None else self._kv_bytes(self._asked)
         if engine is None or not movable or self._stays or self._asked is not None:
-            return Share(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
+            return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
         least_bytes = self._kv_bytes(-(-engine.max_model_len // engine.block_size))
         wished_bytes = max(self._wished_kv_bytes, kv_bytes)
-        return Share(self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes)
+        return MemoryShare(self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes)
 
     def aim(self, kv_bytes: int) -> int | None:
         """Return the number of blocks to request from the engine, or None. Growth is granted here."""

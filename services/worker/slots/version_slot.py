@@ -19,7 +19,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import (
     EngineConfig,
-    Heartbeat,
+    EngineHeartbeat,
     Progress,
     Ready,
     Resize,
@@ -27,7 +27,7 @@ from services.worker.engine_protocol import (
     Stepped,
 )
 from services.worker.kv.pool import PoolLimits
-from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
+from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.drafts import draft_of
 from services.worker.slots.engine_limits import limited, read_limits
 from services.worker.slots.engine_process import (
@@ -50,8 +50,8 @@ log = structlog.get_logger()
 CHECK_COUNTS_S: Final = 10.0  # a start within this time after the check of its files needs no new check
 CALM_S: Final = 60.0  # an engine that ran this long resets the count of crashes
 PROGRESS_STEP: Final = 0.05
-RESIZABLE: Final = (Phase.READY, Phase.RETIRING)
-_WITH_ENGINE: Final = (*RESIZABLE, Phase.DRAINING)
+RESIZABLE: Final = (VersionPhase.READY, VersionPhase.RETIRING)
+_WITH_ENGINE: Final = (*RESIZABLE, VersionPhase.DRAINING)
 # The message of a version while its engine loads, by the phase that the engine reports.
 _LOADING_STEPS: Final = {
     "import": "importing torch",
@@ -104,7 +104,7 @@ class VersionSlot:
 
     def __init__(self, version: AssignedVersion, context: SlotContext) -> None:
         self.version = version
-        self.phase = Phase.FETCHING
+        self.phase = VersionPhase.FETCHING
         self.message = ""
         self.progress_ratio = 0.0
         self.restarts = 0
@@ -173,13 +173,13 @@ class VersionSlot:
         """Return the public record of this version for a deployment."""
         limits = None if self.table is None else self.table.limits
         grant = self.memory.granted
-        broken = self.phase is Phase.BROKEN and not self._expects_memory
+        broken = self.phase is VersionPhase.BROKEN and not self._expects_memory
         return LoadedVersion(
             deployment=deployment,
             model=self.version.model,
             version_digest=self.digest,
             state=self._state(),
-            message=self._notice() if self.phase is Phase.READY else self.message,
+            message=self._notice() if self.phase is VersionPhase.READY else self.message,
             progress_ratio=self.progress_ratio,
             kv_blocks_total=0 if limits is None else limits.kv_blocks_total,
             block_size=0 if limits is None else limits.block_size,
@@ -198,12 +198,12 @@ class VersionSlot:
     # --- actions --------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        self._enter(Phase.FETCHING)
+        self._enter(VersionPhase.FETCHING)
         self._task = self._context.supervisor.spawn(f"fetch-{self.digest[:19]}", self._fetch())
 
     def load(self) -> None:
         assert self._folder is not None, "nothing to load"
-        self._enter(Phase.LOADING, self.message if self.restarts else "")
+        self._enter(VersionPhase.LOADING, self.message if self.restarts else "")
         self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load(self._folder))
 
     def share_memory(self, kv_bytes: int | None, *, comes: bool) -> None:
@@ -225,25 +225,25 @@ class VersionSlot:
 
     def retire(self) -> None:
         self._idle_since_s = self._context.clock.monotonic_s()
-        self._enter(Phase.RETIRING)
+        self._enter(VersionPhase.RETIRING)
 
     def drain(self) -> None:
         self._drain_until_s = self._context.clock.monotonic_s() + self._context.settings.drain_s
         self._context.host.close_version(self.digest, True)
-        self._enter(Phase.DRAINING)
+        self._enter(VersionPhase.DRAINING)
 
     def undrain(self) -> None:
         self._context.host.close_version(self.digest, False)
-        self._enter(Phase.READY)
+        self._enter(VersionPhase.READY)
 
     def discard(self) -> None:
         """Stop everything in a separate task; ``gone`` becomes true at the end."""
-        self._enter(Phase.STOPPING)
+        self._enter(VersionPhase.STOPPING)
         self._context.supervisor.spawn(f"discard-{self.digest[:19]}", self.stop())
 
     async def stop(self) -> None:
         """Return once the version has no task, engine, memory or pin left."""
-        self._enter(Phase.STOPPING)
+        self._enter(VersionPhase.STOPPING)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -266,7 +266,7 @@ class VersionSlot:
         else:
             self._checked_until_s = self._context.clock.monotonic_s() + CHECK_COUNTS_S
             self._failures = 0
-            self._enter(Phase.FETCHED)
+            self._enter(VersionPhase.FETCHED)
 
     async def _have_files(self) -> Path:
         """Return the pinned folder after reading every chunk and comparing it with the manifest.
@@ -368,7 +368,7 @@ class VersionSlot:
     def _on_progress(self, event: Progress) -> None:
         step = _LOADING_STEPS.get(event.phase, "")
         # After a restart the message remains the cause of the restart.
-        if step and step != self.message and self.phase is Phase.LOADING and not self.restarts:
+        if step and step != self.message and self.phase is VersionPhase.LOADING and not self.restarts:
             self.message = step
             self._context.woke()
         self._note_progress(event.done_ratio)
@@ -376,7 +376,7 @@ class VersionSlot:
     def _on_ready(self, event: Ready) -> None:
         assert self._engine is not None, "ready without an engine"
         assert self._vocabulary is not None, "ready without a vocabulary"
-        if self.phase is not Phase.LOADING:  # it is being removed
+        if self.phase is not VersionPhase.LOADING:  # it is being removed
             return
         if not self._settle_memory(event, self._engine):
             return
@@ -401,7 +401,7 @@ class VersionSlot:
         self._context.host.add(self.table)
         self._ready_s = self._context.clock.monotonic_s()
         self._failed, self._reason = False, ""
-        self._enter(Phase.READY)
+        self._enter(VersionPhase.READY)
 
     def _settle_memory(self, event: Ready, engine: EngineProcess) -> bool:
         """Record the memory that the engine took; stop an engine that took more than is free."""
@@ -418,10 +418,10 @@ class VersionSlot:
     def _on_stepped(self, event: Stepped) -> None:
         if self.table is not None:
             self.table.on_stepped(event)
-            if self.phase is Phase.DRAINING and not len(self.table):
+            if self.phase is VersionPhase.DRAINING and not len(self.table):
                 self._context.woke()
 
-    def _on_heartbeat(self, event: Heartbeat) -> None:
+    def _on_heartbeat(self, event: EngineHeartbeat) -> None:
         if self.table is not None:
             self.table.on_heartbeat(event)
 
@@ -437,7 +437,7 @@ class VersionSlot:
         table, self.table = self.table, None
         if table is not None:
             self._context.host.remove(table)
-        if self.phase is Phase.STOPPING:
+        if self.phase is VersionPhase.STOPPING:
             return
         if table is not None and self._context.clock.monotonic_s() - self._ready_s > CALM_S:
             self._failures = 0
@@ -461,12 +461,12 @@ class VersionSlot:
     @property
     def _expects_memory(self) -> bool:
         """Whether the memory that it waits for is about to be released."""
-        waits = self.phase is Phase.BROKEN and self._reason == DoesNotFit.reason
+        waits = self.phase is VersionPhase.BROKEN and self._reason == DoesNotFit.reason
         return waits and self._memory_comes
 
     def _break(self, reason: str, message: str, *, failed: bool) -> None:
         """Record a failure, and the time of the next attempt if a retry can help."""
-        if self.phase is Phase.STOPPING:
+        if self.phase is VersionPhase.STOPPING:
             return
         settings, clock = self._context.settings, self._context.clock
         self._failures += 1
@@ -481,9 +481,9 @@ class VersionSlot:
         timed = not (failed and (reason in FINAL_REASONS or reason == DoesNotFit.reason))
         self._retry_unix_s = clock.unix_s() + retry_s if timed else 0.0
         log.warning("version.broke", digest=self.digest, reason=reason, message=message, failed=failed)
-        self._enter(Phase.BROKEN, message)
+        self._enter(VersionPhase.BROKEN, message)
 
-    def _enter(self, phase: Phase, message: str = "") -> None:
+    def _enter(self, phase: VersionPhase, message: str = "") -> None:
         if phase is not self.phase:
             log.info("version.changed", digest=self.digest, phase=phase, before=self.phase)
             self._time_phase(phase)
@@ -499,12 +499,13 @@ class VersionSlot:
             parts.append("sequences ended without finite logits: the version or the device is at fault")
         return "; ".join(parts)
 
-    def _time_phase(self, phase: Phase) -> None:
+    def _time_phase(self, phase: VersionPhase) -> None:
         """Record the duration of a fetch or a load that succeeded."""
         now_s = self._context.clock.monotonic_s()
-        part = {(Phase.FETCHING, Phase.FETCHED): "fetch", (Phase.LOADING, Phase.READY): "engine"}.get(
-            (self.phase, phase)
-        )
+        part = {
+            (VersionPhase.FETCHING, VersionPhase.FETCHED): "fetch",
+            (VersionPhase.LOADING, VersionPhase.READY): "engine",
+        }.get((self.phase, phase))
         if part is not None:
             self._context.telemetry.loaded(self.version.deployment, part, now_s - self._phase_s)
         self._phase_s = now_s
@@ -516,19 +517,19 @@ class VersionSlot:
 
     def _state(self) -> VersionState:
         match self.phase:
-            case Phase.FETCHING | Phase.FETCHED:
+            case VersionPhase.FETCHING | VersionPhase.FETCHED:
                 return VersionState.FETCHING
-            case Phase.LOADING:
+            case VersionPhase.LOADING:
                 return VersionState.RESTARTING if self.restarts else VersionState.LOADING
-            case Phase.READY:
+            case VersionPhase.READY:
                 return VersionState.READY
-            case Phase.RETIRING:
+            case VersionPhase.RETIRING:
                 return VersionState.RETIRING
-            case Phase.DRAINING | Phase.STOPPING:
+            case VersionPhase.DRAINING | VersionPhase.STOPPING:
                 return VersionState.DRAINING
-            case Phase.BROKEN if self._expects_memory:
+            case VersionPhase.BROKEN if self._expects_memory:
                 return VersionState.LOADING
-            case Phase.BROKEN:
+            case VersionPhase.BROKEN:
                 return VersionState.FAILED if self._failed else self._waiting_state()
 
     def _waiting_state(self) -> VersionState:

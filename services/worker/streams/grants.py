@@ -8,7 +8,7 @@ WINDOW = 4096  # grant numbers that may arrive out of order
 MAX_UNREPORTED = 65536
 
 
-class GrantBook:
+class GrantFence:
     """Rejects stale and replayed grants. Bounded: only the newest ``WINDOW`` grants may arrive late."""
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.streams.fairness_counters import CounterBook
 from services.worker.streams.fallback import FallbackAdmission
-from services.worker.streams.grants import GrantBook
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.grants import GrantFence
+from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable
 from services.worker.streams.usage_tally import Tally
@@ -36,7 +36,7 @@ class SequenceHost:
         """Without ``fallback`` only a leader's grants are admitted."""
         self._not_admitted = not_admitted
         self._fallback = fallback
-        self.grants = GrantBook()
+        self.grants = GrantFence()
         self.tally = Tally()
         self.counters = CounterBook()
         self.draining = False
@@ -56,8 +56,8 @@ class SequenceHost:
         if self._fallback is not None:
             self._fallback.heard()
 
-    def open(self, wake: Callable[[], None]) -> GatewayStream:
-        return GatewayStream(self, wake)
+    def open(self, wake: Callable[[], None]) -> GatewaySequences:
+        return GatewaySequences(self, wake)
 
     def add(self, table: SequenceTable) -> None:
         """Admit sequences for the table's version from now on."""
@@ -102,7 +102,7 @@ class SequenceHost:
     def tables(self) -> Iterable[SequenceTable]:
         return self._tables.values()
 
-    def table_of(self, sequence: LiveSequence) -> SequenceTable:
+    def table_of(self, sequence: WorkerSequence) -> SequenceTable:
         return self._tables[sequence.spec.grant.version_digest]
 
     @property
@@ -171,7 +171,7 @@ class SequenceHost:
         return table.kv.fallback_blocks + table.kv.needed_blocks(spec) <= credit
 
 
-class GatewayStream:
+class GatewaySequences:
     """One gateway's stream. Implements ``ports.worker_stream.WorkerStream``."""
 
     def __init__(self, host: SequenceHost, wake: Callable[[], None]) -> None:
@@ -191,7 +191,7 @@ class GatewayStream:
         self._outbox.refuse(handle, reason)
 
     def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        grants: dict[str, list[tuple[LiveSequence, int]]] = {}
+        grants: dict[str, list[tuple[WorkerSequence, int]]] = {}
         live = self._outbox.live
         for handle, count in zip(handles, tokens, strict=False):
             if (sequence := live.get(handle)) is not None and count:
@@ -201,7 +201,7 @@ class GatewayStream:
                 table.credit(credited)
 
     def cancel(self, handles: Sequence[int]) -> None:
-        cancelled: dict[str, list[LiveSequence]] = {}
+        cancelled: dict[str, list[WorkerSequence]] = {}
         for handle in handles:
             if (sequence := self._outbox.drop(handle)) is not None:
                 cancelled.setdefault(sequence.spec.grant.version_digest, []).append(sequence)

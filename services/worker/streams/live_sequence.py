@@ -23,7 +23,7 @@ class SlotState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class LiveSequence:
+class WorkerSequence:
     """Owned by its ``SequenceTable`` until it ends; its outbox retains it until its output is sent."""
 
     spec: StartSpec  # the start as received

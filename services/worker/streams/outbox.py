@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.core.generation import NotAdmittedReason, SequenceEnd
 from services.ports.worker_stream import StepFrame
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 MAX_FRAME_TOKENS = 8192  # per frame; the rest waits for the next
 LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as this many
@@ -20,13 +20,13 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self.live: dict[int, LiveSequence] = {}  # by the gateway's handle
-        self.dirty: list[LiveSequence] = []  # sequences with pending output, each once
+        self.live: dict[int, WorkerSequence] = {}  # by the gateway's handle
+        self.dirty: list[WorkerSequence] = []  # sequences with pending output, each once
         self._accepted: list[int] = []
         self._not_admitted: list[tuple[int, NotAdmittedReason]] = []
-        self._ended: list[tuple[LiveSequence, SequenceEnd]] = []
+        self._ended: list[tuple[WorkerSequence, SequenceEnd]] = []
 
-    def accept(self, sequence: LiveSequence) -> None:
+    def accept(self, sequence: WorkerSequence) -> None:
         self.live[sequence.handle] = sequence
         self._accepted.append(sequence.handle)
         self.wake()
@@ -35,20 +35,20 @@ class Outbox:
         self._not_admitted.append((handle, reason))
         self.wake()
 
-    def touch(self, sequence: LiveSequence) -> None:
+    def touch(self, sequence: WorkerSequence) -> None:
         """Mark a sequence as having pending output."""
         if not sequence.queued:
             sequence.queued = True
             self.dirty.append(sequence)
             self.wake()
 
-    def end(self, sequence: LiveSequence, end: SequenceEnd) -> None:
+    def end(self, sequence: WorkerSequence, end: SequenceEnd) -> None:
         """Queue a sequence's end, to be sent after its pending output."""
         del self.live[sequence.handle]
         self._ended.append((sequence, end))
         self.wake()
 
-    def drop(self, handle: int) -> LiveSequence | None:
+    def drop(self, handle: int) -> WorkerSequence | None:
         """Drop all pending output of a handle; return its sequence if it was still running."""
         sequence = self.live.pop(handle, None)
         if sequence is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.core.fleet import LONG_PROMPT_TOKENS
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 
 class Prefills:
@@ -17,24 +17,24 @@ class Prefills:
     def __init__(self) -> None:
         self.queued_tokens = 0
         self.long = 0
-        self._waiting: dict[int, LiveSequence] = {}
+        self._waiting: dict[int, WorkerSequence] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: LiveSequence) -> None:
+    def add(self, sequence: WorkerSequence) -> None:
         """Count a sequence that was just submitted."""
         self._waiting[sequence.number] = sequence
         self.queued_tokens += sequence.prefill_left
         self.long += _is_long(sequence)
 
-    def remove(self, sequence: LiveSequence) -> None:
+    def remove(self, sequence: WorkerSequence) -> None:
         """Remove a sequence that got its first token or never will. No effect if it was removed before."""
         if self._waiting.pop(sequence.number, None) is not None:
             self.queued_tokens -= sequence.spec.prefill_tokens - sequence.cached_tokens
             self.long -= _is_long(sequence)
 
-    def note_cached(self, sequence: LiveSequence, tokens: int) -> None:
+    def note_cached(self, sequence: WorkerSequence, tokens: int) -> None:
         """Subtract the tokens found in the cache. Only the first report on a sequence counts."""
         if sequence.number not in self._waiting or sequence.cache_told:
             return
@@ -58,7 +58,7 @@ class Prefills:
                 sequence.prefill_left -= taken
                 left -= taken
 
-    def check_integrity(self, live: Iterable[LiveSequence]) -> None:
+    def check_integrity(self, live: Iterable[WorkerSequence]) -> None:
         """Raise AssertionError unless these are the live sequences without a token, and the counts match."""
         waiting = self._waiting.values()
         assert self.queued_tokens == sum(s.spec.prefill_tokens - s.cached_tokens for s in waiting)
@@ -67,5 +67,5 @@ class Prefills:
         assert without == self._waiting.keys(), "it waits for the token it has, or does not wait"
 
 
-def _is_long(sequence: LiveSequence) -> bool:
+def _is_long(sequence: WorkerSequence) -> bool:
     return sequence.spec.prefill_tokens - sequence.cached_tokens >= LONG_PROMPT_TOKENS

@@ -14,21 +14,21 @@ from operator import attrgetter
 from typing import Final
 
 from services.core.generation import StartSpec
-from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.live_sequence import SlotState, WorkerSequence
 
 _RANK: Final = attrgetter("spec.generation.priority.rank")
 PARKED_PER_SLOT: Final = 4  # sequences without a slot, per slot; beyond it the longest parked ones are ended
 
 
 class SequenceSlots:
-    """Single writer: the sequence table. ``LiveSequence.slot`` names the group that contains a sequence."""
+    """Single writer: the sequence table. ``WorkerSequence.slot`` names the group that contains a sequence."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
-        self._running: dict[str, dict[int, LiveSequence]] = {}  # by tenant, in order of their start
-        self._parked: dict[int, LiveSequence] = {}  # the longest parked first
-        self._returning: dict[str, dict[int, LiveSequence]] = {}  # by tenant, in order of their credit
+        self._running: dict[str, dict[int, WorkerSequence]] = {}  # by tenant, in order of their start
+        self._parked: dict[int, WorkerSequence] = {}  # the longest parked first
+        self._returning: dict[str, dict[int, WorkerSequence]] = {}  # by tenant, in order of their credit
         self._returning_count = 0
 
     @property
@@ -62,14 +62,14 @@ class SequenceSlots:
             return False
         return self.taken < self.most or self.victim(spec) is not None
 
-    def victim(self, spec: StartSpec) -> LiveSequence | None:
+    def victim(self, spec: StartSpec) -> WorkerSequence | None:
         """Return the sequence that yields its slot to ``spec`` while none is free, or None."""
         found = self._newest_of_largest(self._count(spec.tenant_id) + 2)
         if found is None or found.spec.generation.priority.rank > spec.generation.priority.rank:
             return None
         return found
 
-    def _newest_of_largest(self, least: int) -> LiveSequence | None:
+    def _newest_of_largest(self, least: int) -> WorkerSequence | None:
         """Return the newest sequence with a token, in the lowest class of the tenant with the most slots.
 
         None if that tenant has fewer than ``least`` slots, or if too many sequences are parked already.
@@ -82,7 +82,7 @@ class SequenceSlots:
         begun = (each for each in reversed(largest.values()) if each.first_token_s is not None)
         return min(begun, key=_RANK, default=None)
 
-    def next_back(self, fits: Callable[[LiveSequence], bool]) -> LiveSequence | None:
+    def next_back(self, fits: Callable[[WorkerSequence], bool]) -> WorkerSequence | None:
         """Return the sequence that returns now, of the tenant with the fewest slots; None if none can."""
         for tenant in sorted(self._returning, key=self._count):
             first = next(iter(self._returning[tenant].values()))
@@ -90,7 +90,7 @@ class SequenceSlots:
                 return first
         return None
 
-    def longest_parked(self) -> LiveSequence | None:
+    def longest_parked(self) -> WorkerSequence | None:
         """Return the longest parked sequence of the tenant that has most of them."""
         counts: dict[str, int] = {}
         for each in self._parked.values():
@@ -100,7 +100,7 @@ class SequenceSlots:
         most = max(counts, key=counts.__getitem__)
         return next(each for each in self._parked.values() if each.spec.tenant_id == most)
 
-    def put(self, sequence: LiveSequence, slot: SlotState) -> None:
+    def put(self, sequence: WorkerSequence, slot: SlotState) -> None:
         """Put a sequence that is in no group into a group."""
         sequence.slot = slot
         tenant, number = sequence.spec.tenant_id, sequence.number
@@ -114,7 +114,7 @@ class SequenceSlots:
                 self._returning_count += 1
                 self._returning.setdefault(tenant, {})[number] = sequence
 
-    def take(self, sequence: LiveSequence) -> None:
+    def take(self, sequence: WorkerSequence) -> None:
         """Remove a sequence from its group."""
         match sequence.slot:
             case SlotState.RUNNING:
@@ -126,12 +126,12 @@ class SequenceSlots:
                 self._returning_count -= 1
                 _drop(self._returning, sequence)
 
-    def move(self, sequence: LiveSequence, slot: SlotState) -> None:
+    def move(self, sequence: WorkerSequence, slot: SlotState) -> None:
         """Move a sequence from its group to another."""
         self.take(sequence)
         self.put(sequence, slot)
 
-    def check_integrity(self, live: Iterable[LiveSequence]) -> None:
+    def check_integrity(self, live: Iterable[WorkerSequence]) -> None:
         """Raise AssertionError unless each live sequence is in its group and the bounds hold."""
         running = {number for group in self._running.values() for number in group}
         returning = {number for group in self._returning.values() for number in group}
@@ -150,7 +150,7 @@ class SequenceSlots:
         return len(self._running.get(tenant, ()))
 
 
-def _drop(groups: dict[str, dict[int, LiveSequence]], sequence: LiveSequence) -> None:
+def _drop(groups: dict[str, dict[int, WorkerSequence]], sequence: WorkerSequence) -> None:
     group = groups[sequence.spec.tenant_id]
     del group[sequence.number]
     if not group:

@@ -16,9 +16,9 @@ from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits, PoolStats
 from services.worker.kv.reservations import Reservations
-from services.worker.policy.engine_silence import EngineSilence
+from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import Charges
-from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
 from services.worker.streams.sequence_slots import SequenceSlots
@@ -79,15 +79,15 @@ class SequenceTable:
         self._changed = changed
         self._slow_reader_s = slow_reader_s
         self._telemetry = telemetry
-        self._live: dict[int, LiveSequence] = {}
+        self._live: dict[int, WorkerSequence] = {}
         self._last_number = 0
         self._charged_s = clock.monotonic_s()
-        self._silence = EngineSilence(clock.monotonic_s(), limits.full_step_s)
+        self._silence = StallDetector(clock.monotonic_s(), limits.full_step_s)
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def sequences(self) -> Iterable[LiveSequence]:
+    def sequences(self) -> Iterable[WorkerSequence]:
         return self._live.values()
 
     @property
@@ -142,9 +142,9 @@ class SequenceTable:
         self._changed()
         return True
 
-    def credit(self, grants: Sequence[tuple[LiveSequence, int]]) -> None:
+    def credit(self, grants: Sequence[tuple[WorkerSequence, int]]) -> None:
         """Raise the output limits of sequences of this table."""
-        raised: list[LiveSequence] = []
+        raised: list[WorkerSequence] = []
         for sequence, tokens in grants:
             sequence.credit_limit = min(sequence.credit_limit + tokens, MAX_CREDIT)
             sequence.watch()
@@ -158,7 +158,7 @@ class SequenceTable:
         if len(raised) < len(grants):
             self._room_changed()
 
-    def cancel(self, sequences: Sequence[LiveSequence]) -> None:
+    def cancel(self, sequences: Sequence[WorkerSequence]) -> None:
         """Remove the sequences now; the engine frees their blocks before its next step."""
         for sequence in sequences:
             self._forget(sequence)
@@ -169,7 +169,7 @@ class SequenceTable:
     def sweep(self, now_s: float) -> None:
         """End sequences past their deadline or without credit for too long. Called several times a second."""
         self._watch_engine(now_s)
-        ended: list[tuple[LiveSequence, FinishReason]] = []
+        ended: list[tuple[WorkerSequence, FinishReason]] = []
         for sequence in self._live.values():
             if now_s >= sequence.deadline_s:
                 ended.append((sequence, FinishReason.DEADLINE))
@@ -231,7 +231,7 @@ class SequenceTable:
         if event.finished:
             self._finish(event)
 
-    def on_heartbeat(self, event: wire.Heartbeat) -> None:
+    def on_heartbeat(self, event: wire.EngineHeartbeat) -> None:
         self._hear()
         self.stats.note_levels(event)
 
@@ -280,14 +280,14 @@ class SequenceTable:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> LiveSequence:
+    def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> WorkerSequence:
         generation = spec.generation
         text = TextStream(
             self._vocabulary.open(), stops=generation.limits.stop, min_tokens=generation.limits.min_tokens
         )
         now_s = self._clock.monotonic_s()
         blocks = self.kv.needed_blocks(spec)
-        sequence = LiveSequence(
+        sequence = WorkerSequence(
             spec=spec,
             outbox=outbox,
             handle=handle,
@@ -307,7 +307,7 @@ class SequenceTable:
         sequence.watch()
         return sequence
 
-    def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
+    def _feed(self, sequence: WorkerSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
         """Handle a token that is not plain: first, partial character, with log-probabilities or stops.
 
         ``is_end``: it is the last of a finished sequence. Ends the sequence if it completed a stop string.
@@ -332,7 +332,7 @@ class SequenceTable:
             plain = text.plain and sequence.spec.generation.sampling.logprobs is None and bool(self._texts)
             sequence.fast = plain and sequence.number not in event.finished
 
-    def _logprobs(self, token: int, entry: wire.TokenLogprobs) -> TokenLogprobs:
+    def _logprobs(self, token: int, entry: wire.SampledLogprobs) -> TokenLogprobs:
         alone = self._vocabulary.alone
         return TokenLogprobs(
             sampled=entry.sampled,
@@ -359,7 +359,7 @@ class SequenceTable:
         self._room_changed()
 
     def _end(
-        self, sequence: LiveSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
+        self, sequence: WorkerSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
     ) -> None:
         """Queue a sequence's end and release its reservation."""
         if reason in FLUSHED and (rest := sequence.text.finish()):
@@ -384,7 +384,7 @@ class SequenceTable:
             ),
         )
 
-    def _forget(self, sequence: LiveSequence) -> None:
+    def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
         self._charges.add_output(sequence)
         self.slots.take(sequence)
@@ -392,13 +392,13 @@ class SequenceTable:
             self.kv.remove(sequence)
             self.prefills.remove(sequence)
 
-    def _note_ended(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
+    def _note_ended(self, sequence: WorkerSequence, reason: FinishReason, error: str = "") -> None:
         """Record the end in usage accounting and telemetry."""
         self._charges.add_ended(sequence, reason)
         if self._telemetry is not None:
             self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
-    def _notice(self, sequence: LiveSequence) -> None:
+    def _notice(self, sequence: WorkerSequence) -> None:
         """Update a sequence that needs one more block or used its credit; report the free capacity."""
         running = sequence.slot is SlotState.RUNNING
         if sequence.tokens > sequence.reserved_tokens:
@@ -432,7 +432,7 @@ class SequenceTable:
                     self._changed()
                 self.prefills.note_cached(sequence, tokens)
 
-    def _note_first_token(self, sequence: LiveSequence, event: wire.Stepped) -> None:
+    def _note_first_token(self, sequence: WorkerSequence, event: wire.Stepped) -> None:
         now_s = self._clock.monotonic_s()
         sequence.first_token_s = now_s
         if sequence.prefill_started_s is None:
@@ -461,20 +461,20 @@ class SequenceTable:
             self.slots.put(victim, SlotState.RETURNING)
             self._send(wire.Park([victim.number]))
 
-    def _run(self, sequence: LiveSequence) -> None:
+    def _run(self, sequence: WorkerSequence) -> None:
         """Give a slot and a reservation to a sequence that is in no group."""
         self.slots.put(sequence, SlotState.RUNNING)
         self.kv.add(sequence)
         if sequence.first_token_s is None:
             self.prefills.add(sequence)
 
-    def _leave(self, sequence: LiveSequence) -> None:
+    def _leave(self, sequence: WorkerSequence) -> None:
         """Take slot and reservation from a running sequence. Its KV stays until the blocks are needed."""
         self.slots.take(sequence)
         self.kv.remove(sequence)
         self.prefills.remove(sequence)
 
-    def _wait_for_reader(self, sequence: LiveSequence) -> None:
+    def _wait_for_reader(self, sequence: WorkerSequence) -> None:
         """Park a sequence that is in no group until it has credit."""
         sequence.blocked_since_s = self._clock.monotonic_s()
         self.slots.put(sequence, SlotState.PARKED)

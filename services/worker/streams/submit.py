@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.worker import engine_protocol as wire
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 
-def submit_command(sequence: LiveSequence) -> wire.Submit:
+def submit_command(sequence: WorkerSequence) -> wire.Submit:
     """Return the engine's command for a start."""
     spec = sequence.spec
     generation = spec.generation

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.worker.engine.sequence import SequenceState
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Samples:
     """One token per sampling row. ``logprobs`` and ``errors`` are by row; the token of an error is void."""
 
     tokens: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
 

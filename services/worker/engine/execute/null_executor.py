@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.worker.engine.execute.executor import Batch, Samples
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 
 STRIDE = 7919  # a prime, so that the tokens of a stream differ from one position to the next
 
@@ -42,7 +42,7 @@ class NullExecutor:
         if not self._eos_ids.isdisjoint(tokens):
             tokens = [self._not_eos(token) for token in tokens]
         logprobs = {
-            row: TokenLogprobs(0.0, [], [])
+            row: SampledLogprobs(0.0, [], [])
             for row, s in enumerate(sampled)
             if s.sampling.logprobs is not None
         }

@@ -9,19 +9,19 @@ from typing import Final
 from services.core.fleet import LONG_PROMPT_TOKENS
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.block_tables import extend
-from services.worker.engine.plan.sequence_sets import Places
+from services.worker.engine.plan.sequence_sets import SequenceSets
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState, Status
 
 _ORDER: Final = attrgetter("order")
 
 
-class Admission:
+class StepAdmission:
     """Decides for the planner, in its places; who gives way is the planner's to preempt."""
 
     def __init__(
         self,
-        places: Places,
+        places: SequenceSets,
         blocks: BlockPool,
         *,
         max_sequences: int,

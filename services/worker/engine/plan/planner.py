@@ -14,10 +14,10 @@ from operator import attrgetter
 from typing import Final
 
 from services.worker.engine.execute.executor import Batch, Chunk
-from services.worker.engine.plan.admission import Admission
+from services.worker.engine.plan.admission import StepAdmission
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.block_tables import clear, cut, extend
-from services.worker.engine.plan.sequence_sets import Places
+from services.worker.engine.plan.sequence_sets import SequenceSets
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.prefix.shared_prefill import claims
 from services.worker.engine.sequence import SequenceState, Status
@@ -65,8 +65,8 @@ class Planner:
         self._limits = limits
         self._budget = budget
         self._reuse = reuse
-        self._places = Places()
-        self._admission = Admission(
+        self._places = SequenceSets()
+        self._admission = StepAdmission(
             self._places,
             blocks,
             max_sequences=limits.max_sequences,

@@ -19,7 +19,7 @@ _TAIL: Final = 2  # a part of its slots is written; nobody holds it, but it may 
 _WITHDRAWN: Final = 3  # cached no more, and gone when its last holder lets it go
 
 
-class Tail(NamedTuple):
+class PartialBlock(NamedTuple):
     """The tokens whose KV the first slots of ``block`` hold, after the prefix that it is kept under."""
 
     block: int
@@ -45,7 +45,7 @@ class CachedBlocks:
         self.depth = array("i", bytes(4 * blocks))
         self.asked = bytearray(blocks)
         self._index: dict[int, int] = {}
-        self._tails: dict[int, Tail] = {}
+        self._tails: dict[int, PartialBlock] = {}
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 
@@ -56,7 +56,7 @@ class CachedBlocks:
         """Return the block whose prefix is named so."""
         return self._index.get(key)
 
-    def tail(self, parent: int, root: int) -> Tail | None:
+    def tail(self, parent: int, root: int) -> PartialBlock | None:
         """Return what is kept of a block after ``parent``, or at the beginning of a chain."""
         return self._tails.get(self._key[parent] if parent >= 0 else root)
 
@@ -99,7 +99,7 @@ class CachedBlocks:
         self._kind[block] = _TAIL
         self._key[block] = key = self._key[parent] if parent >= 0 else root
         assert key not in self._tails, "a prefix has two tails"
-        self._tails[key] = Tail(block, tokens)
+        self._tails[key] = PartialBlock(block, tokens)
         self._link(block, parent, root)
 
     def remove(self, block: int) -> int:

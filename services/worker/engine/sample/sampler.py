@@ -35,7 +35,7 @@ from services.worker.engine.sample.sampling_rows import (
     SamplingRows,
 )
 from services.worker.engine.validation import MAX_LOGPROBS
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 
 TILE: Final = 128  # tokens whose weights are summed at once
 CANDIDATES: Final = 128  # how many of the greatest logits top-p looks at first
@@ -87,7 +87,7 @@ class Sampled:
         columns = zip(self.logged, self.wanted, self.own.tolist(), ids, values, strict=True)
         return Samples(
             chosen,
-            {row: TokenLogprobs(own, top[:count], best[:count]) for row, count, own, top, best in columns},
+            {row: SampledLogprobs(own, top[:count], best[:count]) for row, count, own, top, best in columns},
             errors,
         )
 
