@@ -159,7 +159,7 @@ class Tenure:
     def on_failed(self, error: FairwayError) -> None:
         self._outcome = error
 
-    def note(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage) -> None:
         """Retain the settlement; it is written together with the record."""
         self._settled = (reservation, usage)
 

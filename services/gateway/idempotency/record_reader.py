@@ -19,7 +19,7 @@ from services.gateway.idempotency.record_codec import (
     logprobs_out,
 )
 from services.gateway.idempotency.record_log import START, Piece, Place
-from services.gateway.idempotency.types import KeyedPorts, Resume
+from services.gateway.idempotency.types import EarlierRun, KeyedPorts
 from services.gateway.requests.choice import Produced
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
@@ -76,7 +76,7 @@ class RecordReader:
                 return tail.state is RecordState.ENDED
             await ports.clock.sleep(ports.limits.poll_s)
 
-    async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> Resume | None:
+    async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> EarlierRun | None:
         """Take over the first ``chunks`` of a record; return the state from which a run continues."""
         self.restart()
         while self.chunks < chunks:
@@ -92,7 +92,7 @@ class RecordReader:
         produced = [Produced()] * (max(found, default=-1) + 1)
         for number, choice in found.items():
             produced[number] = Produced(choice.ids(choice.recorded), choice.recorded.chars)
-        return Resume(pin, tuple(produced))
+        return EarlierRun(pin, tuple(produced))
 
     def _take(self, entry: Pin | Resumed | Output | End | Failure) -> None:
         if isinstance(entry, Output):

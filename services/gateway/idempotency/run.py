@@ -32,7 +32,7 @@ from services.gateway.idempotency.broadcast import Audience, too_large
 from services.gateway.idempotency.follower import Follower
 from services.gateway.idempotency.ownership import Tenure
 from services.gateway.idempotency.record_reader import RecordReader
-from services.gateway.idempotency.settlement import NotingLimiter, write_ending
+from services.gateway.idempotency.settlement import write_ending
 from services.gateway.idempotency.telemetry import Arrivals, CameTo, EndingOutcome, came_to
 from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
 from services.gateway.policy.degrade import Degradation
@@ -195,12 +195,11 @@ class KeyedRun:
         """Run the request from where an earlier run ended. Returns False when another owner took over."""
         self.phase = Phase.OWNING
         tenure = self.tenure = Tenure(claim.hold, self._ports, self.audience, self.outgrow)
-        resume = await self._reader.load(self._ports.store, self.key, claim.chunks)
+        earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
         if not self.audience.whole:
             raise too_large()  # the retained part of the output is not enough to continue
-        limiter = NotingLimiter(tenure.note, self._ports.limiter)
-        request, task = self._launch(tenure, limiter, resume, partial(self._record, tenure))
-        tenure.start(request, [found.chars for found in resume.produced] if resume is not None else ())
+        request, task = self._launch(tenure, earlier, partial(self._record, tenure), tenure.settle)
+        tenure.start(request, [found.chars for found in earlier.produced] if earlier is not None else ())
         if self._stopped is not None:
             request.cancel(self._stopped)
         if not len(self.audience):

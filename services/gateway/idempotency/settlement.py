@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from services.core.generation import GenerationSpec, Usage
+from services.core.generation import GenerationSpec
 from services.gateway.idempotency.record_codec import Pin, degraded_in
 from services.gateway.idempotency.types import Ending, KeyedPorts
 from services.gateway.policy.degrade import Degradation
 from services.ports.idempotency import Written
-from services.ports.limiter import Limiter, Limits, Reservation
-
-
-class NotingLimiter:
-    """The ``Limiter`` of a request whose settlement is part of its record's end."""
-
-    def __init__(self, note: Callable[[Reservation, Usage], None], limiter: Limiter) -> None:
-        self._note = note
-        self._limiter = limiter
-
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        return await self._limiter.admit(tenant_id, request_id, limits)
-
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        await self._limiter.spend(tenant_id, limits)
-
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        await self._limiter.renew(reservations)
-
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        self._note(reservation, usage)
-
-    async def concurrency(self, tenant_id: str) -> int:
-        return await self._limiter.concurrency(tenant_id)
 
 
 async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:

@@ -1,5 +1,4 @@
-"""Admission: from a request to a runnable one, within its tenant's quotas, validated, and recorded under its
-key.
+"""Admission: from a request to a runnable one, within its tenant's quotas and validated.
 
 The cheapest checks run first, then the quotas; only requests within them are tokenised. A request that is
 rejected after that releases its slot, but still counts against the rate.
@@ -8,7 +7,9 @@ rejected after that releases its slot, but still counts against the rate.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -18,11 +19,9 @@ from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.records import Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.idempotency.record_codec import degraded_out
-from services.gateway.idempotency.types import Record, Resume
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
-from services.gateway.requests.choice import RunContext
-from services.gateway.requests.request import Admitted
+from services.gateway.requests.choice import Produced, RunContext
+from services.gateway.requests.request import Admitted, Settle
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
@@ -34,17 +33,34 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class RunTerms:
-    """The terms of one request. ``client_window`` is in tokens, None without one.
+class Resume:
+    """The state from which a run continues an earlier one: its terms, and its output by choice."""
 
-    With an idempotency key: the result of an earlier run, and the writer of the acceptance.
-    """
+    version: PinnedVersion
+    produced: tuple[Produced, ...]
+    degradations: tuple[Degradation, ...]
+
+
+class Record(Protocol):
+    """Writes the acceptance of a request, including its differences from the client's."""
+
+    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """The terms of one request."""
 
     received: Received
     timeout_s: float
+    # Tokens that the client takes before it grants credit itself, None for any number.
     client_window: int | None = None
+    # The result of an earlier run, which this run continues.
     resume: Resume | None = None
+    # Awaited with the acceptance, before the request has any effect.
     record: Record | None = None
+    # Settles the reservation in place of the limiter.
+    settle: Settle | None = None
 
 
 class Admission:
@@ -67,9 +83,7 @@ class Admission:
         telemetry: RequestTelemetry,
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
-        pinned = None
-        if resume is not None:
-            pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
+        pinned = resume.version if resume is not None else None
         checked = self._validator.check(principal, generation, pinned=pinned)
         tenant = self._identity.still_valid(principal)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -82,7 +96,7 @@ class Admission:
             if resume is None:
                 spec, degradations = await self._degraded(principal, generation, spec, tenant)
             else:  # a resumed request keeps its terms, regardless of the present pressure
-                degradations = degraded_out(resume.pin.degraded)
+                degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())

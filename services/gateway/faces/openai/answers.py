@@ -14,7 +14,7 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.requests import Dialect, Wanted
 from services.gateway.policy.degrade import Degradation
-from services.gateway.service_interface import Completed
+from services.gateway.requests.completion import Completion
 from services.runtime.ids import ANSWER_PREFIXES
 
 _LOWEST_LOGPROB: Final = -9999.0
@@ -166,7 +166,7 @@ def finish_reasons(finished: Finished) -> dict[int, str]:
 
 
 def whole_answer(
-    wanted: Wanted, completions: Sequence[Completed], created_unix_s: int, request_id: str
+    wanted: Wanted, completions: Sequence[Completion], created_unix_s: int, request_id: str
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted

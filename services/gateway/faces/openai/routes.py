@@ -1,4 +1,4 @@
-"""The OpenAI HTTP API over GatewayService. Every route has an access rule; no other path is reachable.
+"""The OpenAI HTTP API over the gateway's service. Every route has an access rule; no other path is reachable.
 
 Authorisation uses only the route's rule and the authorization header, never a URL or host from the client.
 """
@@ -44,7 +44,8 @@ from services.gateway.faces.openai.exchange import (
     unless_gone,
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
-from services.gateway.service_interface import Completed, Generations, Identity, IdSource, Served
+from services.gateway.requests.completion import Completion
+from services.gateway.service_interface import Generations, Identity, IdSource, ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -229,7 +230,9 @@ class OpenAiFace:
         ]
         await stream.run(sources)
 
-    async def _complete(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> list[Completed]:
+    async def _complete(
+        self, exchange: Exchange, wanted: Wanted, timeout_s: float | None
+    ) -> list[Completion]:
         """Return one answer per generation; the first failure ends the others."""
         try:
             async with TaskGroup() as group:
@@ -263,7 +266,7 @@ def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
     ]
 
 
-def _model(entry: Served) -> dict[str, object]:
+def _model(entry: ServedModel) -> dict[str, object]:
     return {
         "id": entry.name,
         "object": "model",

@@ -21,10 +21,9 @@ from services.core.errors import (
 )
 from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.idempotency.record_codec import Pin
-from services.gateway.idempotency.types import Resume
-from services.gateway.requests.admission import RunTerms
+from services.gateway.requests.admission import Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
@@ -232,9 +231,7 @@ async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gatew
         await gateway.ask()
     admission = gateway.service._admission
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
-    terms = RunTerms(
-        gateway.received(), 20.0, resume=Resume(Pin("req_1", "chat-small", DIGEST, 1, 7, 3, 2, 1), ())
-    )
+    terms = RunTerms(gateway.received(), 20.0, resume=Resume(PinnedVersion(DIGEST, 1), (), ()))
     telemetry = GatewayTelemetry().begin(terms.received)
     admitted = await admission.admit(who(), generation, telemetry.timer(), terms, telemetry)
     await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
