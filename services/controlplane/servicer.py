@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
@@ -19,12 +20,9 @@ from services.controlplane.watcher import Change, Changes, Kind, watch_resources
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
-from services.ports.queues import QueueSource
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
-from services.rpc.convert.decisions import decision_to_proto, timestamp, worker_to_proto
-from services.rpc.convert.queues import pool_to_proto
 from services.rpc.interceptors.access import principal
 from services.runtime.ids import request_id_of
 
@@ -41,12 +39,25 @@ _WATCHED: Final = {
 }
 
 
+class LeadingScheduler(Protocol):
+    """Queries of the leading scheduler, whose messages are forwarded to operators as they are.
+
+    Each raises NoLeader within a bounded time when no scheduler leads.
+    """
+
+    async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse: ...
+
+    async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse: ...
+
+    async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse: ...
+
+
 class ControlPlaneServicer(NotYetServed):
     def __init__(
         self,
         service: ControlPlaneService,
         store: Store,
-        queues: QueueSource,
+        scheduler: LeadingScheduler,
         *,
         require_current: Callable[[Principal], None],
     ) -> None:
@@ -56,7 +67,7 @@ class ControlPlaneServicer(NotYetServed):
         """
         self._service = service
         self._store = store
-        self._queues = queues
+        self._scheduler = scheduler
         self._require_current = require_current
 
     async def CreateTenant(
@@ -192,37 +203,36 @@ class ControlPlaneServicer(NotYetServed):
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         page, names = await asyncio.gather(
-            self._queues.page(size=request.page_size, token=request.page_token, tenant=request.tenant),
+            self._scheduler.page(size=request.page_size, token=request.page_token, tenant=request.tenant),
             self._service.deployments.names_by_version(),
         )
         return pb.ListQueuesResponse(
             queues=[
-                pb.Queue(pool=pool_to_proto(pool), deployments=names.get(pool.version_digest, ()))
-                for pool in page.pools
+                pb.Queue(pool=pool, deployments=names.get(pool.version_digest, ())) for pool in page.pools
             ],
             next_page_token=page.next_page_token,
-            leader_id=page.leader_id,
-            leader_epoch=page.leader_epoch,
+            leader_id=page.leadership.leader_id,
+            leader_epoch=page.leadership.epoch,
         )
 
     async def ExplainPlacement(
         self, request: pb.ExplainPlacementRequest, context: Context
     ) -> pb.ExplainPlacementResponse:
-        found = await self._queues.explain(request_id_of(request.request_id))
+        found = await self._scheduler.explain(request_id_of(request.request_id))
         return pb.ExplainPlacementResponse(
-            decisions=[decision_to_proto(decision) for decision in found.decisions],
-            since=timestamp(found.since_unix_s),
-            leader_id=found.leader_id,
-            leader_epoch=found.leader_epoch,
+            decisions=found.decisions,
+            since=found.since,
+            leader_id=found.leadership.leader_id,
+            leader_epoch=found.leadership.epoch,
         )
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
-        page = await self._queues.workers(size=request.page_size, token=request.page_token)
+        page = await self._scheduler.workers(size=request.page_size, token=request.page_token)
         return pb.ListWorkersResponse(
-            workers=[worker_to_proto(worker) for worker in page.workers],
+            workers=page.reporters,
             next_page_token=page.next_page_token,
-            leader_id=page.leader_id,
-            leader_epoch=page.leader_epoch,
+            leader_id=page.leadership.leader_id,
+            leader_epoch=page.leadership.epoch,
         )
 
     async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:

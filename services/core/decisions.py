@@ -61,16 +61,6 @@ class PlacementDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """What is remembered of a request, the oldest first, and since when nothing was forgotten."""
-
-    decisions: tuple[PlacementDecision, ...]
-    since_unix_s: float
-    leader_id: str
-    leader_epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerPool:
     """One pool of one worker. See ReporterPool in scheduler.proto."""
 
@@ -104,13 +94,3 @@ class FleetWorker:
     silent_s: float
     prefix_blocks: int
     pools: tuple[WorkerPool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersPage:
-    """Workers by name, and who told it."""
-
-    workers: tuple[FleetWorker, ...]
-    next_page_token: str
-    leader_id: str
-    leader_epoch: int

@@ -45,13 +45,3 @@ class PoolQueue:
     shares_left_off: int = 0
     pressure_ratio: float = 0.0
     counters: tuple[TenantCounter, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class QueuesPage:
-    """Pools by version digest, and who told it."""
-
-    pools: tuple[PoolQueue, ...]
-    next_page_token: str
-    leader_id: str
-    leader_epoch: int
