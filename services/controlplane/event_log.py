@@ -20,8 +20,7 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.policy.events import Happening, Observed, happenings, kind_of
-from services.controlplane.policy.rate import TokenBucket
+from services.controlplane.policy.events import Happening, Observed, TokenBucket, happenings, kind_of
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of
 from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load

@@ -26,8 +26,7 @@ from services.core.records import (
     Worker,
     replicas_in,
 )
-from services.gateway.text.text_model import TextModel, is_text_file
-from services.gateway.text.texts import Texts
+from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.fleet_state.views import RecordView

@@ -14,10 +14,9 @@ from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import Admission, RunTerms
-from services.gateway.requests.buffered_stream import BufferedStream
 from services.gateway.requests.capacity import RequestCapacity, subtract
-from services.gateway.requests.completion import Completion, complete
 from services.gateway.requests.request import Request
+from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.validate import Validator
 from services.gateway.service_interface import ServedModel
 from services.gateway.service_types import GatewayLimits, Ports

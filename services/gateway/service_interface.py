@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError
+from services.core.errors import Draining, FairwayError
 from services.core.generation import Principal
 from services.gateway.catalog import Route
 from services.gateway.events import Event, Handle, Received, RequestSink
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.streaming import Completion
+from services.ports.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +120,16 @@ class IdSource(Protocol):
     def request_id(self) -> str: ...
 
     def incident_id(self) -> str: ...
+
+
+async def drain(service: GatewayInterface, clock: Clock, timeout_s: float) -> int:
+    """Reject new requests, wait for the running ones, cancel the rest. Returns how many were cut."""
+    service.reject_new()
+    deadline_s = clock.monotonic_s() + timeout_s
+    while service.busy and clock.monotonic_s() < deadline_s:
+        await clock.sleep(0.05)
+    cut = service.cancel_all(Draining("this gateway is shutting down; send it again", retry_after_s=1.0))
+    while service.busy and clock.monotonic_s() < deadline_s + 5.0:
+        await clock.sleep(0.01)
+    await service.flush()
+    return cut

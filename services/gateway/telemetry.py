@@ -17,8 +17,7 @@ from services.core.faults import fault_of
 from services.core.generation import StageClock
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.stage_timer import Stage, StageTimer
-from services.gateway.requests.stage_trace import StageTrace
+from services.gateway.requests.stage_timer import Stage, StageTimer, StageTrace
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.connections import ConnectionTable

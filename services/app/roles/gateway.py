@@ -34,7 +34,6 @@ from services.core.records import (
     dump,
 )
 from services.gateway.catalog import ModelCatalog
-from services.gateway.drain import drain as drain_service
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
@@ -47,6 +46,7 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_interface import GatewayInterface
+from services.gateway.service_interface import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses

@@ -1,4 +1,4 @@
-"""This gateway's ownership of one record: the request's output, written behind its run."""
+"""This gateway's ownership of one record: the request's output, written behind its run, and its end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import GenerationSpec, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished
 from services.gateway.idempotency.broadcast import Audience, too_large
-from services.gateway.idempotency.record_codec import Pin, Resumed, encode, end_in, failure_in
+from services.gateway.idempotency.record_codec import Pin, Resumed, degraded_in, encode, end_in, failure_in
 from services.gateway.idempotency.record_log import Piece, Place, outputs
-from services.gateway.idempotency.settlement import pin_of
 from services.gateway.idempotency.types import Ending, KeyedPorts
 from services.gateway.policy.degrade import Degradation
-from services.gateway.policy.record_end import ends_record
+from services.gateway.policy.retry import ends_record
 from services.gateway.requests.request import Request
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
@@ -169,3 +168,35 @@ class Tenure:
         if taken > credited and self.request is not None:
             self._credited[choice] = taken
             self.request.credit(choice, taken - credited)
+
+
+async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
+    """Return once the record is ended or released, and the request settled, by its current owner.
+
+    Raises StoreUnavailable; calling it again is safe.
+    """
+    write = ports.store.finish if ending.ended else ports.store.release
+    written = await write(ending.hold, ending.chunk, ending.reservation, ending.usage)
+    reservation = ending.reservation
+    if reservation is not None and (
+        written is Written.GONE or (reservation.local and written is not Written.FENCED)
+    ):
+        # Without a record it is settled like any other request; the local slot is not in the store. Tokens
+        # that the store has charged are not charged again.
+        await ports.limiter.settle(reservation, ending.usage)
+    return written
+
+
+def pin_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> Pin:
+    """Return the record's acceptance of a request as it is served."""
+    return Pin(
+        request_id=spec.request_id,
+        model=spec.model,
+        version_digest=spec.version_digest,
+        route_revision=spec.route_revision,
+        seed=spec.sampling.seed,
+        prompt_tokens=len(spec.prompt.ids),
+        max_output_tokens=spec.limits.max_tokens,
+        received_unix_us=int(unix_s * 1e6),
+        degraded=degraded_in(degradations),
+    )

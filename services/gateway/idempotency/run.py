@@ -30,9 +30,8 @@ from services.core.generation import GenerationSpec
 from services.gateway.events import Finished, RequestSink
 from services.gateway.idempotency.broadcast import Audience, too_large
 from services.gateway.idempotency.follower import Follower
-from services.gateway.idempotency.ownership import Tenure
+from services.gateway.idempotency.ownership import Tenure, write_ending
 from services.gateway.idempotency.record_reader import RecordReader
-from services.gateway.idempotency.settlement import write_ending
 from services.gateway.idempotency.telemetry import Arrivals, CameTo, EndingOutcome, came_to
 from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
 from services.gateway.policy.degrade import Degradation

@@ -16,8 +16,7 @@ from services.gateway.events import RequestSink
 from services.gateway.idempotency.broadcast import copy_of
 from services.gateway.idempotency.follower import Follower
 from services.gateway.idempotency.ownership import Tenure
-from services.gateway.idempotency.pending_ends import UnwrittenEndings
-from services.gateway.idempotency.record_writer import RecordFlusher
+from services.gateway.idempotency.record_writer import RecordFlusher, UnwrittenEndings
 from services.gateway.idempotency.run import KeyedRun
 from services.gateway.idempotency.telemetry import CameTo
 from services.gateway.idempotency.types import KeyedPorts, Launch

@@ -18,9 +18,8 @@ from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
 from services.gateway.requests.admission import Record, Resume, RunTerms
-from services.gateway.requests.buffered_stream import BufferedStream
-from services.gateway.requests.completion import Completion, complete
 from services.gateway.requests.request import Request, Settle
+from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.service import GatewayService
 from services.gateway.service_interface import ServedModel
 from services.gateway.service_types import GatewayLimits

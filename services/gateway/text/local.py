@@ -8,8 +8,7 @@ from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
 from services.gateway.text.encoder import TextEncoder, load_encoder
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Tokens
+from services.gateway.text.text_model import Message, OpenFolder, TextModel, Tokens
 from services.ports.clock import Clock
 
 

@@ -26,8 +26,7 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.shares import share_of
-from services.gateway.policy.text_bans import Strikes
-from services.gateway.policy.turns import Turns
+from services.gateway.policy.text_turns import Strikes, Turns
 from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
 from services.gateway.text.limits import TextLimits
 from services.gateway.text.messages import (
@@ -42,8 +41,7 @@ from services.gateway.text.messages import (
     error_of,
     ids_of,
 )
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Tokens
+from services.gateway.text.text_model import Message, OpenFolder, TextModel, Tokens
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics

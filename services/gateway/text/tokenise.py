@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.core.errors import PromptTooLong
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import Texts
+from services.gateway.text.text_model import Message, TextModel, Texts
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096

@@ -27,7 +27,6 @@ from services.core.records import (
     load,
 )
 from services.gateway.catalog import ModelCatalog
-from services.gateway.drain import drain
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
@@ -35,7 +34,7 @@ from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
-from services.gateway.service_interface import GatewayInterface
+from services.gateway.service_interface import GatewayInterface, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.local import LocalTexts

@@ -14,7 +14,7 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.requests import Dialect, Wanted
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.streaming import Completion
 from services.runtime.ids import ANSWER_PREFIXES
 
 _LOWEST_LOGPROB: Final = -9999.0

@@ -44,7 +44,7 @@ from services.gateway.faces.openai.exchange import (
     unless_gone,
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.streaming import Completion
 from services.gateway.service_interface import Generations, Identity, IdSource, ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from services.controlplane.placement_events import PLACED, UNPLACED, news_of
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.policy.events import MAX_MESSAGE_CHARS, Observed, happenings, kind_of
-from services.controlplane.policy.rate import TokenBucket
+from services.controlplane.policy.events import MAX_MESSAGE_CHARS, Observed, TokenBucket, happenings, kind_of
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,

@@ -28,8 +28,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Texts, Tokens
+from services.gateway.text.text_model import Message, OpenFolder, TextModel, Texts, Tokens
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock

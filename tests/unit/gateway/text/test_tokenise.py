@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from services.core.errors import PromptTooLong
 from services.gateway.text.local import LocalTexts
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import Tokens
+from services.gateway.text.text_model import Message, TextModel, Tokens
 from services.gateway.text.tokenise import Tokeniser
 from tests.unit.gateway.conftest import write_folder
 

@@ -20,7 +20,7 @@ from services.gateway.faces.openai.answers import (
 )
 from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.requests import Wanted
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.streaming import Completion
 
 ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.core.generation import Usage
-from services.gateway.idempotency import pending_ends as unwritten
-from services.gateway.idempotency.pending_ends import UnwrittenEndings
+from services.gateway.idempotency import record_writer as unwritten
+from services.gateway.idempotency.record_writer import UnwrittenEndings
 from services.gateway.idempotency.run import KeyedRun
 from services.gateway.idempotency.types import Ending
 from services.ports.idempotency import Hold, RecordKey

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.gateway.faces.openai.turns import BEGUN_PER_TURN, Turns
+from services.gateway.faces.openai.server import BEGUN_PER_TURN, Turns
 
 
 class App:
