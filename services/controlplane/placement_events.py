@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.policy.events import Happening
+from services.controlplane.policy.events import FleetEvent
 from services.controlplane.resources.status import unplaced_message
 from services.core.records import EventKind
 from services.ports.store import Condition, CreateRevisionIs
@@ -17,30 +17,30 @@ PLACED: Final = "DEPLOYMENT_PLACED"
 _BY_ANOTHER: Final = ""  # recorded by an earlier leader; its reasons are not stored
 
 
-class Chronicle(Protocol):
+class EventWriter(Protocol):
     """``event_log.EventRecorder``."""
 
-    async def tell(self, told: Sequence[Happening], revision: int, *, fence: Condition) -> None: ...
+    async def record(self, events: Sequence[FleetEvent], revision: int, *, fence: Condition) -> None: ...
 
     async def latest(self, reasons: Collection[str]) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Recorded:
     """The events recorded in a term: the reasons of each deployment that is short of workers."""
 
     epoch: int
     reasons: Mapping[str, str]
 
 
-class PlacementNews:
+class PlacementEvents:
     """Owner of the recorded shortages. A new leader continues from the stored events."""
 
-    def __init__(self, chronicle: Chronicle) -> None:
-        self._chronicle = chronicle
-        self._told = _Told(0, {})
+    def __init__(self, events: EventWriter) -> None:
+        self._events = events
+        self._recorded = _Recorded(0, {})
 
-    async def tell(
+    async def record(
         self,
         unplaced: Sequence[Unplaced],
         fence: CreateRevisionIs,
@@ -53,33 +53,33 @@ class PlacementNews:
         ``fence`` holds while the term lasts. Raises StoreUnavailable; the next call then retries.
         """
         epoch = fence.revision
-        if self._told.epoch != epoch:
-            last = await self._chronicle.latest((UNPLACED, PLACED))
+        if self._recorded.epoch != epoch:
+            last = await self._events.latest((UNPLACED, PLACED))
             open_ = {name: _BY_ANOTHER for name, reason in last.items() if reason == UNPLACED}
-            self._told = _Told(epoch, open_)
-        reasons, news = news_of(self._told.reasons, unplaced, deployments)
-        if news:
-            await self._chronicle.tell(news, revision, fence=fence)
-        self._told = _Told(epoch, reasons)
+            self._recorded = _Recorded(epoch, open_)
+        reasons, events = placement_events_of(self._recorded.reasons, unplaced, deployments)
+        if events:
+            await self._events.record(events, revision, fence=fence)
+        self._recorded = _Recorded(epoch, reasons)
 
 
-def news_of(
-    told: Mapping[str, str], unplaced: Sequence[Unplaced], deployments: Collection[str]
-) -> tuple[dict[str, str], tuple[Happening, ...]]:
+def placement_events_of(
+    recorded: Mapping[str, str], unplaced: Sequence[Unplaced], deployments: Collection[str]
+) -> tuple[dict[str, str], tuple[FleetEvent, ...]]:
     """Return the current reasons, and the events to record. A change of figures alone makes no event."""
     now = {
         one.deployment: f"{one.missing}:"
         + ",".join(sorted({why.partition(":")[0] for _, why in one.rejected}))
         for one in unplaced
     }
-    news = [
-        Happening(EventKind.DEPLOYMENT, one.deployment, UNPLACED, unplaced_message(one), warning=True)
+    events = [
+        FleetEvent(EventKind.DEPLOYMENT, one.deployment, UNPLACED, unplaced_message(one), warning=True)
         for one in unplaced
-        if told.get(one.deployment) not in (_BY_ANOTHER, now[one.deployment])
+        if recorded.get(one.deployment) not in (_BY_ANOTHER, now[one.deployment])
     ]
-    news += [
-        Happening(EventKind.DEPLOYMENT, name, PLACED, "every replica has a worker")
-        for name in sorted(told)
+    events += [
+        FleetEvent(EventKind.DEPLOYMENT, name, PLACED, "every replica has a worker")
+        for name in sorted(recorded)
         if name not in now and name in deployments
     ]
-    return now, tuple(news)
+    return now, tuple(events)

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.controlplane.fleet import FleetRecord, fleet_of
-from services.controlplane.placement_events import Chronicle, PlacementNews
+from services.controlplane.placement_events import EventWriter, PlacementEvents
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
@@ -50,7 +50,7 @@ class Reconciler:
         clock: Clock,
         telemetry: ReconcilerTelemetry | None = None,
         *,
-        chronicle: Chronicle,
+        events: EventWriter,
     ) -> None:
         self._telemetry = telemetry if telemetry is not None else ReconcilerTelemetry(clock)
         self._store = store
@@ -58,7 +58,7 @@ class Reconciler:
         self._leadership = leadership
         self._leader_key = leader_key
         self._clock = clock
-        self._news = PlacementNews(chronicle)
+        self._placement_events = PlacementEvents(events)
 
     async def run(self) -> None:
         """Reconcile on each change and every ``PERIOD_S``, until cancelled; survives a store outage."""
@@ -96,7 +96,7 @@ class Reconciler:
             written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
         if self._leadership.epoch == epoch:
             names = {deployment.meta.name for deployment in fleet.deployments}
-            await self._news.tell(unplaced, self._fence(epoch), revision, deployments=names)
+            await self._placement_events.record(unplaced, self._fence(epoch), revision, deployments=names)
         return written
 
     def _fence(self, epoch: int) -> CreateRevisionIs:

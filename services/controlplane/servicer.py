@@ -16,7 +16,7 @@ from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.unimplemented import NotYetServed
-from services.controlplane.watcher import Change, Changes, Kind, watch_resources
+from services.controlplane.watcher import ResourceChange, ResourceChanges, ResourceKind, watch_resources
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
@@ -31,11 +31,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _UNREAD_S: Final = 30.0  # a watch ends when its client reads nothing for this long
 _PER_MESSAGE: Final = 500
 _WATCHED: Final = {
-    pb.RESOURCE_KIND_TENANT: (Kind.TENANT,),
-    pb.RESOURCE_KIND_KEY: (Kind.KEY,),
-    pb.RESOURCE_KIND_DEPLOYMENT: (Kind.DEPLOYMENT,),
-    pb.RESOURCE_KIND_NODE: (Kind.NODE,),
-    pb.RESOURCE_KIND_MODEL: (Kind.MODEL_VERSION, Kind.MODEL_TAG),
+    pb.RESOURCE_KIND_TENANT: (ResourceKind.TENANT,),
+    pb.RESOURCE_KIND_KEY: (ResourceKind.KEY,),
+    pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
+    pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
+    pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
 
 
@@ -255,8 +255,8 @@ class ControlPlaneServicer(NotYetServed):
             async with aclosing(batches):
                 async for revision, events in batches:
                     self._require_current(principal())
-                    told = [convert.event_to_proto(event.name, event.record) for event in events]
-                    await stream.write(pb.WatchEventsResponse(revision=revision, events=told))
+                    messages = [convert.event_to_proto(event.name, event.record) for event in events]
+                    await stream.write(pb.WatchEventsResponse(revision=revision, events=messages))
 
     async def WatchResources(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchResourcesRequest, context: Context
@@ -274,7 +274,7 @@ class ControlPlaneServicer(NotYetServed):
                     await _write(stream, batch)
 
 
-async def _write(stream: BoundedWrites, batch: Changes) -> None:
+async def _write(stream: BoundedWrites, batch: ResourceChanges) -> None:
     """Write a batch in messages of bounded size; only the last one carries the revision."""
     chunks = [batch.changes[at : at + _PER_MESSAGE] for at in range(0, len(batch.changes), _PER_MESSAGE)] or [
         ()
@@ -326,7 +326,7 @@ def _node(view: NodeView) -> pb.Node:
     return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation, drain)
 
 
-def _change(change: Change) -> pb.ResourceChange:
+def _change(change: ResourceChange) -> pb.ResourceChange:
     found, view = pb.ResourceChange(deleted=change.view is None), change.view
     match view:
         case None:
@@ -346,18 +346,18 @@ def _change(change: Change) -> pb.ResourceChange:
     return found
 
 
-def _name_deleted(found: pb.ResourceChange, change: Change) -> None:
+def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
     model, _, rest = change.name.partition("/")
     match change.kind:
-        case Kind.TENANT:
+        case ResourceKind.TENANT:
             found.tenant.metadata.name = change.name
-        case Kind.KEY:
+        case ResourceKind.KEY:
             found.key.metadata.name = change.name
-        case Kind.DEPLOYMENT:
+        case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
-        case Kind.NODE:
+        case ResourceKind.NODE:
             found.node.metadata.name = change.name
-        case Kind.MODEL_VERSION:
+        case ResourceKind.MODEL_VERSION:
             found.model_version.model, found.model_version.version_digest = model, rest
-        case Kind.MODEL_TAG:
+        case ResourceKind.MODEL_TAG:
             found.model_tag.model, found.model_tag.tag = model, rest

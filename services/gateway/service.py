@@ -13,7 +13,7 @@ from services.core.errors import Draining, FairwayError, RequestRateExceeded, St
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Event, Handle, Received, RequestSink
-from services.gateway.requests.admission import Admission, RunTerms
+from services.gateway.requests.admission import RequestAdmission, RunTerms
 from services.gateway.requests.capacity import RequestCapacity, subtract
 from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
@@ -39,7 +39,7 @@ class GatewayService:
     ) -> None:
         self.capacity = RequestCapacity(limits.max_requests, limits.max_tenant_requests)
         self._validator = validator
-        self._admission = Admission(validator, identity, ports, limits)
+        self._admission = RequestAdmission(validator, identity, ports, limits)
         self._catalog = catalog
         self._ports = ports
         self._limits = limits

@@ -111,7 +111,7 @@ class GatewayInterface(Generations, Protocol):
         """Retry once the writes that a store outage deferred: the process's end would lose them."""
 
 
-class Identity(Protocol):
+class Authenticator(Protocol):
     def authenticate(self, credentials: str | None) -> Principal:
         """Return the principal of an authorization header's key. Raises Unauthenticated."""
 

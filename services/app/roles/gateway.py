@@ -108,7 +108,7 @@ def gateway(environment: Environment) -> Role:
         await files.own()
         await quotas.start()
 
-    async def open_doors() -> None:
+    async def start_serving() -> None:
         await quotas.register()
         await http.start()
         supervisor.spawn("renew", plain.renew_forever())
@@ -119,7 +119,7 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    return Role(server, start=start, open=open_doors, drain=drain, checks=(draining,))
+    return Role(server, start=start, open=start_serving, drain=drain, checks=(draining,))
 
 
 def _http_server(environment: Environment, service: GatewayInterface, identity: KeyDirectory) -> HttpServer:

@@ -10,8 +10,15 @@ from typing import Final
 from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import GenerationSpec, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished
-from services.gateway.idempotency.broadcast import Audience, too_large
-from services.gateway.idempotency.record_codec import Pin, Resumed, degraded_in, encode, end_in, failure_in
+from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
+from services.gateway.idempotency.record_codec import (
+    AcceptedTerms,
+    Resumed,
+    degraded_in,
+    encode,
+    end_in,
+    failure_in,
+)
 from services.gateway.idempotency.record_log import Piece, Place, outputs
 from services.gateway.idempotency.types import Ending, KeyedPorts
 from services.gateway.policy.degrade import Degradation
@@ -25,23 +32,23 @@ WATCHED_S: Final = 2.0
 _NOTHING: Final = Usage(0, 0)
 
 
-class Tenure:
+class RecordOwnership:
     """The sink of the request while it runs here. The flusher writes its output; the run ends it.
 
     ``fenced``: another gateway owns the record, and this gateway's results no longer count.
     """
 
     def __init__(
-        self, hold: Hold, ports: KeyedPorts, audience: Audience, outgrown: Callable[[], None]
+        self, hold: Hold, ports: KeyedPorts, broadcast: FollowerBroadcast, stop_retaining: Callable[[], None]
     ) -> None:
-        """``outgrown`` is called when the record stops retaining the output."""
+        """``stop_retaining`` is called when the record stops retaining the output."""
         self.hold = hold
         self.fenced = False
         self.watched_until_s = 0.0
         self.request: Request | None = None
         self._ports = ports
-        self._audience = audience
-        self._outgrown = outgrown
+        self._broadcast = broadcast
+        self._stop_retaining = stop_retaining
         self._outcome: Finished | FairwayError | None = None
         self._settled: tuple[Reservation, Usage] | None = None
         self._written_s = ports.clock.monotonic_s()
@@ -58,21 +65,21 @@ class Tenure:
 
     async def accept(
         self, spec: GenerationSpec, degradations: Sequence[Degradation], *, resumed: bool
-    ) -> Pin:
+    ) -> AcceptedTerms:
         """Record the acceptance before any client receives it, and return it.
 
         ``degradations``: the differences from the request. ``resumed``: the record contains it already.
         Raises StoreUnavailable, also when the ownership is fenced.
         """
-        pin = self._audience.pin or pin_of(spec, degradations, self._ports.clock.unix_s())
-        entry = Resumed() if resumed else pin
+        terms = self._broadcast.terms or terms_of(spec, degradations, self._ports.clock.unix_s())
+        entry = Resumed() if resumed else terms
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):
             self.fenced = True
             raise StoreUnavailable("another gateway took the request over", retry_after_s=0.1)
         if answer is Written.TOO_LARGE:
-            self._audience.shorten()
-        return pin
+            self._broadcast.shorten()
+        return terms
 
     # --- the record, written behind the run --------------------------------------------------------
 
@@ -81,11 +88,11 @@ class Tenure:
         if not (self._open and self._quiet.is_set()):
             return False
         renewal = now_s - self._written_s >= self._ports.limits.renew_s
-        return renewal or (self._audience.whole and bool(self._audience.log.unrecorded(all_of_it=False)))
+        return renewal or (self._broadcast.whole and bool(self._broadcast.log.unrecorded(all_of_it=False)))
 
     def begin_write(self) -> tuple[Addition, dict[int, list[Piece]]]:
         """Return what to append now. ``end_write`` must follow: until then the record is not ended."""
-        pieces = self._audience.log.unrecorded(all_of_it=False) if self._audience.whole else {}
+        pieces = self._broadcast.log.unrecorded(all_of_it=False) if self._broadcast.whole else {}
         addition = Addition(self.hold, encode(outputs(pieces)))
         self._quiet.clear()
         return addition, pieces
@@ -97,11 +104,11 @@ class Tenure:
             return
         now_s = self._written_s = self._ports.clock.monotonic_s()
         if answer in (Written.KEPT, Written.WATCHED):
-            self._audience.log.recorded(pieces)
+            self._broadcast.log.recorded(pieces)
             if answer is Written.WATCHED:
                 self.watched_until_s = now_s + WATCHED_S
         elif answer is Written.TOO_LARGE:
-            self._outgrown()
+            self._stop_retaining()
         elif answer is Written.FENCED:
             self.fenced = True
             if self.request is not None:
@@ -121,17 +128,17 @@ class Tenure:
         assert outcome is not None, "a request ended without a terminal event"
         if isinstance(outcome, Finished):
             outcome = replace(outcome, resumes=outcome.resumes + resumes)
-        ended = isinstance(outcome, Finished) or (self._audience.pin is not None and ends_record(outcome))
+        ended = isinstance(outcome, Finished) or (self._broadcast.terms is not None and ends_record(outcome))
         reservation, usage = self._settled or (None, _NOTHING)
         chunk = self._last_chunk(outcome, ended=ended)
         return outcome, Ending(self.hold, chunk, reservation, usage, ended)
 
     def _last_chunk(self, outcome: Finished | FairwayError, *, ended: bool) -> bytes:
-        if self._audience.pin is None:
+        if self._broadcast.terms is None:
             return b""
-        if not self._audience.whole:
+        if not self._broadcast.whole:
             return encode([failure_in(too_large())]) if ended else b""
-        rest = outputs(self._audience.log.unrecorded(all_of_it=ended))
+        rest = outputs(self._broadcast.log.unrecorded(all_of_it=ended))
         if not ended:
             return encode(rest)
         last = end_in(outcome) if isinstance(outcome, Finished) else failure_in(outcome)
@@ -149,7 +156,7 @@ class Tenure:
         self._chars[choice] = chars + len(text)
         if choice not in self._credited:
             self._credited[choice] = offset
-        self._audience.put(choice, Piece(Place(offset, chars), ids, text, logprobs))
+        self._broadcast.put(choice, Piece(Place(offset, chars), ids, text, logprobs))
         self.credit(choice)
 
     def on_finished(self, finished: Finished) -> None:
@@ -164,7 +171,7 @@ class Tenure:
 
     def credit(self, choice: int) -> None:
         """Grant the worker as much more credit as the followers' progress permits."""
-        taken, credited = self._audience.taken(choice), self._credited.get(choice, 0)
+        taken, credited = self._broadcast.taken(choice), self._credited.get(choice, 0)
         if taken > credited and self.request is not None:
             self._credited[choice] = taken
             self.request.credit(choice, taken - credited)
@@ -187,9 +194,9 @@ async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
     return written
 
 
-def pin_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> Pin:
+def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> AcceptedTerms:
     """Return the record's acceptance of a request as it is served."""
-    return Pin(
+    return AcceptedTerms(
         request_id=spec.request_id,
         model=spec.model,
         version_digest=spec.version_digest,

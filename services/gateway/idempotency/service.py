@@ -169,20 +169,20 @@ class IdempotentService:
         """
         resume = None
         if earlier is not None:
-            pin, own = earlier.pin, generation
+            accepted, own = earlier.terms, generation
             received = replace(
                 received,
                 monotonic_s=self._clock.monotonic_s(),
-                unix_us=pin.received_unix_us,
-                request_id=pin.request_id,
+                unix_us=accepted.received_unix_us,
+                request_id=accepted.request_id,
             )
             generation = inference_pb2.Generation()
             generation.CopyFrom(own)
-            generation.model = pin.model
-            generation.sampling.seed = pin.seed
-            generation.max_output_tokens = pin.max_output_tokens
-            version = PinnedVersion(pin.version_digest, pin.route_revision)
-            resume = Resume(version, earlier.produced, degraded_out(pin.degraded))
+            generation.model = accepted.model
+            generation.sampling.seed = accepted.seed
+            generation.max_output_tokens = accepted.max_output_tokens
+            version = PinnedVersion(accepted.version_digest, accepted.route_revision)
+            resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
         terms = RunTerms(received, self._limits.max_timeout_s, None, resume, record, settle)
         return self._service.start(principal, generation, sink, terms)
 

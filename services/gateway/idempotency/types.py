@@ -9,7 +9,7 @@ from typing import Protocol
 
 from services.core.generation import Usage
 from services.gateway.events import RequestSink
-from services.gateway.idempotency.record_codec import Pin
+from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.requests.admission import Record
 from services.gateway.requests.choice import Produced
@@ -43,7 +43,7 @@ class KeyedLimits:
 class EarlierRun:
     """The result of an earlier run in the record: its acceptance, and its tokens by choice."""
 
-    pin: Pin
+    terms: AcceptedTerms
     produced: tuple[Produced, ...]
 
 

@@ -17,7 +17,7 @@ SUSPENDING_TENANTS: Final = 3
 MAX_TENANTS: Final = 256
 
 
-class Turns(Generic[Item]):
+class TenantRoundRobin(Generic[Item]):
     """Waiting items, by tenant. Each tenant's items are taken in order; a served tenant moves to the end."""
 
     def __init__(self) -> None:

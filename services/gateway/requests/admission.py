@@ -63,7 +63,7 @@ class RunTerms:
     settle: Settle | None = None
 
 
-class Admission:
+class RequestAdmission:
     """Acquires the slot of every request. It releases what it acquired and cannot use."""
 
     def __init__(
@@ -104,8 +104,8 @@ class Admission:
         except BaseException:
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
-            giving_back = self._ports.supervisor.spawn(f"undo {request_id}", self._give_back(reservation))
-            await asyncio.shield(giving_back)
+            releasing = self._ports.supervisor.spawn(f"undo {request_id}", self._release(reservation))
+            await asyncio.shield(releasing)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
         produced = resume.produced if resume is not None else ()
@@ -182,7 +182,7 @@ class Admission:
         """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", self._ask_limiter(tenant_id, request_id, limits)
+            f"admit {request_id}", self._call_limiter(tenant_id, request_id, limits)
         )
         try:
             outcome = await asyncio.shield(admission)
@@ -195,7 +195,7 @@ class Admission:
         ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
         return outcome
 
-    async def _ask_limiter(
+    async def _call_limiter(
         self, tenant_id: str, request_id: str, limits: Limits
     ) -> Reservation | FairwayError:
         """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
@@ -207,9 +207,9 @@ class Admission:
     async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
         outcome = await admission
         if not isinstance(outcome, FairwayError):
-            await self._give_back(outcome)
+            await self._release(outcome)
 
-    async def _give_back(self, reservation: Reservation) -> None:
+    async def _release(self, reservation: Reservation) -> None:
         try:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:

@@ -20,7 +20,7 @@ from services.core.errors import (
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.choice import Produced, RunContext, SequenceRun
+from services.gateway.requests.choice import ChoiceRun, Produced, RunContext
 from services.gateway.requests.stage_timer import StageTimer
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
@@ -80,7 +80,7 @@ class Request:
         self._supervisor = supervisor
         self._new_incident = new_incident
         self.timer = self.telemetry.timer()
-        self._runs: tuple[SequenceRun, ...] = ()
+        self._runs: tuple[ChoiceRun, ...] = ()
         self._task: asyncio.Task[None] | None = None
         self._cancel_error: FairwayError | None = None
         self._started = False
@@ -176,7 +176,7 @@ class Request:
     async def _run_choices(self, admitted: Admitted) -> tuple[ChoiceResult, ...]:
         spec = admitted.spec
         self._runs = tuple(
-            SequenceRun(
+            ChoiceRun(
                 spec, choice, admitted.context, self._sink, self.timer.fork(), admitted.produced_by(choice)
             )
             for choice in range(spec.choices)

@@ -119,7 +119,7 @@ class TextProcess(asyncio.Protocol):
             self._transport.abort()
             raise ProcessEnded(self._cause)
 
-    def ask(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
+    def send_order(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
         """Send an order; return the future of its answer or of ProcessEnded; overdue after ``patience_s``."""
         assert self._answer is None, "a text process has one order at a time"
         assert self._transport is not None, "the text process is not started"

@@ -25,7 +25,7 @@ from services.core.errors import (
 )
 from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens
 from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
-from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
@@ -33,9 +33,9 @@ _MAX_NUMBER: Final = 2**31 - 1
 _SHORT_CHARS: Final = 1024
 # A template may require or forbid a system message without any declaration.
 _PROBES: Final = (
-    (Message("user", "Hi"),),
-    (Message("system", "Hi"), Message("user", "Hi")),
-    (Message("user", "Hi"), Message("assistant", "Hi"), Message("user", "Hi")),
+    (ChatMessage("user", "Hi"),),
+    (ChatMessage("system", "Hi"), ChatMessage("user", "Hi")),
+    (ChatMessage("user", "Hi"), ChatMessage("assistant", "Hi"), ChatMessage("user", "Hi")),
 )
 _MAX_SHOWN: Final = 200
 _TEMPLATE_TOKENS: Final = (
@@ -89,7 +89,7 @@ class TextEncoder:
         """
         return self._in_vocabulary(self._ids(text, special=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the ids of a conversation up to the assistant's turn.
 
         No message text becomes a control token. Raises UnsupportedFeature without a template,

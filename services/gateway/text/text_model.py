@@ -23,7 +23,7 @@ def is_text_file(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """One turn, as the client sent it."""
 
     role: str
@@ -72,7 +72,7 @@ OpenFolder = Callable[[], AbstractAsyncContextManager[Path]]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class EncodedText:
     """The tokens of a text. ``ids`` is empty where ``count`` is more than the model's context."""
 
     count: int
@@ -90,8 +90,8 @@ class Texts(Protocol):
         """Release a version's resources."""
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
-    ) -> Tokens:
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
         """Return the tokens of a prompt or of a conversation with ``size_bytes`` of text.
 
         Raises InvalidInput (PromptTooLong, UnsupportedFeature) for text that the version does not accept,

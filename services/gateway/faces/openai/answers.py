@@ -128,7 +128,7 @@ class _Whole(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class AnswerHead:
     """The fields that every part of one answer repeats."""
 
     request_id: str
@@ -170,7 +170,7 @@ def whole_answer(
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
-    identity = Identity(request_id, created_unix_s, first.model, first.version_digest)
+    identity = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
     head = identity.head(wanted.dialect, chunk=False)
     chat: list[_ChatChoice] = []
     text: list[_TextChoice] = []
@@ -243,7 +243,7 @@ def _finite(logprob: float) -> float:
 class Frames:
     """Writes the frames of one streamed answer: one JSON head, built once, around each choice."""
 
-    def __init__(self, wanted: Wanted, identity: Identity) -> None:
+    def __init__(self, wanted: Wanted, identity: AnswerHead) -> None:
         self._wanted = wanted
         head = _encode(identity.head(wanted.dialect, chunk=True))
         self._before = b"data: " + head[:-1] + b',"choices":['

@@ -45,7 +45,7 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
 from services.gateway.requests.streaming import Completion
-from services.gateway.service_interface import Generations, Identity, IdSource, ServedModel
+from services.gateway.service_interface import Authenticator, Generations, IdSource, ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -93,7 +93,7 @@ class Endpoint:
 
 def build_app(
     service: Generations,
-    identity: Identity,
+    identity: Authenticator,
     clock: Clock,
     ids: IdSource,
     *,
@@ -282,7 +282,7 @@ class _Guard:
     def __init__(
         self,
         endpoint: Endpoint,
-        identity: Identity,
+        identity: Authenticator,
         clock: Clock,
         ids: IdSource,
         limits: HttpLimits,

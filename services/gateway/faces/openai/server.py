@@ -203,7 +203,7 @@ class _Protocol(HttpToolsProtocol):
             cycle.message_event.set()
 
 
-class _Door(asyncio.Protocol):
+class _ConnectionGate(asyncio.Protocol):
     """Admits or rejects a connection before anything is allocated for it."""
 
     def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
@@ -241,7 +241,7 @@ class HttpServer:
         self._sockets: list[socket.socket] = []
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Turns(app),
+                PacedApp(app),
                 http=self._door,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -272,8 +272,8 @@ class HttpServer:
         """How many connections are open."""
         return len(self.table)
 
-    def _door(self, **kwargs: Any) -> _Door:
-        return _Door(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+    def _door(self, **kwargs: Any) -> _ConnectionGate:
+        return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     async def stop(self, grace_s: float) -> None:
         """Reject new connections, give running answers ``grace_s``, then cut them."""
@@ -314,7 +314,7 @@ def _cannot_listen(exc: OSError, host: str, port: int) -> str:
     return f"cannot listen on {host}:{port}: {exc.strerror or exc}"
 
 
-class Turns:
+class PacedApp:
     """An ASGI application that starts at most ``BEGUN_PER_TURN`` requests per iteration of the event loop.
 
     Otherwise thousands of requests that are readable at once would start in one iteration, for a second or

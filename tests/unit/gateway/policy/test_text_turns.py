@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.gateway.policy.text_turns import CALM_S, FIRST_S, MAX_TENANTS, MOST_S, Strikes, Turns
+from services.gateway.policy.text_turns import CALM_S, FIRST_S, MAX_TENANTS, MOST_S, Strikes, TenantRoundRobin
 
 
-def filled(**waiting: int) -> Turns[str]:
-    turns: Turns[str] = Turns()
+def filled(**waiting: int) -> TenantRoundRobin[str]:
+    turns: TenantRoundRobin[str] = TenantRoundRobin()
     for tenant, count in waiting.items():
         for number in range(count):
             turns.add(tenant, f"{tenant}{number}")

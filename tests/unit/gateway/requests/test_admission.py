@@ -28,7 +28,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.text_model import Message, OpenFolder, TextModel, Texts, Tokens
+from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
@@ -60,8 +60,8 @@ class CountedTexts:
         self._texts.unload(version_digest)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
-    ) -> Tokens:
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
         self.encoded += 1
         await self.gate.wait()
         return await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)

@@ -12,8 +12,8 @@ from services.core import errors
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
 from services.gateway.faces.openai.answers import (
+    AnswerHead,
     Frames,
-    Identity,
     chat_logprobs,
     completion_logprobs,
     whole_answer,
@@ -32,7 +32,7 @@ def wanted(dialect: Any = "chat", **changes: Any) -> Wanted:
     return Wanted(dialect, **{**values, **changes})
 
 
-IDENTITY = Identity("req_1", 1_800_000_000, "m", "sha256:" + "ab" * 32)
+IDENTITY = AnswerHead("req_1", 1_800_000_000, "m", "sha256:" + "ab" * 32)
 
 
 def frame(data: bytes) -> Any:
