@@ -30,7 +30,7 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.gateway.text import pool
-from services.gateway.text.limits import TextLimits
+from services.gateway.text.child import TextLimits
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.text_model import ChatMessage, TextModel
 from services.gateway.text.tokenise import Tokeniser

@@ -139,8 +139,8 @@ def unplaced_message(unplaced: Unplaced) -> str:
         counts[word] = counts.get(word, 0) + 1
         if rest:
             figures.setdefault(word, f" ({worker_id} {rest})")
-    told = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
-    return f"no worker for {unplaced.missing} replicas: {told or 'there is none'}"
+    words = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
+    return f"no worker for {unplaced.missing} replicas: {words or 'there is none'}"
 
 
 def node_names(snapshot: Snapshot) -> list[str]:

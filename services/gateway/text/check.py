@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from services.core.errors import InternalError
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
-from services.gateway.text.limits import TextLimits
+from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import Loaded, LoadText, TextRefused, error_of
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor

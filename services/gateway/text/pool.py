@@ -27,8 +27,7 @@ from services.core.errors import (
 )
 from services.core.shares import share_of
 from services.gateway.policy.text_turns import Strikes, TenantRoundRobin
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
-from services.gateway.text.limits import TextLimits
+from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
     EncodeChat,

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from fairway.formats.names import GATEWAY_FILES
 
-# At most about 4 s of a text process, which delays no other client: see ``text/limits.py``.
+# At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
 
 

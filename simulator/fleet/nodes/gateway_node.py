@@ -37,7 +37,6 @@ from services.gateway.service import GatewayService
 from services.gateway.service_interface import GatewayInterface, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.local import LocalTexts
 from services.gateway.text.prefix_names import PrefixNames
 from services.ports.placement import FallbackPlacer
 from services.ports.store import Entry
@@ -47,6 +46,7 @@ from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket, issue_ticket
 from services.runtime.telemetry.metrics import Metrics
+from simulator.fleet.nodes.local_texts import LocalTexts
 from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
 from simulator.fleet.spec import FleetSpec
 from simulator.kernel.links.links import SimPlacementLinks, SimStore, SimWorkers

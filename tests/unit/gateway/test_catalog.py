@@ -20,7 +20,7 @@ from services.core.errors import (
 from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
-from services.gateway.text.local import LocalTexts
+from simulator.fleet.nodes.local_texts import LocalTexts
 
 DIGEST = "sha256:" + "ab" * 32
 

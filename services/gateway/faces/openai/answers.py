@@ -170,8 +170,8 @@ def whole_answer(
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
-    identity = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
-    head = identity.head(wanted.dialect, chunk=False)
+    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
+    head = answer.head(wanted.dialect, chunk=False)
     chat: list[_ChatChoice] = []
     text: list[_TextChoice] = []
     for number, completion in enumerate(completions):
@@ -187,7 +187,7 @@ def whole_answer(
                 listed = completion_logprobs(entries, 0) if wanted.logprobs else None
                 text.append(_TextChoice(index, content, listed, reason))
     usage = usage_body([completion.finished.usage for completion in completions])
-    answer = _Whole(
+    whole = _Whole(
         id=head.id,
         object=head.object,
         created=head.created,
@@ -198,7 +198,7 @@ def whole_answer(
         stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
         degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
     )
-    return _encode(answer)
+    return _encode(whole)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -243,9 +243,9 @@ def _finite(logprob: float) -> float:
 class Frames:
     """Writes the frames of one streamed answer: one JSON head, built once, around each choice."""
 
-    def __init__(self, wanted: Wanted, identity: AnswerHead) -> None:
+    def __init__(self, wanted: Wanted, answer: AnswerHead) -> None:
         self._wanted = wanted
-        head = _encode(identity.head(wanted.dialect, chunk=True))
+        head = _encode(answer.head(wanted.dialect, chunk=True))
         self._before = b"data: " + head[:-1] + b',"choices":['
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"

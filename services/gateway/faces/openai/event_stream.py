@@ -93,10 +93,10 @@ class EventStream:
                 self._reply.add_header(*REPLAYED)
             if event.degradations:
                 self._reply.add_header(*degraded_header(event.degradations))
-            identity = AnswerHead(
+            answer = AnswerHead(
                 request_id, created_unix_s, event.model, event.version_digest, event.degradations
             )
-            self._frames = Frames(self._wanted, identity)
+            self._frames = Frames(self._wanted, answer)
         if self._wanted.dialect == "chat":
             first = number * self._wanted.choices
             self._opening += [self._frames.role(first + choice) for choice in range(self._wanted.choices)]

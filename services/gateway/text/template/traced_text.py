@@ -2,9 +2,9 @@
 
 An ``OriginText`` string equals, measures and compares as its plain string, so a template makes the same
 decisions and writes the same text. It also has an ``origin`` of the same length, one letter per character.
-Cuts, joins and replacements keep the origin exactly. For any other operation ``settled`` derives it by a second run on
-masked text. Where that is not possible, all of the result counts as a message's: no operation loses the
-origin.
+Cuts, joins and replacements keep the origin exactly. For any other operation ``settled`` derives it by a
+second run on masked text. Where that is not possible, all of the result counts as a message's: no operation
+loses the origin.
 """
 
 from __future__ import annotations

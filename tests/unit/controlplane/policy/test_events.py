@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controlplane.placement_events import PLACED, UNPLACED, placement_events_of
 from services.controlplane.policy.assign import Unplaced
 from services.controlplane.policy.events import (
     MAX_MESSAGE_CHARS,
@@ -17,6 +16,7 @@ from services.controlplane.policy.events import (
     events_between,
     kind_of,
 )
+from services.controlplane.reconciler import PLACED, UNPLACED, placement_events_of
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,

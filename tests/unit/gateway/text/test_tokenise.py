@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.core.errors import PromptTooLong
-from services.gateway.text.local import LocalTexts
 from services.gateway.text.text_model import ChatMessage, EncodedText, TextModel
 from services.gateway.text.tokenise import Tokeniser
+from simulator.fleet.nodes.local_texts import LocalTexts
 from tests.unit.gateway.conftest import write_folder
 
 DIGEST = "sha256:" + "ab" * 32
