@@ -97,7 +97,9 @@ class NullStack:
         fairway("up", "--detach", "--no-model", "--workers", str(workers), "--state-dir", str(state), *given)
         try:
             at = ("--state-dir", str(state))
-            fairway("models", "publish", str(model), "--name", MODEL, "--tag", "latest", *at)
+            # The null executor reads no weights.
+            name = ("--name", MODEL, "--tag", "latest")
+            fairway("models", "publish", str(model), *name, "--for-another-engine", *at)
             fairway("deployments", "create", MODEL, "--model", MODEL, "--version", "latest",
                     "--executor", "null", "--replicas", str(workers), *at)  # fmt: skip
             endpoints = json.loads((state / "endpoints.json").read_text())

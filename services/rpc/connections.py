@@ -26,7 +26,7 @@ from services.runtime import connections
 log = structlog.get_logger()
 
 # Per port; the process may have fewer descriptors. grpc keeps some memory of its peak of connections.
-MAX_CONNECTIONS: Final = 2048
+MAX_CONNECTIONS: Final = 4096
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
 MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # including those that are new since the last check

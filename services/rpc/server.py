@@ -46,6 +46,8 @@ _OPTIONS: Final = (
     ("grpc.server.max_pending_requests_hard_limit", 2048),
     # Windows that grow automatically reach megabytes, which a stream without a reader may then fill.
     ("grpc.http2.bdp_probe", 0),
+    # grpc reads more at once the more a connection sends; its own bound is 4 MiB for each connection.
+    ("grpc.experimental.tcp_max_read_chunk_size", 128 * 1024),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),  # a client that is still there reconnects for its next call
     ("grpc.keepalive_time_ms", 20_000),

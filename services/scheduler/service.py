@@ -1,7 +1,7 @@
-"""The scheduler: leads while it holds the election, and gives gateways and workers their streams.
+"""Scheduler service: leads while it holds the election, and opens the streams of gateways and workers.
 
-Soft state: what it knows comes from the reports and submissions of the current term. While it does not
-lead, every stream fails with NoLeader, so that clients look for the leader again.
+Its state is soft: it comes from the reports and submissions of the current term. While it does not lead,
+every stream fails with NoLeader, so that clients find the leader again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from services.scheduler.term_streams import Cancel, Report, Reporter, Session, S
 log = structlog.get_logger()
 
 _STALLED_S: Final = 2.0
-_MAX_AGE_US: Final = 3600 * 1_000_000  # no arrival counts as older than this
+_MAX_AGE_US: Final = 3600 * 1_000_000  # the maximum age of an arrival
 
 
 class Leading(Protocol):
-    """What the service needs of an election. ``runtime.leadership.Election`` implements it."""
+    """The part of an election that the service uses. ``runtime.leadership.Election`` implements it."""
 
     @property
     def epoch(self) -> int | None: ...
@@ -73,7 +73,7 @@ class SchedulerService:
         return self._term
 
     def problem(self) -> str:
-        """Return what keeps it from serving: empty while what is asked of it is decided in time."""
+        """Return the health problem: empty while commands are processed in time."""
         stalled_s = 0.0 if self._term is None else self._term.stalled_s()
         return f"no decision for {stalled_s:.1f} s" if stalled_s > _STALLED_S else ""
 
@@ -95,7 +95,7 @@ class SchedulerService:
                 log.info("scheduler.term_ended", epoch=epoch)
 
     def new_term(self, epoch: int) -> Term:
-        """Return what this scheduler decides with while it leads under an epoch."""
+        """Return the state of a new term under this epoch."""
         return Term(
             epoch,
             self._settings,
@@ -132,7 +132,8 @@ class SchedulerService:
         return term.epoch, told, following
 
     def explain(self, request_id: str) -> tuple[int, tuple[PlacementDecision, ...], float]:
-        """Return the epoch, what is remembered of the request, and since when all is. Raises NoLeader."""
+        """Return the epoch, the stored decisions of the request, and the time after which every decision is
+        stored. Raises NoLeader."""
         term = self._leading()
         return term.epoch, self._decisions.explain(request_id), self._decisions.since_unix_s
 
@@ -146,14 +147,14 @@ class SchedulerService:
         return term.epoch, page, following
 
     def admitted(self, spec: PlaceSpec) -> None:
-        """Return if the ticket of the placement is genuine and its own. Raises PermissionDenied, and
+        """Return if the ticket is authentic and belongs to the placement. Raises PermissionDenied, and
         TicketExpired where the gateway's clock is far behind."""
         ticket = check_ticket(self._ticket_key, spec.ticket, self._clock.unix_s())
         if ticket.tenant_id != spec.tenant_id or ticket.request_id != spec.request_id:
             raise PermissionDenied("the placement ticket is another request's")
 
     def arrival_unix_us(self, spec: PlaceSpec) -> int:
-        """Return the arrival as far as it is plausible, so that a gateway's clock gains it nothing much."""
+        """Return the arrival within a plausible range, so that a gateway's clock gains little priority."""
         now_us = round(self._clock.unix_s() * 1_000_000)
         return min(now_us, max(spec.arrival_unix_us, now_us - _MAX_AGE_US))
 
@@ -211,13 +212,13 @@ class GatewayStream:
         self._term.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
-        """Answer a placement that cannot be asked for."""
+        """Refuse a placement that is not submitted."""
         self._session.outbox.append(Refused(placement_id, error))
         self._session.wake()
 
 
 class ReportStream:
-    """One worker's stream. Implements ``ports.report_stream.ReportStream``."""
+    """A worker's stream. Implements ``ports.report_stream.ReportStream``."""
 
     def __init__(self, term: Term, reporter: Reporter) -> None:
         self._term = term
@@ -229,7 +230,7 @@ class ReportStream:
         return self._term.epoch
 
     def report(self, number: int, snapshot: ReportSnapshot) -> None:
-        """Hand a report over; ``number`` counts those of this stream."""
+        """Pass a report on; ``number`` counts the reports of this stream."""
         if self._reporter.error is not None:
             raise self._reporter.error
         self._term.send(Report(self._reporter, number, snapshot))
@@ -243,7 +244,7 @@ class ReportStream:
         return ReportAnswer(self._term.epoch, self._answered, self._reporter.take_counters())
 
     def close(self) -> None:
-        """Place nothing more on the worker until it reports again. Idempotent."""
+        """Stop placements on the worker until it reports again. Idempotent."""
         self._term.close_reporter(self._reporter)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.core.generation import OutputLimits, Prompt, Sampling
@@ -21,6 +21,7 @@ def make_submit(
     ignore_eos: bool = False,
     prefix_hashes: Sequence[int] = (),
     prefix_root: int = 0,
+    logit_bias: Mapping[int, float] | None = None,
     choice: int = 0,
     priority: int = 0,
     **sampling: Any,
@@ -29,7 +30,7 @@ def make_submit(
     return Submit(
         handle,
         Prompt(ids, tuple(prefix_hashes), prefix_root),
-        Sampling(**sampling),
+        Sampling(logit_bias=tuple((logit_bias or {}).items()), **sampling),
         OutputLimits(max_tokens, min_tokens, (), stop_token_ids, ignore_eos),
         credit_limit,
         choice,

@@ -1,4 +1,4 @@
-"""What operators are told of the queues. Reads a term's state between two of its turns, changes nothing."""
+"""Queue report for operators. Reads a term's state between two of its turns and changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.waiting import Waiting
 
 MAX_SHARES: Final = 100  # per pool
-_MAX_WAIT_S: Final = 3600.0  # no arrival counts as older than this
+_MAX_WAIT_S: Final = 3600.0  # the maximum age of an arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Sum:
 
 
 def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") -> list[PoolQueue]:
-    """Return every pool that has a worker or a queue, by digest; shares of one tenant when it is named."""
+    """Return every pool with a worker or a queue, by digest; only the shares of ``tenant`` if it is given."""
     waiting, levels = queue.waiting_by_version(), fleet.levels_by_version()
     return [
         _pool(
@@ -89,7 +89,7 @@ def _pool(
 
 
 def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[TenantCounter, ...]:
-    """Return what tenants of a pool were served, the most first; one tenant's when it is named."""
+    """Return the counters of a pool's tenants, the largest first; only those of ``tenant`` if it is given."""
     shares = dict(queue.ledger.pools()).get(digest, {})
     found = [
         TenantCounter(account.tenant, digest, priority, account.value)
@@ -102,8 +102,8 @@ def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[Ten
 
 
 def counter_gaps(queue: FlowQueue) -> dict[tuple[str, Priority], float]:
-    """Return, by model and class, how far apart the counters of tenants that wait are; of several versions of
-    a model that have something waiting, the widest. In weighted tokens over weight."""
+    """Return the spread of the counters of waiting tenants by model and class; of several versions with a
+    queue, the widest. In weighted tokens over weight."""
     found: dict[tuple[str, Priority], float] = {}
     for digest, shares in queue.ledger.pools():
         item = next(queue.waiting_for(digest), None)
@@ -125,6 +125,6 @@ def _shares(sums: Mapping[tuple[str, Priority], _Sum]) -> tuple[QueueShare, ...]
 
 
 def _wait_s(item: Waiting, now: Now) -> float:
-    """Since the request reached its gateway, as far as that is plausible."""
+    """Return the time since the request reached its gateway, within a plausible range."""
     here_s = max(0.0, now.monotonic_s - item.queued_s)
     return max(here_s, min(_MAX_WAIT_S, now.unix_s - item.spec.arrival_unix_us / 1e6))

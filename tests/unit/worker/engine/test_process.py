@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
 from services.worker.engine.connection import Connection
 from services.worker.engine.process import ExitCode, step_until_told
@@ -291,17 +292,17 @@ def test_a_torch_engine_streams(
 def check_prefix_is_found(agent: Agent, submit: Any) -> int:
     """The same prompt twice: the second time from the cache, and the same tokens. Return how many it sent."""
     prompt = [3 + place % 90 for place in range(70)]
-    names = list(prefix_chain(5, prompt))
+    names = prefix_chain(5, prompt)
     heard: list[tuple[int, list[int], list[int]]] = []
     for handle in (100, 101):
         one = submit(handle, prompt, 8)
-        agent.send(msgspec.structs.replace(one, prefix_root=5, prefix_hashes=names))
+        agent.send(msgspec.structs.replace(one, prompt=Prompt(prompt, names, 5)))
         steps = agent.until(lambda step, handle=handle: handle in step.finished)  # type: ignore[misc]
         tokens = [token for step in steps for token in step.tokens]
         heard.append((steps[0].cached[handle], tokens, [n for step in steps for n in step.prefix_added]))
     assert [cached for cached, _, _ in heard] == [0, 68]
     assert heard[0][1] == heard[1][1]
-    assert (heard[0][2], heard[1][2]) == (names, [])
+    assert (heard[0][2], heard[1][2]) == (list(names), [])
     return len(heard)
 
 
