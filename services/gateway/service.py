@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
 
 import structlog
 
@@ -12,20 +11,19 @@ from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.events import Event, Handle, Received, RequestSink
+from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission, RunTerms
 from services.gateway.requests.capacity import RequestCapacity, subtract
 from services.gateway.requests.request import Request
-from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.validate import Validator
-from services.gateway.service_interface import ServedModel
+from services.gateway.service_interface import GatewayInterface, ServedModel
 from services.gateway.service_types import GatewayLimits, Ports
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
 
 
-class GatewayService:
+class GatewayService(GatewayInterface):
     """The entry point of every face: no face can skip the quotas or the validation."""
 
     def __init__(
@@ -42,7 +40,7 @@ class GatewayService:
         self._admission = RequestAdmission(validator, identity, ports, limits)
         self._catalog = catalog
         self._ports = ports
-        self._limits = limits
+        self.limits = limits
         self._requests: dict[Request, None] = {}  # in order of arrival
         self._counting: Counter[str] = Counter()
         self._draining = False
@@ -74,38 +72,15 @@ class GatewayService:
         client_window: int | None = None,
     ) -> Handle:
         self.check_open(principal.tenant_id, received)
-        terms = RunTerms(received, self._limits.timeout_of(generation, timeout_s), client_window)
+        terms = RunTerms(received, self.limits.timeout_of(generation, timeout_s), client_window)
         request, _ = self.start(principal, generation, sink, terms)
         return request
-
-    def stream(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        *,
-        received: Received,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Event, None]:
-        buffer = BufferedStream(self._limits.heartbeat_s)
-        return buffer.events(
-            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
-        )
-
-    async def complete(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        *,
-        received: Received,
-        timeout_s: float | None = None,
-    ) -> Completion:
-        return await complete(self.stream(principal, generation, received=received, timeout_s=timeout_s))
 
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
     ) -> tuple[Route, int]:
         route, generation = self._validator.check_count(principal, request)
-        tenant_id, most = principal.tenant_id, self._limits.max_tenant_counts
+        tenant_id, most = principal.tenant_id, self.limits.max_tenant_counts
         if self._counting[tenant_id] >= most:
             raise RequestRateExceeded(
                 f"{most} calls of this tenant count tokens here, the most that may",
@@ -141,15 +116,15 @@ class GatewayService:
         The limiter is called even when nothing runs: it retries deferred settlements.
         """
         while True:
-            await self._ports.clock.sleep(self._limits.renew_s)
+            await self._ports.clock.sleep(self.limits.renew_s)
             await self.flush()
 
     async def flush(self) -> None:
         """Renew the reservations once; the limiter also retries deferred settlements."""
         held = [request.reservation for request in self._requests if request.reservation is not None]
-        for start in range(0, max(1, len(held)), self._limits.renew_batch):
+        for start in range(0, max(1, len(held)), self.limits.renew_batch):
             try:
-                await self._ports.limiter.renew(held[start : start + self._limits.renew_batch])
+                await self._ports.limiter.renew(held[start : start + self.limits.renew_batch])
             except StoreUnavailable as error:
                 log.warning("reservations.renew_failed", count=len(held), reason=error.reason)
                 break

@@ -11,7 +11,8 @@ from services.core.errors import Draining, FairwayError
 from services.core.generation import Principal
 from services.gateway.catalog import Route
 from services.gateway.events import Event, Handle, Received, RequestSink
-from services.gateway.requests.streaming import Completion
+from services.gateway.requests.streaming import BufferedStream, Completion, complete
+from services.gateway.service_types import GatewayLimits
 from services.ports.clock import Clock
 
 
@@ -57,7 +58,9 @@ class Generations(Protocol):
 
 
 class GatewayInterface(Generations, Protocol):
-    """Everything that the faces and the process call."""
+    """Everything that the faces and the process call. Its implementations derive from it."""
+
+    limits: GatewayLimits
 
     def submit(
         self,
@@ -74,6 +77,29 @@ class GatewayInterface(Generations, Protocol):
         ``client_window``: how many tokens of each choice the client takes before it allows more; None: no
         client window. Raises Draining, ShareExceeded and QueueFull at once.
         """
+
+    def stream(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        buffer = BufferedStream(self.limits.heartbeat_s)
+        return buffer.events(
+            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
+        )
+
+    async def complete(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        return await complete(self.stream(principal, generation, received=received, timeout_s=timeout_s))
 
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -13,15 +12,14 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.gateway.catalog import PinnedVersion, Route
-from services.gateway.events import Event, Handle, Received, RequestSink
+from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
 from services.gateway.requests.admission import Record, Resume, RunTerms
 from services.gateway.requests.request import Request, Settle
-from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.service import GatewayService
-from services.gateway.service_interface import ServedModel
+from services.gateway.service_interface import GatewayInterface, ServedModel
 from services.gateway.service_types import GatewayLimits
 from services.ports.idempotency import RecordKey
 from services.rpc import bounds
@@ -31,10 +29,10 @@ from services.runtime.supervisor import Supervisor
 _DIGEST_CHARS: Final = 32
 
 
-class IdempotentService:
+class IdempotentService(GatewayInterface):
     """Runs the request of a key once: its duplicates on any gateway receive the same output.
 
-    Implements ``GatewayInterface`` on the plain service, which runs every request.
+    The plain service runs every request.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class IdempotentService:
     ) -> None:
         self._service = service
         self._identity = identity
-        self._limits = limits
+        self.limits = limits
         self._clock = keyed.clock
         self.runs = KeyedRuns(keyed, supervisor, service.capacity)
 
@@ -76,7 +74,7 @@ class IdempotentService:
                 client_window=client_window,
             )
         self._service.check_open(principal.tenant_id, received)
-        timeout_s = self._limits.timeout_of(generation, timeout_s)
+        timeout_s = self.limits.timeout_of(generation, timeout_s)
         bounds.check(generation)
         self._identity.authorise_model(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
@@ -88,29 +86,6 @@ class IdempotentService:
             timeout_s=timeout_s,
             client_window=client_window,
         )
-
-    def stream(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        *,
-        received: Received,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Event, None]:
-        buffer = BufferedStream(self._limits.heartbeat_s)
-        return buffer.events(
-            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
-        )
-
-    async def complete(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        *,
-        received: Received,
-        timeout_s: float | None = None,
-    ) -> Completion:
-        return await complete(self.stream(principal, generation, received=received, timeout_s=timeout_s))
 
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
@@ -183,7 +158,7 @@ class IdempotentService:
             generation.max_output_tokens = accepted.max_output_tokens
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
-        terms = RunTerms(received, self._limits.max_timeout_s, None, resume, record, settle)
+        terms = RunTerms(received, self.limits.max_timeout_s, None, resume, record, settle)
         return self._service.start(principal, generation, sink, terms)
 
 
