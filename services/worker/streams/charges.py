@@ -1,4 +1,4 @@
-"""What tenants are charged for one engine's sequences: the prompt, the output as it grows, the last word."""
+"""Usage accounting of one engine's sequences: the prompt, the growing output, the final record."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Charges:
         self._tally = tally
 
     def add_prefill(self, sequence: LiveSequence) -> None:
-        """Charge what was prefilled. Called once, with the first token."""
+        """Charge the prefilled tokens. Called once, with the first token."""
         tokens = sequence.spec.prefill_tokens
         self._tally.add_prefill(self._key_of(sequence), tokens, sequence.cached_tokens)
 
     def add_output(self, sequence: LiveSequence) -> None:
-        """Charge what it produced since it was charged last."""
+        """Charge the output since the last call."""
         output = sequence.output_tokens
         self._tally.add_output(self._key_of(sequence), output - sequence.charged_output)
         sequence.charged_output = output
 
     def add_ended(self, sequence: LiveSequence, reason: FinishReason) -> None:
-        """Keep the last word on it. It ended as such when it said all that it had to say."""
+        """Add the final record of a sequence; ``ended`` is true if it completed its output."""
         generation = sequence.spec.generation
         self._tally.add_ended(
             SequenceUsage(

@@ -1,4 +1,4 @@
-"""A start as the engine is told of it."""
+"""Conversion of a start into the engine's ``Submit`` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from services.worker.streams.live_sequence import LiveSequence
 
 
 def submit_command(sequence: LiveSequence) -> wire.Submit:
-    """Return the engine's view of a start."""
+    """Return the engine's command for a start."""
     spec = sequence.spec
     generation = spec.generation
     return wire.Submit(
