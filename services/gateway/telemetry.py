@@ -78,7 +78,7 @@ class GatewayTelemetry:
             "Requests changed under pressure, by kind of change",
             ("kind",),
         )
-        self._placed_alone = metrics.counter(
+        self._fallback_placements = metrics.counter(
             "fairway_gateway_fallback_placements_total",
             "Sequences that this gateway placed itself while no leader answered",
         )
@@ -132,8 +132,8 @@ class GatewayTelemetry:
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
 
-    def placed_alone(self) -> None:
-        self._placed_alone.add()
+    def placed_by_fallback(self) -> None:
+        self._fallback_placements.add()
 
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
@@ -204,10 +204,10 @@ class RequestTelemetry:
         for found in degradations if anew else ():
             self._owner.degraded(found.kind.value)
 
-    def placed_alone(self) -> None:
+    def placed_by_fallback(self) -> None:
         """A choice is placed on a worker without a leader's grant."""
         self.fallback = True
-        self._owner.placed_alone()
+        self._owner.placed_by_fallback()
 
     def finished(self, finished: Finished) -> None:
         usage = finished.usage

@@ -90,10 +90,10 @@ class PendingRecordEnds:
     are dropped. A tenant with more than half of the bound loses its own oldest.
     """
 
-    def __init__(self, ports: KeyedPorts, gone: Callable[[KeyedRun], None]) -> None:
-        """``gone`` is called for each run that is no longer retained."""
+    def __init__(self, ports: KeyedPorts, released: Callable[[KeyedRun], None]) -> None:
+        """``released`` is called for each run that is no longer retained."""
         self._ports = ports
-        self._gone = gone
+        self._released = released
         self._runs: OrderedDict[KeyedRun, None] = OrderedDict()
         self._of_tenant: Counter[str] = Counter()
 
@@ -110,7 +110,7 @@ class PendingRecordEnds:
             self._remove(dropped)
             self._ports.telemetry.ending(EndingOutcome.DROPPED)
             log.error("idempotency.end_dropped", record=dropped.key.digest[:12])
-            self._gone(dropped)
+            self._released(dropped)
 
     async def write_forever(self) -> None:
         while True:
@@ -139,7 +139,7 @@ class PendingRecordEnds:
             self._remove(run)
             fenced = written is Written.FENCED
             self._ports.telemetry.ending(EndingOutcome.FENCED if fenced else EndingOutcome.WRITTEN)
-            self._gone(run)
+            self._released(run)
         return True
 
     def _remove(self, run: KeyedRun) -> None:

@@ -47,7 +47,7 @@ class RunPhase(StrEnum):
     CLAIMING = "claiming"
     OWNING = "owning"
     FOLLOWING = "following"
-    OVER = "over"
+    ENDED = "ended"
 
 
 class KeyedRun:
@@ -86,7 +86,7 @@ class KeyedRun:
     def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
         """Return the handle of a client, which receives the request from its beginning."""
         follower = self.broadcast.join(sink, client_window, first=first)
-        self._arrivals.joined(over=self.phase is RunPhase.OVER)
+        self._arrivals.joined(ended=self.phase is RunPhase.ENDED)
         self._stop_grace()
         asyncio.get_running_loop().call_soon(self.broadcast.catch_up, follower)
         return follower
@@ -94,7 +94,7 @@ class KeyedRun:
     @property
     def joinable(self) -> bool:
         """Whether another client can join: it runs, or its pending end is in memory."""
-        if self.phase is RunPhase.OVER:
+        if self.phase is RunPhase.ENDED:
             return self.pending_end is not None and self.pending_end.ended
         return self._stopped is None
 
@@ -110,7 +110,7 @@ class KeyedRun:
         """Release everything. Called when the task is done, which may never have begun."""
         self._stop_grace()
         self._arrivals.claimed(KeyOutcome.REFUSED)
-        if self.phase is not RunPhase.OVER:
+        if self.phase is not RunPhase.ENDED:
             self._fail(self._stopped or RequestCancelled("the request was cancelled"))
 
     def trim_output(self) -> None:
@@ -184,7 +184,7 @@ class KeyedRun:
     async def _follow(self) -> bool:
         """Follow the run at another gateway. Returns whether it ended; if not, the record can be claimed."""
         self.phase = RunPhase.FOLLOWING
-        self._drop_if_alone()
+        self._stop_without_followers()
         ended = await self._reader.follow(self._ports, self.key)
         if ended:
             self._deliver(self._reader.end or too_large())
@@ -245,13 +245,13 @@ class KeyedRun:
 
     def _deliver(self, outcome: Finished | FairwayError) -> None:
         if isinstance(outcome, Finished):
-            self.phase = RunPhase.OVER
+            self.phase = RunPhase.ENDED
             self.broadcast.finished(outcome)
         else:
             self._fail(outcome)
 
     def _fail(self, error: FairwayError) -> None:
-        self.phase = RunPhase.OVER
+        self.phase = RunPhase.ENDED
         self.broadcast.failed(error)
 
     def _incident(self, error: BaseException) -> InternalError:
@@ -264,14 +264,14 @@ class KeyedRun:
 
     def _left(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._departed(follower)
-        if len(self.broadcast) or self.phase is RunPhase.OVER:
+        if len(self.broadcast) or self.phase is RunPhase.ENDED:
             return
         if self.phase is RunPhase.FOLLOWING:
-            self._drop_if_alone()
+            self._stop_without_followers()
         else:
             self._start_grace(0.0 if withdrawn or not self.broadcast.whole else None)
 
-    def _drop_if_alone(self) -> None:
+    def _stop_without_followers(self) -> None:
         """Stop following a run at another gateway when no client here follows it."""
         if not len(self.broadcast) and self._task is not None:
             self._stopped = self._stopped or RequestCancelled("the request was cancelled")
@@ -280,14 +280,14 @@ class KeyedRun:
     def _start_grace(self, seconds: float | None = None) -> None:
         self._stop_grace()
         wait_s = self._ports.limits.detach_grace_s if seconds is None else seconds
-        self._grace = asyncio.get_running_loop().call_later(wait_s, self._grace_over)
+        self._grace = asyncio.get_running_loop().call_later(wait_s, self._end_after_grace)
 
     def _stop_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _grace_over(self) -> None:
+    def _end_after_grace(self) -> None:
         """End a request without clients after its grace, unless another gateway's client follows it."""
         ownership = self.ownership
         watched_until_s = ownership.watched_until_s if ownership is not None else 0.0

@@ -89,7 +89,7 @@ class KeyedRuns:
         if first:
             task = self._supervisor.spawn(f"keyed {key.digest[:12]}", run.drive())
             run.start(task)
-            task.add_done_callback(partial(self._over, run))
+            task.add_done_callback(partial(self._on_run_end, run))
         return follower
 
     async def flush_forever(self) -> None:
@@ -140,7 +140,7 @@ class KeyedRuns:
             subtract(self._per_tenant, tenant_id)
             self._capacity.leave(tenant_id)
 
-    def _over(self, run: KeyedRun, _: asyncio.Task[None]) -> None:
+    def _on_run_end(self, run: KeyedRun, _: asyncio.Task[None]) -> None:
         run.close()
         if run.pending_end is None:
             self._forget(run)

@@ -108,10 +108,10 @@ class Arrivals:
         self._waiting = 0
         self._claimed = False
 
-    def joined(self, *, over: bool) -> None:
-        """``over``: the request has ended."""
+    def joined(self, *, ended: bool) -> None:
+        """``ended``: the request has ended."""
         if self._claimed:
-            self._telemetry.clients(self._tenant_id, KeyOutcome.REPLAYED if over else KeyOutcome.ATTACHED)
+            self._telemetry.clients(self._tenant_id, KeyOutcome.REPLAYED if ended else KeyOutcome.ATTACHED)
         else:
             self._waiting += 1
 

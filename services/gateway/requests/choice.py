@@ -277,7 +277,7 @@ class ChoiceRun:
             traceparent=self.timer.traceparent,
         )
         if isinstance(grant, FallbackGrant):
-            context.telemetry.placed_alone()
+            context.telemetry.placed_by_fallback()
         self._accepted = False
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()

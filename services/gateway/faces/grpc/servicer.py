@@ -135,7 +135,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         Only this task writes or ends the RPC: the session's error is raised between two writes.
         """
-        while not session.over:
+        while not session.ended:
             message = await session.next_message(self._heartbeat_s)
             if message.ByteSize():
                 await writes.write(message)

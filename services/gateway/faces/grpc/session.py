@@ -190,7 +190,7 @@ class MuxedSession:
         return not (self.streams or self._handles or self.accepted or self.finished)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Nothing is left to send and nothing more can arrive."""
         return self._half_closed and self.idle
 

@@ -31,7 +31,7 @@ from services.gateway.faces.openai.bodies import BodyReader
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
 from services.gateway.faces.openai.exchange import (
-    ClientGone,
+    ClientDisconnected,
     Headers,
     HttpLimits,
     Receive,
@@ -41,7 +41,7 @@ from services.gateway.faces.openai.exchange import (
     foremost,
     mark_authenticated,
     read_body,
-    unless_gone,
+    unless_disconnected,
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
 from services.gateway.requests.streaming import Completion
@@ -201,9 +201,9 @@ class OpenAiFace:
         if wanted.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, wanted, timeout_s)
-            await unless_gone(exchange.receive, exchange.reply, work)
+            await unless_disconnected(exchange.receive, exchange.reply, work)
             return
-        completions = await unless_gone(
+        completions = await unless_disconnected(
             exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
         )
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
@@ -328,7 +328,7 @@ class _Guard:
             except FairwayError as error:
                 log.info("http.rejected", reason=error.reason)
                 await exchange.reply.error(error)
-            except ClientGone:
+            except ClientDisconnected:
                 log.info("http.client_left")
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise

@@ -39,7 +39,7 @@ BACKLOG: Final = 1024
 BEGUN_PER_TURN: Final = 16
 # Connections without a credential so far. One source may have half of them, the size of the accept backlog,
 # so that they do not evict each other before they are read.
-MAX_STRANGERS: Final = 2 * BACKLOG
+MAX_UNAUTHENTICATED: Final = 2 * BACKLOG
 # One read of the event loop, and the protocol's buffer before it pauses reading.
 _IN_FLIGHT_BYTES: Final = 512 * 1024
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -235,7 +235,7 @@ class HttpServer:
         self.table = ConnectionTable(
             max_connections,
             max(1, int(max_connections * MAX_SOURCE_SHARE)),
-            max_strangers=min(MAX_STRANGERS, max_connections),
+            max_strangers=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
