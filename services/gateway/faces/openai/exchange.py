@@ -141,8 +141,8 @@ async def read_body(
 ) -> bytes:
     """Return the body. Raises HttpProblem before it exceeds the limit, or after the timeout.
 
-    ``hold`` is called with the size so far; an error that it raises ends the reading. Raises ClientDisconnected when
-    the client disconnects in the middle.
+    ``hold`` is called with the size so far; an error that it raises ends the reading. Raises
+    ClientDisconnected when the client disconnects in the middle.
     """
     content_type = headers.one(b"content-type")
     if content_type is not None and not _JSON_TYPE.fullmatch(content_type.strip()):
@@ -276,7 +276,7 @@ class Reply:
 
 
 async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ClientDisconnected when the client disconnects, after ``work`` has ended.
+    """Return the result of ``work``. Raises ClientDisconnected after ``work`` has ended in that case.
 
     The body must have been read: from then on the server reports only the end of the connection.
     """
