@@ -276,7 +276,7 @@ class Reply:
 
 
 async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ClientDisconnected after ``work`` has ended in that case.
+    """Return the result of ``work``. A disconnection ends ``work``, then raises ClientDisconnected.
 
     The body must have been read: from then on the server reports only the end of the connection.
     """
