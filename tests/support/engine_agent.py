@@ -28,7 +28,7 @@ PATIENCE_S: Final = 60.0
 
 
 class Agent:
-    """Starts a process and speaks with it; ``close`` ends it."""
+    """Starts a process and exchanges messages with it; ``close`` ends it."""
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         path = folder / "s"

@@ -194,8 +194,8 @@ class Judge(Protocol):
 class Arrival:
     """A request that comes before step ``step``.
 
-    ``sampling`` holds what it asks for besides ``output_tokens``. It is cancelled after as many tokens as
-    ``cancelled_after`` says, and its reader gives credit for ``credit`` tokens at a time; 0: for all.
+    ``sampling`` holds its options besides ``output_tokens``. It is cancelled after as many tokens as
+    ``cancelled_after``, and its reader gives credit for ``credit`` tokens at a time; 0: for all.
     """
 
     step: int

@@ -205,7 +205,7 @@ class Workers:
 
 @dataclass
 class Answer:
-    """What one client heard."""
+    """What one client received."""
 
     accepted: Accepted | None = None
     ids: dict[int, list[int]] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class Gateway:
         )
 
     async def ask(self, key: str, *, until: int | None = None, **values: Any) -> Answer:
-        """Hear a request to its end, or leave once ``until`` tokens came."""
+        """Read a response to its end, or leave once ``until`` tokens came."""
         answer = Answer()
         try:
             async with aclosing(self.stream(key, **values)) as events:
@@ -307,7 +307,7 @@ class Gateway:
         self.keyed.check_integrity()
 
     async def _slots(self) -> int:
-        """Return how many slots are held; one while nobody can tell."""
+        """Return how many slots are held; one while the count is unavailable."""
         try:
             return await self.limiter.concurrency(self.fleet.tenant)
         except errors.StoreUnavailable:

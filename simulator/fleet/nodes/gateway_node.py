@@ -154,7 +154,7 @@ class GatewayNode:
         return SimWorkers(self._process, network, unsent=self.placement.give_back)
 
     def make_fallback(self, spec: FleetSpec) -> FallbackPlacer:
-        """Return how this gateway places while it hears no leader."""
+        """Return how this gateway places while no leader answers."""
         predicted = spec.term.queue.predicted_output_tokens
         return GatewayFallback(self._process.rng, FallbackSettings(predicted_output_tokens=predicted))
 
@@ -178,7 +178,7 @@ class GatewayNode:
 
     @property
     def ready(self) -> bool:
-        """It knows the fleet and whom to ask for places."""
+        """It has the fleet and the address for placement requests."""
         return self._informers.synced and self.placement.connected
 
     async def drain(self, timeout_s: float) -> None:

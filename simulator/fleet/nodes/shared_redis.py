@@ -34,7 +34,7 @@ def serve_redis(process: Process, network: Network, redis: Redis) -> None:
 
 
 class RedisLink:
-    """One gateway's way to Redis."""
+    """One gateway's connection to Redis."""
 
     def __init__(self, process: Process, network: Network) -> None:
         self._process = process
