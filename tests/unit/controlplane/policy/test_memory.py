@@ -238,10 +238,10 @@ def test_what_its_equals_can_spare_is_room_and_nobody_has_to_go_for_it() -> None
         memory = MemoryView(worker, [*held, new], {"dn": free})
         assert memory.free_bytes(but="dn", rank=priority.rank) == free
         assert no_memory(memory, new) == ""
-        assert memory.yielding(new) == ()
+        assert memory.evictions_for(new) == ()
     urgent = AssignedVersion("new", "m", "dn", priority=Priority.INTERACTIVE)
     more = MemoryView(worker, [*held, urgent], {"dn": 91})
-    assert more.yielding(urgent) == (("db", 80),), "what is left of it when it has shrunk"
+    assert more.evictions_for(urgent) == (("db", 80),), "what is left of it when it has shrunk"
 
 
 def test_nothing_yields_when_it_would_not_help() -> None:
@@ -300,7 +300,7 @@ def test_a_worker_that_states_no_memory_has_no_bound() -> None:
     version = AssignedVersion("a", "m", "d")
     memory = MemoryView(Worker("w", "x"), (version,), {"d": 1 << 50})
     assert no_memory(memory, version) == ""
-    assert memory.yielding(version) == ()
+    assert memory.evictions_for(version) == ()
 
 
 # --- whatever the fleet looks like -----------------------------------------------------------------
