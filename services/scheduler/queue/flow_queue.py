@@ -2,8 +2,8 @@
 
 Ownership: from ``submit`` to its outcome the queue owns a placement, under (gateway session, placement id).
 ``submit`` ends in exactly one of a ``Granted``, a ``PlacementRefused``, or a withdrawal by its gateway, which
-gets no outcome. A grant is stored until it was returned or has expired, so that a cancellation that crosses it
-returns the room.
+gets no outcome. A grant is stored until it was returned or has expired, so that a cancellation that crosses
+it returns the room.
 
 Only changed versions are processed: a pass tries a version's queue in order, skips a bounded number of
 placements without room, and ends as soon as the remaining room is too small for any placement.
