@@ -27,7 +27,7 @@ class Work:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step has to tell, in the columns of ``Stepped``."""
+    """The results of a step, in the columns of ``Stepped``."""
 
     handles: list[int]
     tokens: list[int]

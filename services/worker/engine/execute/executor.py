@@ -1,4 +1,4 @@
-"""The port between the engine, which knows sequences, and what computes tokens."""
+"""The port between the engine, which schedules sequences, and the executor, which computes tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Runner(Protocol):
 class Executor(Protocol):
     """Runs batches in the order in which they come, perhaps while its caller does something else.
 
-    From ``submit`` until ``collect`` returns, nobody changes what of a batch's sequences it was made of.
+    From ``submit`` until ``collect`` returns, the caller must not change the sequences of the batch.
     """
 
     @property

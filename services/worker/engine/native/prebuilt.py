@@ -3,7 +3,7 @@
 An image has no compiler: ``python -m services.worker.engine.native.prebuilt`` fills ``FOLDER`` while it is
 built. A library's name is its level and a digest of source, flags and the OpenMP runtime's content, so one
 that was made for another source or another torch is not found. The folder and its files belong to root or to
-this user, nobody else can write to them or replace them, and each file ends with its digest.
+this user, no other user can write or replace them, and each file ends with its digest.
 """
 
 from __future__ import annotations

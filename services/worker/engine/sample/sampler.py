@@ -51,8 +51,8 @@ class Sampled:
     """The samples of a step, perhaps still being computed on the device.
 
     ``tokens`` [rows] are NO_TOKEN where a row has none. Of the rows in ``logged``, ``own`` [logged] is the
-    log-probability of the token, ``top`` are the greatest and their tokens [logged, width]; ``wanted`` says
-    how many of these are told. ``copied``: all is on the host once this event of a CUDA stream is over.
+    log-probability of the token, ``top`` are the greatest and their tokens [logged, width]; ``wanted`` is
+    how many of these are reported. ``copied``: all is on the host once this event of a CUDA stream is over.
     """
 
     tokens: torch.Tensor
