@@ -35,7 +35,7 @@ class NullExecutor:
         self._due_s = clock()
 
     def run(self, batch: Batch) -> Samples:
-        """Return one token per sampling row, never an end-of-sequence id, for outputs of the requested length."""
+        """Return one token per sampling row, never an end-of-sequence id: no output ends early."""
         vocab_size = self._vocab_size
         sampled = batch.sampled
         tokens = [(s.key + (len(s.tokens) - s.prompt_tokens) * STRIDE) % vocab_size for s in sampled]

@@ -34,7 +34,7 @@ class DraftModel:
     """Implements ``Proposer``. ``runner`` is the draft's; its KV blocks are those of ``blocks``.
 
     A sequence whose text the draft has not computed yet catches up within a part of ``token_budget`` a step,
-    and proposes once it is there. Where its blocks are short the draft drops the least recently used sequence.
+    and proposes once it is there. Where blocks are short the draft drops the least recently used sequence.
     """
 
     def __init__(self, runner: Runner, *, blocks: BlockPool, max_model_len: int, token_budget: int) -> None:
