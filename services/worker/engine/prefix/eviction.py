@@ -3,8 +3,9 @@
 Greedy-Dual with frequency (GDSF: Cherkasova, HP Labs 1998; Young, 1994): a released block stays
 until its deadline, ``now + value``, and the earliest deadline is evicted. Time counts evictions, so that one
 turnover of the pool is as many as it has blocks. The value is what the block costs to compute again
-times how often it was requested before, in turnovers. A block requested once has a sixteenth, and its eviction counts as much: such
-blocks are evicted in the order of their last use, and a flood of unrepeated prompts evicts itself.
+times how often it was requested before, in turnovers. A block requested once
+has a sixteenth, and its eviction counts as much: such blocks are evicted in the order of their last use, and
+a flood of unrepeated prompts evicts itself.
 
 A block costs the dense part of the model, the same at every position, and attention over what is before it,
 which grows with the position. Only leaves are candidates: the end of a chain goes before its beginning.
