@@ -221,7 +221,7 @@ async def test_an_engine_that_does_not_read_is_killed_before_the_agent_fills_up(
     say(READY)
     while True:
         time.sleep(0.3)
-        say(wire.Heartbeat(0, 0, 0, 0))
+        say(wire.EngineHeartbeat(0, 0, 0, 0))
     """
     engine, heard = await start(script)
     await heard.ready()
@@ -258,7 +258,7 @@ async def test_an_engine_that_ignores_shutdown_is_killed(start: Start) -> None:
     say(READY)
     while True:
         time.sleep(0.2)
-        say(wire.Heartbeat(0, 0, 0, 0))
+        say(wire.EngineHeartbeat(0, 0, 0, 0))
     """
     engine, heard = await start(script)
     await heard.ready()

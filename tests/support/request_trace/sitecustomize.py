@@ -1,7 +1,8 @@
 """Loaded by every process of an installation under test: records which files a request passes, and when.
 
-SIGUSR2 begins, SIGURG ends and writes ``$REQUEST_TRACE_FOLDER/PID.json``: each project file with the time of
-its first call, in seconds of the machine's monotonic clock. Only the main thread is traced.
+SIGUSR2 begins, SIGURG ends and writes ``$REQUEST_TRACE_FOLDER/PID.json``: each function of the project, as
+``file:name``, with the time of its first call in seconds of the machine's monotonic clock. Only the main
+thread is traced.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _FOLDER = os.environ.get("REQUEST_TRACE_FOLDER", "")
 _ROOT = f"{Path(__file__).resolve().parents[3]}/"
-_first_s: dict[str, float] = {}
+_first_s: dict[CodeType, float] = {}
 
 
 def _profile(frame: FrameType, event: str, argument: Any) -> None:
-    name = frame.f_code.co_filename
-    if event == "call" and name.startswith(_ROOT) and name not in _first_s:
-        _first_s[name] = time.monotonic()
+    code = frame.f_code
+    if event == "call" and code not in _first_s and code.co_filename.startswith(_ROOT):
+        _first_s[code] = time.monotonic()
 
 
 def _begin(number: int, frame: FrameType | None) -> None:
@@ -34,9 +35,10 @@ def _begin(number: int, frame: FrameType | None) -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     sys.setprofile(None)
     path = Path(_FOLDER, f"{os.getpid()}.json")
-    path.with_suffix(".new").write_text(
-        json.dumps({name.removeprefix(_ROOT): at_s for name, at_s in _first_s.items()})
-    )
+    found = {
+        f"{code.co_filename.removeprefix(_ROOT)}:{code.co_qualname}": at_s for code, at_s in _first_s.items()
+    }
+    path.with_suffix(".new").write_text(json.dumps(found))
     path.with_suffix(".new").rename(path)
 
 
