@@ -1,9 +1,9 @@
 """The engine against transformers: random checkpoints, drawn schedules, and the rule of comparison.
 
 The oracle reads what the engine produced, token by token, so each position is compared in the context that
-the engine had. The margin rule (docs/architecture/engine.md): a token whose logit is no more than ``MARGIN``
-below the oracle's best may be chosen by another order of float32 additions; such a divergence is counted and
-excused, any other fails. ``engine_bfloat16`` has the rule for bfloat16.
+the engine had. The margin rule (docs/architecture/engine/exactness.md): a token whose logit is no more than
+``MARGIN`` below the oracle's best may be chosen by another order of float32 additions; such a divergence is
+counted and excused, any other fails. ``engine_bfloat16`` has the rule for bfloat16.
 """
 
 from __future__ import annotations
