@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -86,6 +86,9 @@ stubs: setup-dev ## Generate the stubs from the protos
 
 reference: setup-dev ## Write docs/reference from the code: errors, metrics, settings, commands, HTTP routes
 	PYTHONPATH=. $(BIN)/python scripts/reference.py $(ARGS)
+
+house: setup-dev ## Measure the tree: lines, modules, words, names, shapes of a request; prints RESULT {json}
+	PYTHONPATH=. $(BIN)/python scripts/house.py
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
 e2e-env: .venv-openai/openai-$(OPENAI)

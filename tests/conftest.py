@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tests.support.grpc_forks  # noqa: F401
+
+# isort: split
+
 import contextlib
 import os
 import pwd

@@ -19,6 +19,7 @@ import msgspec
 
 from bench.engines.load import Request
 from bench.engines.runner import ROOT, Answer, RunnerFailed, pause, resume
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import prefix_chain
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
@@ -27,7 +28,6 @@ from services.worker.engine_protocol import (
     Event,
     LoadFailed,
     Ready,
-    Sampling,
     Stepped,
     Submit,
     decode_event,
@@ -130,16 +130,15 @@ class OwnEngine:
     def submit(self, request: Request) -> Stream:
         """Send a greedy request with unlimited credit; return its stream, which ``step`` fills."""
         self._handles += 1
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
+        names = prefix_chain(request.root, request.prompt) if request.root else ()
         stream = self._streams[self._handles] = Stream(time.perf_counter())
         self._send(
             Submit(
                 self._handles,
-                request.prompt,
-                sampling,
+                Prompt(request.prompt, names, request.root),
+                Sampling(seed=0, temperature=0.0),
+                OutputLimits(request.output_tokens, ignore_eos=True),
                 request.output_tokens,
-                prefix_hashes=list(prefix_chain(request.root, request.prompt)) if request.root else [],
-                prefix_root=request.root,
             )
         )
         return stream

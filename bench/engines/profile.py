@@ -16,9 +16,10 @@ from typing import Any, Final
 import msgspec
 
 from bench.engines.load import Request
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.core import Engine
 from services.worker.engine.load.loading import load
-from services.worker.engine_protocol import EngineConfig, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig, Submit
 
 SHOWN: Final = 16
 
@@ -52,7 +53,7 @@ def _named(file: str, line: int, function: str) -> str:
 def _run(engine: Engine, requests: Sequence[Request]) -> None:
     for handle, request in enumerate(requests):
         count = request.output_tokens
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=count, ignore_eos=True)
-        engine.apply(Submit(handle, request.prompt, sampling, count))
+        sampling, limits = Sampling(seed=0, temperature=0.0), OutputLimits(count, ignore_eos=True)
+        engine.apply(Submit(handle, Prompt(request.prompt), sampling, limits, count))
     while engine.has_work:
         engine.step()

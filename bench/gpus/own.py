@@ -12,14 +12,16 @@ from bench.engines.load import Request
 from bench.gpus.random_model import random_weights
 from bench.gpus.roofline import Rates, Work
 from fairway.formats.decoder_config import ModelConfig
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Executor
 from services.worker.engine.load import torch_loading
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig, Ready, Submit
 
+_GREEDY: Final = Sampling(seed=0, temperature=0.0)
 SETTLING_STEPS: Final = 4  # after the last prefill, that do not count
 
 
@@ -58,8 +60,8 @@ class OwnEngine:
             clock=time.monotonic,
         )
         for handle, request in enumerate(requests):
-            sampling = Sampling(seed=0, temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
-            engine.apply(Submit(handle, request.prompt, sampling, credit_limit=request.output_tokens))
+            limits = OutputLimits(request.output_tokens, ignore_eos=True)
+            engine.apply(Submit(handle, Prompt(request.prompt), _GREEDY, limits, limits.max_tokens))
         self.last_tokens = {handle: [] for handle in range(len(requests))}
         steps = []
         while engine.has_work:
@@ -112,7 +114,7 @@ def prefill_ratio(
     ratios = []
     for number in range(rounds + 1):
         steps = own.run([Request(list(prompt), 1)] * prompts)
-        if number:  # the first compiles and asks for memory
+        if number:  # the first compiles and allocates memory
             ratios.append(least_s / sum(step.wall_s for step in steps))
     return statistics.median(ratios)
 

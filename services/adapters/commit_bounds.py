@@ -1,4 +1,4 @@
-"""What one commit may hold: etcd's default limits, checked before anything is sent, in every store alike."""
+"""Limits of one commit: etcd's defaults, checked in every store before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BYTES: Final = 1_500_000
 
 
 def check_commit(operations: Sequence[Operation]) -> None:
-    """Raises InvalidInput for too many operations or bytes, or a key that is written twice."""
+    """Raises InvalidInput for too many operations or bytes, or for a key that is written twice."""
     if len(operations) > MAX_OPERATIONS:
         raise InvalidInput(f"a commit has at most {MAX_OPERATIONS} operations", field="operations")
     if len({operation.key for operation in operations}) < len(operations):

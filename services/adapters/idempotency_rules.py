@@ -1,4 +1,4 @@
-"""What the stores of idempotency records share: their bounds and their refusal."""
+"""Limits and rejections that all stores of idempotency records share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocking file work beside the event loop."""
+"""Blocking file work in threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Return what the call returns. A cancelled caller still waits until the thread let go of the files."""
+    """Return the result of the call. A cancelled caller still waits until the thread has finished."""
     future = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
     try:
         return await asyncio.shield(future)
@@ -21,5 +21,5 @@ async def in_thread(work: Callable[..., T], *arguments: object) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({future})
         if not future.cancelled():
-            future.exception()  # taken: the cancellation goes first
+            future.exception()  # marks the error as retrieved: the cancellation takes precedence
         raise

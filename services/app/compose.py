@@ -1,4 +1,4 @@
-"""Which role is built by what. The modules of ``roles`` are the only place that builds objects."""
+"""The builder of each role. Only the modules of ``roles`` build objects."""
 
 from __future__ import annotations
 

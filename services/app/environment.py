@@ -1,4 +1,4 @@
-"""What every role is built from: settings, clock, tasks, the store and its views."""
+"""The shared objects of every role: settings, clock, tasks, the store and its views."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from services.runtime.telemetry.server import TelemetryServer
 from services.runtime.telemetry.tracing import open_tracing
 
 Record = TypeVar("Record")
-# Elsewhere a few long streams carry all requests, and spans follow the request.
+# The other roles carry all requests on a few long streams; there a span follows the request.
 TRACED_BY_RPC: Final = ("registry", "controlplane")
-NEEDS_STORE: Final = ("registry", "controlplane")  # what they answer comes from the store
+NEEDS_STORE: Final = ("registry", "controlplane")  # these roles answer from the store
 
 
 class Environment:
-    """The shared objects of one process; ``close`` ends them in reverse order of their making."""
+    """The shared objects of one process; ``close`` ends them in reverse order of construction."""
 
     def __init__(self, settings: Settings, role: str, log_stream: LogStream) -> None:
         """Raises ConfigError for a secret that cannot be read."""
@@ -72,11 +72,11 @@ class Environment:
         return informer
 
     def identity(self) -> KeyDirectory:
-        """Return who calls: a view of the keys and tenants."""
+        """Return the authentication of callers: a view of the keys and tenants."""
         return KeyDirectory(self.informer(KEYS, ApiKey), self.informer(TENANTS, Tenant), self.clock)
 
     def server(self, *services: Service, identity: KeyDirectory | None = None) -> RpcServer:
-        """Return the role's gRPC server, not started. Without an identity no API key opens it."""
+        """Return the role's gRPC server, not started. Without ``identity`` it accepts no API key."""
         server = RpcServer(
             services,
             listen=self.settings.listen,
@@ -94,10 +94,9 @@ class Environment:
         return server
 
     async def sync(self, timeout_s: float = 20.0) -> None:
-        """Start the views and return once each was listed. Raises StoreUnavailable after ``timeout_s``,
-        StoreReplaced where that is why.
+        """Start the views and return once each is listed. They contain this process's earlier writes.
 
-        What the process itself wrote before is in them.
+        Raises StoreUnavailable after ``timeout_s``, or StoreReplaced if another store is the cause.
         """
         self.supervisor.spawn("store look", self.store.run())
         for prefix, informer in self._informers.items():
@@ -110,7 +109,7 @@ class Environment:
                 raise
 
     async def watch(self) -> None:
-        """Answer whoever watches the process, from before it serves. Raises FailedPrecondition."""
+        """Start the telemetry server and the loop watch before the role serves. Raises FailedPrecondition."""
         self.supervisor.spawn("loop watch", self._loop_watch.run())
         self.supervisor.spawn("free memory", return_free_memory(self.clock))
         self._loop_watch.start()
@@ -130,7 +129,7 @@ class Environment:
         self.exported = ProcessMetrics(self.metrics, self.supervisor, self.role)
         self.health = Health(self.metrics)
         self._loop_watch = LoopWatch(self.metrics, self.clock)
-        # Another store takes nobody out of service who can serve with the last state: requests go on.
+        # A replaced store does not withdraw a role that can serve with the last state.
         needs_store = self.role in NEEDS_STORE
         self.health.add(
             [

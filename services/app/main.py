@@ -21,7 +21,7 @@ from services.runtime.telemetry import logging
 
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3
-PRIVATE_UMASK: Final = 0o077  # models, blobs and sockets are this user's alone
+PRIVATE_UMASK: Final = 0o077  # only this user reads models, blobs and sockets
 
 
 async def _run(role: str, settings: config.Settings, stream: LogStream) -> int:

@@ -1,4 +1,4 @@
-"""The life of a role's process: start, serve, drain on a signal, stop; leave when it is not healthy."""
+"""The lifecycle of a role's process: start, serve, drain on a signal or on bad health, stop."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ async def _nothing(timeout_s: float) -> None:
 class Role:
     """One role, built and not started.
 
-    ``start`` runs before the server listens, ``open`` after; ``checks`` say what keeps the role from serving;
-    ``named``, which of its parts do, under names of their own. ``drain`` finishes what runs within a time.
+    ``start`` runs before the server accepts connections, ``open`` after. ``checks`` report what prevents the
+    role from serving; ``named`` reports which of its parts serve, each under its own name. ``drain`` finishes
+    running requests within a time in seconds.
     """
 
     server: RpcServer
@@ -71,16 +72,16 @@ async def run(environment: Environment, role: Role) -> int:
 
 
 async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> None:
-    """Keep the health answer true until a signal comes or a task crashes."""
+    """Keep the health answer current until a signal arrives or a task crashes."""
     environment.health.open()
-    told: tuple[str, ...] | None = None
+    previous: tuple[str, ...] | None = None
     while not stop.is_set() and environment.supervisor.healthy:
         problems = environment.health.problems()
-        if told is None or bool(problems) != bool(told):
+        if previous is None or bool(problems) != bool(previous):
             await role.server.set_serving(not problems)
-            if problems or told:
+            if problems or previous:
                 log.warning("role.serving_changed", serving=not problems, problems=problems)
-        told = problems
+        previous = problems
         await role.server.set_parts({**role.named(), "store": not environment.store.problem()})
         try:
             async with asyncio.timeout(_HEALTH_PERIOD_S):

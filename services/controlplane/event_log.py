@@ -1,13 +1,12 @@
-"""Events: what happened in the fleet, kept in the store for about an hour.
+"""Fleet events, stored for about an hour.
 
-Every control plane follows the store revision by revision and writes what each means, under a name made of
-the revision: the first one's entry stays, the other's commit finds it there. So an event is written once,
-however many control planes there are, and what happened before one died is there for whoever comes after.
-Not told: changes of a time in which no control plane lived. After a compaction that a control plane slept
-through, the sum of what it missed is told as one difference.
+Every control plane follows the store revision by revision and writes the events of each revision under a name
+made of the revision. The first entry stays; the second writer's commit finds it. So each event is written
+once for any number of control planes, and survives its writer. Changes made while no control plane runs are
+not recorded. After a compaction during an outage, the missed changes are recorded as one difference.
 
-Bounds: ``MAX_EVENTS`` entries, the oldest go first; ``KEEP_S`` to live, by lease; a token bucket of writes,
-and one event that tells how many were left out.
+Bounds: ``MAX_EVENTS`` entries, the oldest are deleted first; a lifetime of ``KEEP_S``, by lease; a token
+bucket of writes, and one event that reports how many events were dropped.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.policy.events import Happening, Observed, happenings, kind_of
-from services.controlplane.policy.rate import TokenBucket
+from services.controlplane.policy.events import FleetEvent, Observed, TokenBucket, events_between, kind_of
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of
 from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
@@ -47,7 +45,7 @@ MAX_EVENTS: Final = 2000
 MAX_PENDING: Final = 2000
 WRITES_PER_S: Final = 20.0
 BURST: Final = 500
-_LEASE_FOR_S: Final = 300.0  # events of so long a time share a lease
+_LEASE_FOR_S: Final = 300.0  # events written within this time share a lease
 _PER_COMMIT: Final = 50
 _TRIM_EVERY: Final = 100
 _RETRY_S: Final = 0.5
@@ -63,7 +61,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Empty: everything."""
+    """An empty filter matches every event."""
 
     kinds: frozenset[EventKind] = frozenset()
     resource: str = ""
@@ -76,7 +74,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Events of one revision. The first name decides whether they were written before."""
+    """Events of one revision. The first name shows whether the batch is already stored."""
 
     names: tuple[str, ...]
     records: tuple[EventRecord, ...]
@@ -90,7 +88,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _State:
-    """What is stored, as far as it was followed. ``revision`` 0: nothing was read yet."""
+    """The store's state as of ``revision``; 0: nothing was read yet."""
 
     revision: int = 0
     records: dict[str, Observed] = field(default_factory=dict)
@@ -107,15 +105,15 @@ class EventRecorder:
         self._bucket = TokenBucket(rate_per_s=WRITES_PER_S, burst=BURST)
         self._left_out = 0
         self._lease = _Lease()
-        self._since_trim = _TRIM_EVERY  # look once at the start
+        self._since_trim = _TRIM_EVERY  # trims once at the start
 
     @property
     def revision(self) -> int:
-        """Up to where the store was followed; 0 before the first read."""
+        """The revision up to which the store was followed; 0 before the first read."""
         return self._state.revision
 
     async def run(self) -> None:
-        """Follow and write until cancelled; outlives the store's absence."""
+        """Follow the store and write events until cancelled; survives a store outage."""
         listed = False
         while True:
             try:
@@ -129,17 +127,17 @@ class EventRecorder:
                 log.info("events.store_lost", error=repr(error))
             await self._clock.sleep(_RETRY_S)
 
-    async def tell(self, told: Sequence[Happening], revision: int, *, fence: Condition) -> None:
-        """Write what a leader found out as of a revision, nothing unless ``fence`` holds: it still leads.
+    async def record(self, events: Sequence[FleetEvent], revision: int, *, fence: Condition) -> None:
+        """Write a leader's findings as of a revision. Writes nothing unless ``fence`` holds: the term lasts.
 
-        Raises StoreUnavailable; LeaseLost is mended.
+        Raises StoreUnavailable. Recovers from LeaseLost.
         """
-        for one in told:
+        for one in events:
             mark = hashlib.sha256(f"{one.kind}\0{one.resource}\0{one.reason}".encode()).hexdigest()[:8]
-            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._record(one),)), fence)
+            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._stored_event(one),)), fence)
 
     async def latest(self, reasons: Collection[str]) -> dict[str, str]:
-        """Return the last of these reasons, by resource."""
+        """Return, by resource, the last event among these reasons."""
         listing = await self._store.list(EVENTS)
         found: dict[str, str] = {}
         for event in (event_of(entry) for entry in listing.entries):
@@ -153,7 +151,7 @@ class EventRecorder:
         old = self._state
         if old.revision:
             changed = {key for key in {*fresh, *old.records} if fresh.get(key) != old.records.get(key)}
-            self._note(happenings(old.records, fresh, tuple(changed)), listing.revision)
+            self._note(events_between(old.records, fresh, tuple(changed)), listing.revision)
         self._state = _State(listing.revision, fresh)
 
     async def _follow(self) -> None:
@@ -182,21 +180,21 @@ class EventRecorder:
                 records.pop(event.key, None)
             elif (record := _decoded(event.entry)) is not None:
                 records[event.entry.key] = record
-        self._note(happenings(before, records, tuple(changed)), revision)
+        self._note(events_between(before, records, tuple(changed)), revision)
 
-    def _note(self, told: Sequence[Happening], revision: int) -> None:
+    def _note(self, events: Sequence[FleetEvent], revision: int) -> None:
         """Queue events of a revision, as many as the rate allows."""
-        if not told:
+        if not events:
             return
-        taken = self._bucket.take(len(told), self._clock.monotonic_s())
-        self._left_out += len(told) - taken
+        taken = self._bucket.take(len(events), self._clock.monotonic_s())
+        self._left_out += len(events) - taken
         if len(self._pending) >= MAX_PENDING:
             self._left_out += len(self._pending.popleft().names)
-        records = [self._record(one) for one in told[:taken]]
+        records = [self._stored_event(one) for one in events[:taken]]
         if self._left_out and taken:
             message = f"{self._left_out} events were left out: more happened than is kept"
-            one = Happening(EventKind.LEADER, "events", "EVENTS_LEFT_OUT", message, warning=True)
-            records.append(self._record(one))
+            one = FleetEvent(EventKind.LEADER, "events", "EVENTS_LEFT_OUT", message, warning=True)
+            records.append(self._stored_event(one))
             self._left_out = 0
         if records:
             names = tuple(f"{revision:016x}-{index:04x}" for index in range(len(records)))
@@ -208,7 +206,7 @@ class EventRecorder:
             self._pending.popleft()
 
     async def _write(self, batch: _Batch, *fences: Condition) -> None:
-        """Write the events unless they are there. What was done and not heard of is found there."""
+        """Write the events unless they are stored. This includes an earlier write whose answer was lost."""
         for start in range(0, len(batch.names), _PER_COMMIT):
             names = batch.names[start : start + _PER_COMMIT]
             records = batch.records[start : start + _PER_COMMIT]
@@ -240,7 +238,7 @@ class EventRecorder:
         for start in range(0, len(surplus), _PER_COMMIT):
             await self._store.commit([Delete(entry.key) for entry in surplus[start : start + _PER_COMMIT]])
 
-    def _record(self, one: Happening) -> EventRecord:
+    def _stored_event(self, one: FleetEvent) -> EventRecord:
         now_s = self._clock.unix_s()
         return EventRecord(now_s, one.kind, one.resource, one.reason, one.message, one.warning)
 
@@ -258,9 +256,9 @@ async def page_of_events(
 async def watch_events(
     store: Store, wanted: Filter, *, newest: int, after_revision: int
 ) -> AsyncGenerator[tuple[int, tuple[Event, ...]], None]:
-    """Yield (revision, events): the newest that are there unless resuming, then every further one.
+    """Yield (revision, events): unless resuming, the newest stored events, then every later one.
 
-    No events: a sign of life. Raises FailedPrecondition when ``after_revision`` is too far back.
+    An empty tuple is a keepalive. Raises FailedPrecondition when ``after_revision`` is too old.
     """
     if not after_revision:
         listing = await store.list(EVENTS)
@@ -272,9 +270,9 @@ async def watch_events(
         async with aclosing(store.watch(EVENTS, after_revision)) as batches:
             async for batch in batches:
                 new = (event_of(one.entry) for one in batch.events if isinstance(one, Changed))
-                told = tuple(event for event in new if event is not None and wanted.takes(event))
-                if told or not batch.events:
-                    yield batch.revision, told
+                matching = tuple(event for event in new if event is not None and wanted.takes(event))
+                if matching or not batch.events:
+                    yield batch.revision, matching
     except Compacted as exc:
         raise FailedPrecondition(
             f"revision {after_revision} is too old to resume from: watch again from 0",
@@ -283,7 +281,7 @@ async def watch_events(
 
 
 def event_of(entry: Entry) -> Event | None:
-    """Return the event of an entry, None for one that cannot be read."""
+    """Return the event of an entry, None for an unreadable entry."""
     try:
         return Event(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
     except IntegrityError as error:
@@ -306,7 +304,7 @@ def _decoded(entry: Entry) -> Observed | None:
 def _by_revision(
     events: Sequence[Changed | Removed],
 ) -> list[tuple[int, list[Changed | Removed]]]:
-    """Group events, which come in the store's order."""
+    """Group events by revision; they arrive in the store's order."""
     grouped: list[tuple[int, list[Changed | Removed]]] = []
     for event in events:
         revision = event.mod_revision if isinstance(event, Removed) else event.entry.mod_revision

@@ -1,4 +1,4 @@
-"""What the planner, the status of resources and the events look at: one consistent state of the fleet."""
+"""One consistent state of the fleet: the input of the planner, resource status and events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Records by key order of the store."""
+    """Records in the store's key order."""
 
     deployments: tuple[Deployment, ...] = ()
     workers: tuple[Worker, ...] = ()
@@ -45,7 +45,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One assigned replica; ``loaded`` is None until its worker speaks of it."""
+    """One assigned replica; ``loaded`` is None until its worker reports it."""
 
     worker_id: str
     assigned: AssignedVersion
@@ -58,7 +58,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is stored, as of one revision: entries by key, and the fleet that they make."""
+    """Everything stored as of one revision: entries by key, and the fleet built from them."""
 
     revision: int
     entries: Mapping[str, Entry]
@@ -70,13 +70,13 @@ class Snapshot:
 
 
 async def read_snapshot(store: Store) -> Snapshot:
-    """Return the state of now, in one read."""
+    """Return the current state, in one read."""
     listing = await store.list(ROOT)
     return snapshot_of(listing.revision, {entry.key: entry for entry in listing.entries})
 
 
 def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> Snapshot:
-    """Return the snapshot of these entries. A record that cannot be read is no part of the fleet."""
+    """Return the snapshot of these entries. The fleet omits unreadable records."""
     records: list[FleetRecord | None] = []
     for _, entry in sorted(entries.items()):
         try:
@@ -87,7 +87,7 @@ def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> Snapshot:
 
 
 def readable(entry: Entry, kind: type[R]) -> R | None:
-    """Return the record, None for one that cannot be read: it must not take the others with it."""
+    """Return the record, None for an unreadable one: it must not hide the other records."""
     try:
         return load(entry.value, kind)
     except IntegrityError as error:
@@ -109,7 +109,7 @@ def decode(entry: Entry) -> FleetRecord | None:
 
 
 def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
-    """Sort records into a fleet; None is left out."""
+    """Sort records into a fleet; skip None."""
     found = list(records)
     return Fleet(
         tuple(record for record in found if isinstance(record, Deployment)),

@@ -1,4 +1,4 @@
-"""What operators make and see, in one object."""
+"""The operations of operators, in one object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the control plane counts of its reconciling."""
+"""Metrics of the control plane's reconciliation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STORE_LOST: Final = "store_lost"
 
 
 class ReconcilerTelemetry:
-    """Told by the reconciler; knows whether its rounds go on."""
+    """Counts the reconciler's rounds; detects a round that does not end."""
 
     def __init__(
         self, clock: Clock, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True
     ) -> None:
-        """Without metrics it counts for nobody. ``leads``: whether the last round is the fleet's, too."""
+        """Without ``metrics`` nothing is exported. ``leads`` returns whether this process leads."""
         metrics = metrics if metrics is not None else Metrics()
         self._clock = clock
         self._began_s: float | None = None
@@ -63,6 +63,6 @@ class ReconcilerTelemetry:
         self._unplaced = count
 
     def problem(self) -> str:
-        """Return what keeps it from serving: a round that does not end. The store's absence ends rounds."""
+        """Return the problem of a round that does not end, else empty. A store outage ends rounds."""
         stuck_s = 0.0 if self._began_s is None else self._clock.monotonic_s() - self._began_s
         return f"a round has run for {stuck_s:.0f} s" if stuck_s > STALLED_S else ""

@@ -1,4 +1,4 @@
-"""Methods of ControlPlaneService that this release does not serve, each with a text that says so."""
+"""Methods of ControlPlaneService that this release does not serve, each with an explaining message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long to wait before something that failed is tried again."""
+"""Retry backoff: the wait before an operation that failed is tried again."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-_MOST_DOUBLINGS: Final = 16  # a longer row of failures is no larger number
+_MOST_DOUBLINGS: Final = 16  # more failures in a row do not increase the wait
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits that double with each failure in a row up to ``max_s``, each less up to half of itself, so that
-    those who failed together do not come back together."""
+    """Waits that double with each failure in a row, up to ``max_s``. Each wait is shortened at random by up
+    to half, so that clients that failed together do not retry together."""
 
     first_s: float
     max_s: float
 
     def wait_s(self, failures: int, rng: Random) -> float:
-        """Return the wait in seconds after so many failures in a row."""
+        """Return the wait in seconds after that many failures in a row."""
         ceiling_s = min(self.max_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
         return rng.uniform(ceiling_s / 2, ceiling_s)

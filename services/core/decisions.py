@@ -1,4 +1,4 @@
-"""How placements were decided and how workers look to them, as operators are told: values between roles."""
+"""Explanations of placements and the leader's view of workers, for operators: values between roles."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PLACED_ALONE = "PLACED_ALONE"
 
 @dataclass(frozen=True, slots=True)
 class RankedWorker:
-    """A worker that passed every filter. ``parts``: what each scorer gave it; empty outside of the draw."""
+    """A worker that passed every filter, with its score."""
 
     worker_id: str
     score: float
-    in_draw: bool
+    in_draw: bool  # in the set that the worker was drawn from
     cached_tokens: int
-    predicted_ttft_s: float
+    predicted_ttft_s: float  # from the grant to the first token
     kv_tokens_room: int
-    parts: tuple[tuple[str, float], ...] = ()
+    parts: tuple[tuple[str, float], ...] = ()  # the score of each scorer; empty when not in the draw
 
 
 @dataclass(frozen=True, slots=True)
 class FilterRejections:
-    """How many workers one filter dropped, and the names of some."""
+    """How many workers one filter rejected, and the names of some."""
 
     filter: str
     workers: int
@@ -44,30 +44,20 @@ class PlacementDecision:
     priority: Priority
     epoch: int
     queued_unix_s: float
-    wait_s: float
-    outcome: str
+    wait_s: float  # time in the queue
+    outcome: str  # QUEUED, GRANTED, the reason of an error, ...
     attempt: int = 0
     worker_id: str = ""
     prompt_tokens: int = 0
     reserved_tokens: int = 0
     excluded_workers: tuple[str, ...] = ()
-    looks: int = 0
-    looks_without_room: int = 0
-    looks_giving_way: int = 0
-    bypassed: int = 0
-    counter_tokens: float = 0.0
+    looks: int = 0  # attempts to place it
+    looks_without_room: int = 0  # of these: no worker had room
+    looks_giving_way: int = 0  # of these: the tenant holds more than its share
+    bypassed: int = 0  # placements behind it that were granted first
+    counter_tokens: float = 0.0  # counter of its tenant at the last attempt
     ranked: tuple[RankedWorker, ...] = ()
     rejections: tuple[FilterRejections, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What is remembered of a request, the oldest first, and since when nothing was forgotten."""
-
-    decisions: tuple[PlacementDecision, ...]
-    since_unix_s: float
-    leader_id: str
-    leader_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +76,13 @@ class WorkerPool:
     measured_step_s: float | None
     predicted_step_s: float
     slowness_ratio: float
-    health: str = ""
+    health: str = ""  # state of a ``WorkerStanding``
     health_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetWorker:
-    """A worker as the leader sees it. ``silent_s``: since its last report."""
+    """A worker in the leader's view."""
 
     worker_id: str
     address: str
@@ -101,16 +91,6 @@ class FleetWorker:
     device_type: str
     cost_per_hour: float
     state: str
-    silent_s: float
+    silent_s: float  # since its last report
     prefix_blocks: int
     pools: tuple[WorkerPool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersPage:
-    """Workers by name, and who told it."""
-
-    workers: tuple[FleetWorker, ...]
-    next_page_token: str
-    leader_id: str
-    leader_epoch: int

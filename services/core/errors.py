@@ -1,4 +1,4 @@
-"""Domain errors. What the world does wrong is one of these; our own bugs are assertions.
+"""Domain errors. Failures outside our control raise one of these; our own bugs are assertions.
 
     FairwayError
     ├── InvalidInput            PromptTooLong, UnsupportedFeature
@@ -15,9 +15,9 @@
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
-    └── InternalError           carries an incident id, never a text of its own
+    └── InternalError           has an incident id and no message of its own
 
-``services/rpc/status.py`` is the only place where one becomes a gRPC or HTTP status.
+``services/rpc/status.py`` is the only module that maps them to a gRPC or HTTP status.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import ClassVar
 
 
 class FairwayError(Exception):
-    """Base. ``message`` is public; ``metadata`` carries every value that it mentions.
+    """Base class. ``message`` is public; ``metadata`` contains every value that the message mentions.
 
-    ``retry_after_s`` is set where a retry helps, and says from when on.
+    ``retry_after_s`` is set where a retry helps: the number of seconds to wait before it.
     """
 
     reason: ClassVar[str] = "INTERNAL"
@@ -43,7 +43,7 @@ class FairwayError(Exception):
 
 
 class InvalidInput(FairwayError):
-    """The request can never succeed as it is. ``field`` in the metadata names what to change."""
+    """The request cannot succeed unchanged. ``field`` in the metadata names the field to change."""
 
     reason = "INVALID_INPUT"
 
@@ -53,7 +53,7 @@ class PromptTooLong(InvalidInput):
 
 
 class UnsupportedFeature(InvalidInput):
-    """A known option that this server does not offer."""
+    """A recognised option that this server does not offer."""
 
     reason = "UNSUPPORTED_FEATURE"
 
@@ -83,7 +83,7 @@ class AlreadyExists(Conflict):
 
 
 class IdempotencyConflict(AlreadyExists):
-    """The idempotency key was used for another request. Not ABORTED, which invites a retry."""
+    """The idempotency key belongs to another request. Not mapped to ABORTED, which invites a retry."""
 
     reason = "IDEMPOTENCY_CONFLICT"
 
@@ -97,25 +97,25 @@ class FailedPrecondition(FairwayError):
 
 
 class IntegrityError(FailedPrecondition):
-    """Stored or received bytes are not what their digest says."""
+    """Stored or received bytes do not match their digest."""
 
     reason = "INTEGRITY_ERROR"
 
 
 class DoesNotFit(FailedPrecondition):
-    """It needs more memory than the device has."""
+    """The version needs more memory than the device has."""
 
     reason = "DOES_NOT_FIT"
 
 
 class ResultExpired(FailedPrecondition):
-    """The request of this idempotency key was run, and its output is not kept any more."""
+    """The request of this idempotency key was run, and its output is no longer stored."""
 
     reason = "RESULT_EXPIRED"
 
 
 class VersionGone(FailedPrecondition):
-    """The version that began the output is served no more, so nothing can continue it."""
+    """The version that started the output is no longer served, so the output cannot be continued."""
 
     reason = "VERSION_GONE"
 
@@ -133,19 +133,19 @@ class ConcurrencyExceeded(OverQuota):
 
 
 class IdempotencyKeysExceeded(OverQuota):
-    """The tenant has as many idempotency keys remembered as may be."""
+    """The tenant has reached the maximum number of stored idempotency keys."""
 
     reason = "IDEMPOTENCY_KEYS_EXCEEDED"
 
 
 class OverCommitment(OverQuota):
-    """The model is overloaded, and the tenant uses more than what was promised to it."""
+    """The model is overloaded, and the tenant uses more than its committed rate."""
 
     reason = "OVER_COMMITMENT"
 
 
 class ShareExceeded(OverQuota):
-    """The caller holds its share of something bounded that all callers use: others still find room."""
+    """The caller uses its full share of a bounded resource; other callers can still use theirs."""
 
     reason = "SHARE_EXCEEDED"
 
@@ -171,32 +171,32 @@ class Draining(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """etcd, Redis or the blob store did not answer within its timeout."""
+    """etcd, Redis or the blob store did not respond within its timeout."""
 
     reason = "STORE_UNAVAILABLE"
 
 
 class StoreReplaced(StoreUnavailable):
-    """The store that answers is not the one that this process belongs to: nothing is read from it or written
-    to it. An operator heals it, so a caller does not try again."""
+    """The store that responds is not the store that this process belongs to. It is neither read nor written.
+    An operator has to repair it, so a caller does not retry."""
 
     reason = "STORE_REPLACED"
 
 
 class Overloaded(Unavailable):
-    """The model has more work than it can begin in time, and this is what is given up first."""
+    """The model has more work than it can start in time, and requests of this rank are shed first."""
 
     reason = "OVERLOADED"
 
 
 class DeadlineUnmeetable(Unavailable):
-    """The request's own deadline passes before it could begin."""
+    """The deadline of the request passes before the request can start."""
 
     reason = "DEADLINE_UNMEETABLE"
 
 
 class VersionFailing(Unavailable):
-    """Workers of this version are lost under most requests; only a few trials pass for a while."""
+    """Workers are lost under most requests of this version; only a few trial requests pass for a while."""
 
     reason = "VERSION_FAILING"
 
@@ -206,13 +206,13 @@ class NoLeader(Unavailable):
 
 
 class StreamBroken(Unavailable):
-    """The worker was lost and the stream could not be continued elsewhere."""
+    """The worker was lost and the stream could not be continued on another one."""
 
     reason = "STREAM_BROKEN"
 
 
 class TicketExpired(Unavailable):
-    """A gateway's clock is so far behind the scheduler's that what it signs is over already."""
+    """A gateway's clock is so far behind the scheduler's clock that its tickets have already expired."""
 
     reason = "TICKET_EXPIRED"
 
@@ -238,11 +238,11 @@ class InternalError(FairwayError):
 
 
 def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error that stands for a group: the first that is no domain error, else the first.
+    """Return the error that represents a group: the first that is no domain error, else the first.
 
-    A bug goes before the domain errors that it caused in other tasks. It is used with
-    ``except BaseExceptionGroup``: before Python 3.11.4, a plain error that an ``except*`` block raises is
-    wrapped in another group.
+    A bug takes precedence over the domain errors that it caused in other tasks. Use it with ``except
+    BaseExceptionGroup``: before Python 3.11.4, a plain error that an ``except*`` block raises is wrapped in
+    another group.
     """
     leaves: list[BaseException] = []
     groups: list[BaseExceptionGroup[BaseException]] = [group]

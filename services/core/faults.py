@@ -1,11 +1,11 @@
-"""Whose fault each error reason is: the one table behind metrics, alerts and docs/reference/errors.md.
+"""Fault of each error reason: the one table behind metrics, alerts and docs/reference/errors.md.
 
-``ours``: the platform did not do what it offers; it counts against availability. ``client``: the caller has
-to change what it sends, or how much; a tenant's limits are of this kind. ``none``: nobody's, such as a
+``ours``: the platform failed; the error counts against availability. ``client``: the caller has to change
+what it sends, or how much; a tenant's limits are of this kind. ``none``: neither is at fault, as for a
 request that its client cancelled.
 
-A reason that several causes share has the fault of the platform if any of them is: an outage must not pass
-for a client's mistake. A test fails when a reason of the error tree is not in the table.
+A reason with several causes is ``ours`` if any cause is the platform's, so that an outage is not counted as a
+client's mistake. A test fails when a reason of the error tree is missing in the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-FINISHED: Final = "FINISHED"  # what the reason of a request without an error is counted as
+FINISHED: Final = "FINISHED"  # the reason that counts requests without an error
 
 
 class Fault(StrEnum):
@@ -24,7 +24,6 @@ class Fault(StrEnum):
 
 # By reason: the fault, and what a client does next.
 ERRORS: Final[dict[str, tuple[Fault, str]]] = {
-    # The request.
     "INVALID_INPUT": (Fault.CLIENT, "Change the field that the message names"),
     "PROMPT_TOO_LONG": (Fault.CLIENT, "Shorten the prompt or ask for fewer tokens"),
     "UNSUPPORTED_FEATURE": (Fault.CLIENT, "Leave the option out"),
@@ -39,7 +38,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "ETAG_MISMATCH": (Fault.CLIENT, "Read the resource again and repeat the change"),
     "IDEMPOTENCY_CONFLICT": (Fault.CLIENT, "Use another idempotency key for another request"),
     "RESULT_EXPIRED": (Fault.CLIENT, "Use another idempotency key; come back sooner"),
-    # A tenant's limits. Others of the platform's users are served meanwhile.
+    # A tenant's limits. Other tenants are served meanwhile.
     "OVER_QUOTA": (Fault.CLIENT, "Wait, or send less"),
     "REQUEST_RATE_EXCEEDED": (Fault.CLIENT, "Wait as long as retry-after says"),
     "CONCURRENCY_EXCEEDED": (Fault.CLIENT, "Wait until a request of the tenant has ended"),
@@ -67,13 +66,13 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "STREAM_BROKEN": (Fault.OURS, "Send it again"),
     "TICKET_EXPIRED": (Fault.OURS, "Send it to another gateway; the operator corrects a clock"),
     "INTERNAL": (Fault.OURS, "Quote the incident id to the operator"),
-    # Nobody's.
+    # No fault.
     "CANCELLED": (Fault.NONE, "Nothing: the client took the request back"),
     FINISHED: (Fault.NONE, "Nothing: no error"),
 }
 
 
 def fault_of(reason: str) -> Fault:
-    """Return whose fault the reason is. One that is not in the table counts as the platform's."""
+    """Return the fault of a reason. A reason that is not in the table is the platform's."""
     found = ERRORS.get(reason)
     return Fault.OURS if found is None else found[0]

@@ -1,10 +1,10 @@
-"""What a worker reports to the scheduler, and how a placement ends: values between the roles.
+"""Worker reports and placement outcomes: values between the roles.
 
-A worker's ``ReportSnapshot`` has levels (pools, draining) and deltas (``grants_seen``, ``tenants``). The
-levels are whole in every snapshot. The deltas are *taken*: whoever builds a snapshot hands over what
-happened since the snapshot before, and the reporter keeps it until the leader acknowledged it.
-``grants_seen`` and every ``kv_blocks_reserved`` are one atom: they are read in one go, without an await
-between, so that the blocks of a seen grant are counted by exactly one of the two sides.
+A worker's ``ReportSnapshot`` has levels (pools, draining) and deltas (``grants_seen``, ``tenants``). Every
+snapshot contains all levels. A delta is *taken*: building a snapshot hands over the events since the previous
+snapshot, and the reporter stores them until the leader has acknowledged them. ``grants_seen`` and every
+``kv_blocks_reserved`` are read together, without an await between, so that the blocks of a seen grant are
+counted by exactly one of the two sides.
 """
 
 from __future__ import annotations
@@ -18,54 +18,51 @@ from services.core.generation import Grant
 from services.core.records import Priority
 
 LONG_PROMPT_TOKENS = 4096
-MAX_COUNTER_TOKENS = 1e18  # no report with a larger one is taken
+MAX_COUNTER_TOKENS = 1e18  # the leader rejects a report with a larger counter
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Room of one loaded version on one worker.
+    """Free and used capacity of one loaded version on one worker.
 
-    ``kv_blocks_reserved``: granted, running and preempted sequences, at the larger of their grant and
-    their use, what several of them share once. ``waiting`` are accepted sequences without a place in the
-    batch; those whose readers give no credit are in neither. ``yields_to_rank`` is 0, or the lowest class of
-    which a tenant without a sequence here gets the place of another's while none is free. ``ready``: it
-    takes new sequences; False while loading, draining or restarting its engine. ``steps``, ``step_seconds``
-    and what was computed inside the steps count since the engine started: tokens prefilled, tokens decoded,
-    tokens of KV that the decodes read. ``long_prefills`` are accepted prompts with LONG_PROMPT_TOKENS and
-    more to compute that have no token yet. ``prefix_added`` and ``prefix_removed`` are deltas: prefix blocks
-    that came into and left the cache, and so are ``prefix_shared`` and ``prefix_unshared``: those that live
-    sequences refer to and that more than one had use of. ``kv_blocks_reserved`` of the same snapshot counts
-    each of these once, and one sequence more that begins with them takes no block for them.
+    ``steps``, ``step_seconds``, ``prefill_tokens``, ``decode_tokens`` and ``attended_tokens`` count since the
+    engine started. The ``prefix_*`` fields are deltas. ``kv_blocks_reserved`` of the same snapshot counts
+    each shared prefix block once: another sequence that begins with shared blocks needs no new blocks for
+    them.
     """
 
     digest: str
     kv_blocks_total: int
+    # Of granted, running and preempted sequences: the larger of grant and use; shared blocks count once.
     kv_blocks_reserved: int
     block_size: int
     running: int
-    waiting: int
+    waiting: int  # accepted, without a place in the batch; without sequences whose readers grant no credit
     max_sequences: int
     max_model_len: int
-    queued_prefill_tokens: int = 0
-    ready: bool = True
+    queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill
+    ready: bool = True  # accepts new sequences; False while loading, draining or restarting its engine
     steps: int = 0
     step_seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    attended_tokens: int = 0
+    prefill_tokens: int = 0  # tokens prefilled inside the steps
+    decode_tokens: int = 0  # tokens decoded inside the steps
+    attended_tokens: int = 0  # tokens of KV that the decodes read
+    # Accepted prompts with at least LONG_PROMPT_TOKENS left to compute and no token yet.
     long_prefills: int = 0
-    prefix_added: tuple[int, ...] = ()
-    prefix_removed: tuple[int, ...] = ()
-    prefix_shared: tuple[int, ...] = ()
-    prefix_unshared: tuple[int, ...] = ()
+    prefix_added: tuple[int, ...] = ()  # prefix blocks that entered the cache
+    prefix_removed: tuple[int, ...] = ()  # prefix blocks that left the cache
+    prefix_shared: tuple[int, ...] = ()  # blocks that live sequences now refer to and that several used
+    prefix_unshared: tuple[int, ...] = ()  # blocks that are no longer shared
+    # Lowest class whose tenants, without a sequence here, take the slot of another tenant while none is free;
+    # 0: none.
     yields_to_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TenantTokens:
-    """Tokens of one tenant and class on one version since the snapshot before.
+    """Tokens of one tenant and class on one version since the previous snapshot.
 
-    ``prefill`` are the tokens of its prompts, ``cached`` those of them that came from the prefix cache.
+    ``prefill`` counts its prompt tokens, ``cached`` those of them that were read from the prefix cache.
     """
 
     tenant: str
@@ -78,8 +75,7 @@ class TenantTokens:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUsage:
-    """Tokens of one sequence on this worker so far; the last one said counts. ``placed_alone``: by its
-    gateway, while nobody led."""
+    """Total tokens of one sequence on this worker so far; the latest report replaces earlier ones."""
 
     request_id: str
     choice: int
@@ -89,13 +85,13 @@ class SequenceUsage:
     output_tokens: int
     cached_tokens: int = 0
     ended: bool = False
-    placed_alone: bool = False
+    placed_alone: bool = False  # its gateway placed it while there was no leader
     priority: Priority = Priority.STANDARD
 
 
 class TenantCounter(Struct, frozen=True, gc=False):
-    """Service of one tenant in one class of a pool, in weighted tokens, as a leader counts it, and what a
-    tenant without service started from there then."""
+    """Service of one tenant in one class of a pool, in weighted tokens, as counted by a leader.
+    ``floor_tokens``: the counter at which a tenant without service started at that time."""
 
     tenant: str
     digest: str
@@ -105,8 +101,8 @@ class TenantCounter(Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class LiveSequence:
-    """A sequence that holds KV on the worker. ``placed_alone``: by its gateway, while nobody led."""
+class ReportedSequence:
+    """A sequence that holds KV on the worker."""
 
     request_id: str
     choice: int
@@ -114,19 +110,12 @@ class LiveSequence:
     digest: str
     kv_blocks: int
     priority: Priority = Priority.STANDARD
-    placed_alone: bool = False
+    placed_alone: bool = False  # its gateway placed it while there was no leader
 
 
 @dataclass(frozen=True, slots=True)
 class ReportSnapshot:
-    """The state of one worker life at one instant.
-
-    ``epoch`` is the newest leader the worker honours and ``grants_seen`` the sequence numbers of that
-    leader's grants that arrived since the snapshot before, admitted or not. ``live`` lists every
-    sequence that holds KV, ``counters`` what the last leader said of tenants; the reporter sends both in
-    the first report of a stream only. ``deltas_number`` counts what ``tenants`` and ``usage`` tell of, over
-    all streams: what is told again has the number that it had. 0: it has none.
-    """
+    """The state of one incarnation of a worker at one instant."""
 
     worker_id: str
     incarnation: int
@@ -134,39 +123,44 @@ class ReportSnapshot:
     zone: str = ""
     draining: bool = False
     pools: tuple[PoolSnapshot, ...] = ()
-    epoch: int = 0
+    epoch: int = 0  # newest leadership that the worker accepts grants of
+    # Sequence numbers of that leader's grants received since the previous snapshot, admitted or not.
     grants_seen: tuple[int, ...] = ()
     tenants: tuple[TenantTokens, ...] = ()
-    live: tuple[LiveSequence, ...] = ()
+    live: tuple[
+        ReportedSequence, ...
+    ] = ()  # every sequence that holds KV; only in the first report of a stream
     usage: tuple[SequenceUsage, ...] = ()
+    # Tenant counters from the last leader; only in the first report of a stream.
     counters: tuple[TenantCounter, ...] = ()
     device_type: str = ""
     cost_per_hour: float = 0.0
+    # Numbers ``tenants`` and ``usage`` over all streams; a repetition has the same number; 0: none.
     deltas_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A placement that ended with the right to start. ``placement_id`` is the gateway's number."""
+    """A placement that ended with a grant. ``placement_id`` is the gateway's number."""
 
     placement_id: int
     grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A placement that ended without a grant, and why."""
+class PlacementRefused:
+    """A placement that ended without a grant, and the error."""
 
     placement_id: int
     error: FairwayError
 
 
-Outcome = Granted | Refused
+Outcome = Granted | PlacementRefused
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """How hard a pool is pressed, 0 (idle) to 1; ``predicted_wait_s`` until what is submitted now starts."""
+    """Load of a pool, 0 (idle) to 1. ``predicted_wait_s``: until a placement that is submitted now starts."""
 
     digest: str
     pressure_ratio: float
@@ -175,7 +169,8 @@ class PoolPressure:
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """One pool of one worker, as far as a gateway needs it to place by itself while nobody leads."""
+    """One pool of one worker, with the facts a gateway needs for fallback placement while there is no
+    leader."""
 
     worker_id: str
     address: str
@@ -190,9 +185,9 @@ class PoolMember:
 
 @dataclass(frozen=True, slots=True)
 class PlacementFrame:
-    """What a scheduler tells a gateway in one message. ``epoch`` is its leadership.
+    """One message from a scheduler to a gateway. ``epoch`` is the scheduler's leadership.
 
-    ``pressures`` are whole, ``members`` replace those sent before; None: unchanged.
+    ``pressures`` is a full list; ``members`` replaces the previous list; None: unchanged.
     """
 
     epoch: int

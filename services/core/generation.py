@@ -1,4 +1,4 @@
-"""One generation and its parts, as every service but the wire sees them."""
+"""One generation and its parts: the types that all services share, apart from the wire format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from services.core.records import KeyRole, Priority
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The last three never reach a client: the gateway places it again or fails it."""
+    """Why a sequence ended. A client never receives the last three: the gateway retries the placement or
+    fails it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +24,8 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-# The error of a sequence that ended with ENGINE_LOST since the model gave no numbers for it on that worker.
+# The error reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers on
+# that worker.
 NOT_FINITE: Final = "NOT_FINITE"
 
 
@@ -41,9 +43,10 @@ class NotAdmittedReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls: a tenant's or an operator's key. ``models`` empty means every model of the tenant.
+    """The authenticated caller: a tenant's or an operator's key. Empty ``models``: every model of the tenant.
 
-    ``secret_hash`` is that of the secret that was shown, so that a stream ends with its secret's grace.
+    ``secret_hash`` belongs to the secret that was presented; a stream ends when the grace period of that
+    secret ends.
     """
 
     key_id: str
@@ -54,8 +57,22 @@ class Principal:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Resolved sampling: every default applied, the seed drawn. See Sampling in common.proto."""
+class Prompt:
+    """A tokenised prompt, as placement, worker and engine receive it."""
+
+    ids: Sequence[int]
+    # The chain of ``core.prefix`` over the prompt's whole prefix blocks, from ``prefix_root`` on.
+    prefix_hashes: tuple[int, ...] = ()
+    prefix_root: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 switch a filter off.
+    ``logprobs`` is None for none, else how many alternatives (0: only the sampled token's own).
+    """
 
     seed: int
     temperature: float = 1.0
@@ -66,32 +83,34 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLimits:
+    """Where an output may end: from ``min_tokens`` on, at a stop string or token, and at ``max_tokens``."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
-    """A generation that passed the validator: version pinned, prompt tokenised, limits applied.
-
-    ``prefix_hashes`` is the chain of ``core.prefix`` over the prompt, from ``prefix_root`` on.
-    """
+    """A generation that passed the validator: version pinned, prompt tokenised, limits applied."""
 
     request_id: str
     model: str
     version_digest: str
     route_revision: int
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    max_output_tokens: int
-    min_output_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    prompt: Prompt
+    sampling: Sampling
+    limits: OutputLimits
     choices: int = 1
-    logprobs: int | None = None
     priority: Priority = Priority.STANDARD
-    ignore_eos: bool = False
     session_key: str = ""
-    prefix_hashes: tuple[int, ...] = ()
-    prefix_root: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +130,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class FallbackGrant:
-    """A gateway's own placement while nobody leads; the worker may not take it. See worker.proto.
+    """A gateway's own placement while there is no leader; the worker may reject it. See worker.proto.
 
-    ``worker_id`` and ``address`` are the gateway's: the worker that hears of it is the one that is meant.
+    ``worker_id`` and ``address`` stay in the gateway: they select the worker that receives the start.
     """
 
     worker_id: str
@@ -129,12 +148,7 @@ AnyGrant = Grant | FallbackGrant
 
 @dataclass(frozen=True, slots=True)
 class PlaceSpec:
-    """What the scheduler needs to know of one sequence.
-
-    ``deadline_left_s`` and ``ttft_target_s`` are None without one; ``attempt`` counts its client's from 0.
-    ``over_quota``: the tenant uses more than what was promised to it; what was promised is
-    ``committed_tokens_per_minute``, 0 without a promise. ``begun``: it was granted a place before.
-    """
+    """One sequence to place, with all facts that the scheduler uses."""
 
     request_id: str
     choice: int
@@ -151,37 +165,33 @@ class PlaceSpec:
     excluded_workers: tuple[str, ...] = ()
     traceparent: str = ""
     prefix_hashes: tuple[int, ...] = ()
-    deadline_left_s: float | None = None
+    deadline_left_s: float | None = None  # None: no deadline
     tenant_weight: float = 1.0
-    attempt: int = 0
-    ttft_target_s: float | None = None
-    over_quota: bool = False
-    committed_tokens_per_minute: int = 0
-    begun: bool = False
+    attempt: int = 0  # counts the client's attempts from 0
+    ttft_target_s: float | None = None  # None: no target
+    over_quota: bool = False  # the tenant uses more than its committed rate
+    committed_tokens_per_minute: int = 0  # 0: nothing is committed
+    begun: bool = False  # it was granted before
 
 
 @dataclass(frozen=True, slots=True)
 class StartSpec:
-    """What a worker needs to start or resume one sequence under a grant.
-
-    ``produced_ids`` are output tokens of an earlier run, ``delivered_chars`` how many characters of
-    output text the client already has. ``time_left_s`` is None without a deadline.
-    """
+    """Everything a worker needs to start or resume one sequence under a grant."""
 
     generation: GenerationSpec
     choice: int
     tenant_id: str
     grant: AnyGrant
     initial_credit_tokens: int
-    produced_ids: tuple[int, ...] = ()
-    delivered_chars: int = 0
-    time_left_s: float | None = None
+    produced_ids: tuple[int, ...] = ()  # output tokens of an earlier run
+    delivered_chars: int = 0  # characters of output text that the client has already received
+    time_left_s: float | None = None  # None: no deadline
     traceparent: str = ""
 
     @property
     def prefill_tokens(self) -> int:
         """Tokens whose KV the worker needs before it makes the next one."""
-        return len(self.generation.prompt_ids) + len(self.produced_ids)
+        return len(self.generation.prompt.ids) + len(self.produced_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +205,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """The last word of a worker on a sequence. ``output_tokens`` counts those of earlier runs too."""
+    """How a sequence ended on a worker. ``output_tokens`` includes those of earlier runs."""
 
     reason: FinishReason
     stop: str = ""
@@ -216,7 +226,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StageClock:
-    """Where the time went, microseconds; see StageClock in common.proto."""
+    """Duration of each stage in microseconds; see StageClock in common.proto."""
 
     received_unix_us: int
     validate_us: int = 0

@@ -1,14 +1,14 @@
-"""What a model version is: a list of files, each a list of chunks, all addressed by sha256.
+"""Manifest of a model version: a list of files, each a list of chunks, all addressed by sha256.
 
-The canonical JSON of a manifest has the digest that names the version, so a version cannot change. A
-file is cut into chunks of exactly ``CHUNK_BYTES``, the last one shorter: the same folder always gives
-the same manifest. Only data travels in a version: names that carry pickled objects or program code
-are refused, and so is whatever the allow-list does not know.
+The digest of a manifest's canonical JSON names the version, so a version cannot change. A file is cut into
+chunks of exactly ``CHUNK_BYTES``, except for the shorter last one: the same folder always gives the same
+manifest. A version contains only data: file names that stand for pickled objects or program code are
+rejected, and so is every name that is not in the allow-list.
 
 Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat
-template, sampling defaults, safety policy, engine limits. A file that decides one cannot be there unpinned.
-A draft (``fairway.formats.drafts``) is weights: which tokens it proposes changes when the others come, not
-which they are.
+template, sampling defaults, safety policy, engine limits. A file that decides one of them must be pinned. A
+draft (``fairway.formats.drafts``) counts as weights: the tokens it proposes change when the other tokens are
+produced, not which.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ KINDS: Final = ("causal-lm", "fixed-cost")
 
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _TAG: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
-# ASCII only: no two spellings of one name, on any file system. No leading or trailing dot.
+# ASCII only: a name has one spelling on any file system. No leading or trailing dot.
 _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
-# Which files decide a behaviour: the first of them that a version holds is the one that is pinned.
+# Files that decide a behaviour; the first of each tuple that a version contains is pinned.
 _PINNED: Final = {
     "tokenizer_digest": ("tokenizer.json", "tokenizer.model"),
     "chat_template_digest": ("chat_template.jinja",),
@@ -71,7 +71,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version. A digest of behaviour is that of the file that decides it, or empty."""
+    """A version. Each behaviour digest is that of the file that decides it, or empty."""
 
     files: tuple[ManifestFile, ...]
     kind: str = "causal-lm"
@@ -103,12 +103,12 @@ def is_digest(text: str) -> bool:
 
 
 def is_tag(text: str) -> bool:
-    """Return whether a version may have this tag; no digest is one."""
+    """Return whether a version may have this tag; a digest is never a tag."""
     return _TAG.fullmatch(text) is not None
 
 
 def canonical_json(manifest: Manifest) -> bytes:
-    """Return the one JSON text of a manifest: sorted keys, no blanks, every field of its schema present."""
+    """Return the canonical JSON of a manifest: sorted keys, no blanks, every field of its schema present."""
     if manifest.schema != 1:
         return _encoder.encode(manifest)
     fields = asdict(manifest)
@@ -121,14 +121,14 @@ def weights_digest_of(files: Sequence[ManifestFile]) -> str:
 
 
 def digest_of(manifest: Manifest) -> str:
-    """Return the digest that names the version: that of the canonical JSON."""
+    """Return the digest that names the version: the sha256 of the canonical JSON."""
     return sha256_of(canonical_json(manifest))
 
 
 def parse(data: bytes, digest: str) -> Manifest:
-    """Return the manifest that these bytes are. Raises IntegrityError unless they have that digest.
+    """Return the manifest in these bytes. Raises IntegrityError unless they have that digest.
 
-    What passes has passed ``check_manifest`` too: a stored manifest is no safer than a received one.
+    The result has passed ``check_manifest`` too: stored manifests are checked like received ones.
     """
     if sha256_of(data) != digest:
         raise IntegrityError(f"the manifest is not the one that {digest} names", digest=digest)
@@ -143,7 +143,7 @@ def parse(data: bytes, digest: str) -> Manifest:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Return if a version may be made of it. Raises InvalidInput that names what to change."""
+    """Return if a version may be created from the manifest. Raises InvalidInput that names what to change."""
     if manifest.schema not in _SCHEMAS:
         raise InvalidInput(f"manifest schema {manifest.schema} is not known", field="manifest.schema")
     if manifest.kind not in KINDS:
@@ -163,18 +163,19 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_draft(manifest: Manifest) -> None:
-    """Return if a version to be made has a whole draft or none. Raises InvalidInput.
+    """Return if a new version has a complete draft or none. Raises InvalidInput.
 
-    Not asked of stored versions: those that had a folder of this name before it meant anything stay readable.
+    Not applied to stored versions: a version stored with a folder of this name before drafts existed stays
+    readable.
     """
     if problem := draft_problem_of(file.path for file in manifest.files):
         raise InvalidInput(problem, field="manifest.files")
 
 
 def check_repetition(manifest: Manifest) -> None:
-    """Return if a version to be made claims no more than a few times its distinct chunks.
+    """Return if the size of a new version is at most a few times that of its distinct chunks.
 
-    Raises InvalidInput. Not asked of stored versions, as ``check_draft``.
+    Raises InvalidInput. Like ``check_draft``, not applied to stored versions.
     """
     sizes: dict[str, int] = {}
     for file in manifest.files:
@@ -185,9 +186,9 @@ def check_repetition(manifest: Manifest) -> None:
 
 
 def check_path(path: str) -> None:
-    """Return if a version may hold a file of this name. Raises InvalidInput with the reason.
+    """Return if a version may contain a file of this name. Raises InvalidInput with the reason.
 
-    A path is relative, of at most eight parts of ASCII letters, digits and ``._+-``, joined by ``/``.
+    A path is relative and has at most eight parts of ASCII letters, digits and ``._+-``, joined by ``/``.
     """
     shown = path[:80]
     if not path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:

@@ -1,4 +1,4 @@
-"""Pages of a sorted list. A page token says after which name the next page begins."""
+"""Pages of a sorted list. A page token contains the name after which the next page starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def page_of(
 ) -> tuple[tuple[T, ...], str]:
     """Return one page and the token of the next, empty at the end. ``items`` are sorted by ``name``.
 
-    Something created or deleted between two pages moves no other item: none is skipped or shown twice.
-    Raises InvalidInput for a token that no page gave.
+    An item that is created or deleted between two pages moves no other item: none is skipped or repeated.
+    Raises InvalidInput for a token that no page returned.
     """
     after = _decode(token)
     rest = [item for item in items if not token or (name(item) < after if descending else name(item) > after)]

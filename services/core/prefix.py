@@ -1,9 +1,10 @@
-"""Names of prompt prefixes: what gateways ask for, workers cache and the scheduler looks up.
+"""Names of prompt prefixes: gateways compute them, workers cache by them, and the scheduler indexes them.
 
 A name is a 64-bit hash over a whole prefix, block by block: ``name[i] = H(name[i - 1], tokens of block i)``.
 The first is chained to a root that is keyed by a secret of the server and by the isolation domain, so that no
-client can name, or probe for, what another domain cached (RadixAttention and vLLM key their blocks likewise,
-without the secret). A name is never zero. Two prefixes share one with probability 2^-64 per pair.
+client can name or probe for blocks that another domain cached (RadixAttention and vLLM key their blocks in
+the same way, without the secret). A name is never zero. Two prefixes have the same name with probability
+2^-64 per pair.
 """
 
 from __future__ import annotations

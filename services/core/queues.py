@@ -1,4 +1,4 @@
-"""What waits and runs, as the leading scheduler knows it: values between the roles."""
+"""Waiting and running placements in the leading scheduler: values between the roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from services.core.records import Priority
 
 @dataclass(frozen=True, slots=True)
 class QueueShare:
-    """What one tenant has waiting in one class of a pool. ``oldest_wait_s``: since it reached its gateway."""
+    """Waiting placements of one tenant in one class of a pool. ``oldest_wait_s`` counts from the arrival at
+    its gateway."""
 
     tenant: str
     priority: Priority
@@ -21,37 +22,22 @@ class QueueShare:
 
 @dataclass(frozen=True, slots=True)
 class PoolQueue:
-    """The queue and the workers of one model version.
-
-    ``predicted_wait_s``: until what is queued now has left, None while no grants tell how fast that goes.
-    ``granted``: given and reported by no worker yet; ``waiting``: at a worker, without a place in its batch.
-    ``shares`` are the largest; ``shares_left_off`` did not fit in. ``counters``: what tenants
-    were served, the most first.
-    """
+    """The queue and the workers of one model version."""
 
     version_digest: str
     queued: int = 0
     queued_prompt_tokens: int = 0
     oldest_wait_s: float = 0.0
+    # Until the present queue has drained; None while there are no grants to measure the rate.
     predicted_wait_s: float | None = None
-    granted: int = 0
+    granted: int = 0  # granted and not yet in a worker's report
     running: int = 0
-    waiting: int = 0
+    waiting: int = 0  # at a worker, without a place in its batch
     workers: int = 0
     serving_workers: int = 0
     kv_tokens_total: int = 0
     kv_tokens_free: int = 0
-    shares: tuple[QueueShare, ...] = ()
-    shares_left_off: int = 0
+    shares: tuple[QueueShare, ...] = ()  # the largest ones
+    shares_left_off: int = 0  # how many did not fit into ``shares``
     pressure_ratio: float = 0.0
-    counters: tuple[TenantCounter, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class QueuesPage:
-    """Pools by version digest, and who told it."""
-
-    pools: tuple[PoolQueue, ...]
-    next_page_token: str
-    leader_id: str
-    leader_epoch: int
+    counters: tuple[TenantCounter, ...] = ()  # service of tenants, the largest first

@@ -1,4 +1,4 @@
-"""What is stored in etcd, and under which keys. Values are JSON of these types.
+"""Records stored in etcd and their keys. Values are JSON of these types.
 
 A reader takes ``mod_revision`` and ``create_revision`` from the store, so they are not fields here.
 """
@@ -27,7 +27,7 @@ WORKERS: Final = ROOT + "workers/"
 LEADERS: Final = ROOT + "leaders/"
 STORE_GENERATION: Final = ROOT + "store/generation"
 GATEWAYS: Final = ROOT + "gateways/"
-# Outside the root: what follows the fleet's state is not woken by what is told of it.
+# Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 
 
@@ -40,7 +40,8 @@ def tag_key(model: str, tag: str) -> str:
 
 
 def model_users_key(model: str) -> str:
-    """Written with every commit that makes a tag or a deployment use a version: who deletes one looks."""
+    """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks
+    it."""
     return f"{ROOT}guards/model-users/{model}"
 
 
@@ -49,7 +50,7 @@ def leader_key(role: str, shard: str = "0") -> str:
 
 
 class Priority(StrEnum):
-    """Scheduling class. ``rank`` orders them: the lower class is shed first."""
+    """Scheduling class. ``rank`` orders the classes: the lowest is shed first."""
 
     BATCH = "batch"
     STANDARD = "standard"
@@ -69,12 +70,13 @@ class KeyRole(StrEnum):
 
 
 class VersionState(StrEnum):
-    """Where one assigned version is on one worker."""
+    """State of one assigned version on one worker."""
 
     FETCHING = "fetching"
     LOADING = "loading"
     READY = "ready"
-    RETIRING = "retiring"  # its successor takes what is new; it still takes what was accepted for it
+    # Its successor takes new requests; it still runs requests that were accepted for it.
+    RETIRING = "retiring"
     DRAINING = "draining"
     RESTARTING = "restarting"
     FAILED = "failed"
@@ -82,7 +84,8 @@ class VersionState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What every operator-made resource carries. Times are Unix seconds by the control plane's clock."""
+    """Common fields of every resource that operators create. Times are Unix seconds by the control plane's
+    clock."""
 
     name: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -92,10 +95,10 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Degrade:
-    """What a tenant would rather have than be refused under pressure.
+    """Degraded service that a tenant prefers to a rejection under pressure.
 
-    ``max_output_tokens``: outputs are cut to so many, 0: not. ``smaller_models``: what answers instead, by
-    the deployment that was asked for.
+    ``max_output_tokens``: outputs are cut to that length; 0: no cut. ``smaller_models``: the deployment that
+    serves instead, by the requested deployment.
     """
 
     max_output_tokens: int = 0
@@ -104,10 +107,7 @@ class Degrade:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Limits of a customer. 0 means no limit.
-
-    ``committed_tokens_per_minute`` are promised to it; 0: nothing is, and nothing is above it.
-    """
+    """Limits of a customer. 0 means no limit."""
 
     meta: Meta
     display_name: str = ""
@@ -118,12 +118,12 @@ class Tenant:
     max_priority: Priority = Priority.STANDARD
     disabled: bool = False
     degrade: Degrade = field(default_factory=Degrade)
-    committed_tokens_per_minute: int = 0
+    committed_tokens_per_minute: int = 0  # 0: no commitment, so no use exceeds it
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """``meta.name`` is the public key id; ``secret_hash`` is hex sha256 of the secret part."""
+    """An API key. ``meta.name`` is the public key id; ``secret_hash`` is hex sha256 of the secret part."""
 
     meta: Meta
     role: KeyRole
@@ -137,7 +137,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """``meta.name`` is the model name that clients ask for; its mod_revision is the route revision."""
+    """A served model. ``meta.name`` is the model name in requests; its mod_revision is the route revision."""
 
     meta: Meta
     model: str
@@ -149,11 +149,11 @@ class Deployment:
     executor: str = "torch"
 
     def serving_digest(self, ready: Mapping[str, int], restarting: Mapping[str, int]) -> str:
-        """Return the version that takes new requests, by its READY and RESTARTING replicas of each version.
+        """Return the version that takes new requests, from the READY and RESTARTING replicas of each version.
 
-        During an update that is the version before, until as many replicas of the new one are READY; an
-        engine of the one before that is started again is back before long.
-        Planner and gateways apply this rule to the same records, so that they agree without a message.
+        During an update this is the old version until as many replicas of the new one are READY. RESTARTING
+        replicas of the old version count, because their engines return soon. Planner and gateways apply this
+        rule to the same records, so that they agree without a message.
         """
         new = ready.get(self.version_digest, 0)
         before = {
@@ -168,10 +168,11 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class AssignedVersion:
-    """What a worker is to run for a deployment.
+    """A version that a worker runs for a deployment.
 
-    ``priority`` orders who has the worker's memory first. ``served``: an update replaces it, and it served
-    when that began. ``retiring``: it takes only what was accepted for it, and leaves once that has ended.
+    ``priority`` orders the use of the worker's memory. ``served``: an update replaces the version, which
+    served when the update began. ``retiring``: it runs only requests that were accepted for it, and is
+    unloaded when these have ended.
     """
 
     deployment: str
@@ -185,7 +186,7 @@ class AssignedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Desired: what one worker is to run. Key: ``ASSIGNMENTS + worker_id``."""
+    """Desired state: the versions that one worker is to run. Key: ``ASSIGNMENTS + worker_id``."""
 
     worker_id: str
     versions: tuple[AssignedVersion, ...] = ()
@@ -193,14 +194,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """Observed: one assigned version on one worker.
-
-    ``reason`` says in a stable word why it failed, ``failed_attempts`` how often in a row, and
-    ``retry_unix_s`` when it is tried again; 0 when time alone brings no new attempt. ``weight_bytes``,
-    ``working_bytes`` and ``kv_bytes`` are granted to its engine; ``needed_bytes`` is the least it is loaded
-    with, 0 while unknown. ``spare_bytes`` of its KV it gives back to a version of its own or of a higher
-    priority that waits for memory.
-    """
+    """Observed state: one assigned version on one worker."""
 
     deployment: str
     model: str
@@ -212,13 +206,14 @@ class LoadedVersion:
     block_size: int = 0
     max_model_len: int = 0
     engine_restarts: int = 0
-    reason: str = ""
-    failed_attempts: int = 0
-    retry_unix_s: float = 0.0
-    weight_bytes: int = 0
+    reason: str = ""  # stable word: why it failed
+    failed_attempts: int = 0  # failures in a row
+    retry_unix_s: float = 0.0  # when the next attempt starts; 0: no attempt is scheduled
+    weight_bytes: int = 0  # granted to its engine, as are ``working_bytes`` and ``kv_bytes``
     kv_bytes: int = 0
-    needed_bytes: int = 0
+    needed_bytes: int = 0  # smallest grant that it can be loaded with; 0: unknown
     working_bytes: int = 0
+    # KV memory that it releases to a version of its own or a higher priority that waits for memory.
     spare_bytes: int = 0
 
 
@@ -226,7 +221,8 @@ class LoadedVersion:
 class Worker:
     """A live worker, under its lease. The key's create_revision is its incarnation.
 
-    ``memory_bytes`` is what its device may give to engines; ``memory_free_bytes`` of it is granted to none.
+    ``memory_bytes``: memory of its device for engines; ``memory_free_bytes``: the part not granted to any
+    engine.
     """
 
     worker_id: str
@@ -240,7 +236,7 @@ class Worker:
     memory_free_bytes: int = 0
 
     def loaded(self, assigned: AssignedVersion) -> LoadedVersion | None:
-        """Return what became of an assigned version; None until the worker reports it."""
+        """Return the observed state of an assigned version; None until the worker reports it."""
         for version in self.versions:
             if (version.deployment, version.version_digest) == (assigned.deployment, assigned.version_digest):
                 return version
@@ -248,7 +244,7 @@ class Worker:
 
 
 def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:
-    """Return the replicas in a state on workers that stay, by deployment and version digest."""
+    """Return the replicas in a state on workers that are not draining, by deployment and version digest."""
     found: dict[str, Counter[str]] = {}
     for worker in workers:
         for version in worker.versions if not worker.draining else ():
@@ -259,9 +255,9 @@ def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Cou
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What operators say of a worker; outlives it.
+    """Operator settings of a worker; they outlive the worker.
 
-    Cordoned: it gets nothing new. Draining: what it runs moves away.
+    Cordoned: it gets no new versions. Draining: its versions move to other workers.
     """
 
     worker_id: str
@@ -271,14 +267,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A live gateway, under its lease: the others count it for their shares of the limits."""
+    """A live gateway, under its lease. Gateways count each other to compute their shares of the limits."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who leads a role's shard, under its lease. The key's create_revision is the epoch."""
+    """The leader of a role's shard, under its lease. The key's create_revision is the epoch."""
 
     leader_id: str
     address: str
@@ -286,9 +282,10 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class StoreGeneration:
-    """Which store this is, written once. ``base_revision``: what readers add to each of its revisions.
+    """Identity of the store, written once. ``base_revision``: readers add it to each of its revisions.
 
-    A restored store counts its revisions from the backup on; the base keeps what readers see from going back.
+    A restored store continues its revisions from the backup; the base prevents readers from seeing a lower
+    revision.
     """
 
     generation: str
@@ -296,7 +293,7 @@ class StoreGeneration:
 
 
 class EventKind(StrEnum):
-    """What kind of resource an event is about."""
+    """The kind of resource that an event concerns."""
 
     TENANT = "tenant"
     KEY = "key"
@@ -308,7 +305,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """What happened, once. Key: ``EVENTS`` and a name that sorts by time. ``reason`` is a stable word."""
+    """One event. Key: ``EVENTS`` and a name that sorts by time. ``reason`` is a stable word."""
 
     time_unix_s: float
     kind: EventKind
@@ -320,7 +317,7 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """A registered version. Its manifest is a blob named by ``digest``."""
+    """A registered version. Its manifest is the blob with this ``digest``."""
 
     model: str
     digest: str
@@ -344,9 +341,9 @@ def dump(record: object) -> bytes:
 
 
 def load(data: bytes, kind: type[Record]) -> Record:
-    """Parse a record. Unknown fields are ignored: an older reader survives a newer writer.
+    """Parse a record. Unknown fields are ignored, so that an older reader can read a newer record.
 
-    Raises IntegrityError for anything that is not one.
+    Raises IntegrityError when the bytes are no such record.
     """
     try:
         return msgspec.json.decode(data, type=kind)

@@ -1,7 +1,7 @@
-"""Which model names are served, by which version, and what the gateway must know of a version.
+"""The model catalog: the served model names, their versions, and the facts about a version.
 
-A request is resolved once, to a route; everything after uses the route's digest, so a request never
-mixes two versions. Tokenizer and template of a version are loaded once, on first use.
+A request is resolved once, to a route; every later step uses the route's digest, so a request never mixes two
+versions. A version's tokenizer and template are loaded once, on first use.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from services.core.records import (
     Worker,
     replicas_in,
 )
-from services.gateway.text.text_model import TextModel, is_text_file
-from services.gateway.text.texts import Texts
+from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.fleet_state.views import RecordView
@@ -44,8 +43,8 @@ MAX_RETRY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why no replica could be loaded. ``retry_unix_s`` is 0 when time alone brings no new attempt."""
+class LoadFailure:
+    """Why no replica could be loaded. ``retry_unix_s`` is 0 when no new attempt is scheduled."""
 
     reason: str
     retry_unix_s: float
@@ -53,12 +52,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``model`` is the name that clients ask for; ``route_revision`` counts the deployment's changes.
+    """``model`` is the clients' name of the model; ``route_revision`` counts the deployment's changes.
 
-    ``version_digest`` is the deployment's, or the version before while that one still takes new requests.
+    ``version_digest`` is the deployment's, or the previous version while that one still takes new requests.
 
-    ``ready_replicas`` is 0 for a deployment of 0 replicas, whoever else runs its version. ``failure`` is set
-    when every replica failed: why, in a stable word, and when the next attempt is made.
+    ``ready_replicas`` is 0 for a deployment of 0 replicas, even if another deployment runs its version.
+    ``failure`` is set when every replica failed: a stable reason, and the time of the next attempt.
     """
 
     model: str
@@ -66,12 +65,12 @@ class Route:
     version_digest: str
     route_revision: int
     ready_replicas: int
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedVersion:
-    """What a request was resolved to before, and keeps."""
+    """The route of an earlier run, which later runs keep."""
 
     version_digest: str
     route_revision: int
@@ -79,7 +78,7 @@ class PinnedVersion:
 
 class ModelFilesPort(Protocol):
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
-        """Return a folder with the verified files of a version that ``only`` chooses."""
+        """Return a folder with the verified files of a version for which ``only`` returns True."""
 
     def pin(self, folder: Path) -> None: ...
 
@@ -87,7 +86,7 @@ class ModelFilesPort(Protocol):
 
 
 class ModelCatalog:
-    """Reads the fleet state; owns the loaded text models, the least recently used of which goes first."""
+    """Reads the fleet state; owns the loaded text models and evicts the least recently used first."""
 
     def __init__(
         self,
@@ -106,23 +105,23 @@ class ModelCatalog:
         self._loaded: OrderedDict[str, TextModel] = OrderedDict()
         self._loading: dict[str, asyncio.Lock] = {}
         self._models: OrderedDict[str, str] = OrderedDict()
-        # The index of a view is made once: views are immutable and change rarely.
+        # One index per view: views are immutable and change rarely.
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
         self._ready_of: dict[str, Counter[str]] = {}
         self._restarting_of: dict[str, Counter[str]] = {}
 
     def resolve(self, model: str) -> Route:
-        """Return the route of a model name. Raises ModelNotFound, the same for every name."""
+        """Return the route of a model name. Raises ModelNotFound, with the same message for every name."""
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is None or not held.record.version_digest:
             raise model_not_found(model)
         return self._served(held.record, held.mod_revision)
 
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
-        """Return the route that a request was given before, whatever the name leads to now.
+        """Return the route of an earlier run, even if the name now has another route.
 
-        Raises VersionGone when the name leads elsewhere and no worker has the version any more.
+        Raises VersionGone when the name has another route and no worker has the version any more.
         """
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is not None and held.record.version_digest == pinned.version_digest:
@@ -148,7 +147,7 @@ class ModelCatalog:
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
 
-    def require_hope(self, route: Route) -> None:
+    def require_servable(self, route: Route) -> None:
         """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.
 
         A worker that runs the same version for another deployment does not serve this one.
@@ -183,9 +182,9 @@ class ModelCatalog:
         ]
 
     def max_context_tokens(self, version_digest: str) -> int:
-        """Return how many tokens prompt and output may have together; 0 while nobody knows.
+        """Return the bound of prompt and output tokens together; 0 while it is unknown.
 
-        The model's own bound, and what the roomiest ready worker can hold.
+        The lower of the model's own bound and the capacity of the largest ready worker.
         """
         on_workers = self._ready(version_digest).max_model_len
         loaded = self._loaded.get(version_digest)
@@ -195,8 +194,8 @@ class ModelCatalog:
     async def text_model(self, version_digest: str) -> TextModel:
         """Return the tokenizer, template and defaults of a version.
 
-        Raises NotFound, IntegrityError or FailedPrecondition for a version that cannot be used, and
-        Unavailable when its files cannot be had now.
+        Raises NotFound, IntegrityError or FailedPrecondition for an unusable version, and Unavailable when
+        its files cannot be fetched now.
         """
         loaded = self._loaded.get(version_digest)
         if loaded is not None:
@@ -215,7 +214,7 @@ class ModelCatalog:
                 self._loading.pop(version_digest, None)
 
     async def warm_forever(self) -> None:
-        """Load the text models of each deployment before its first request and before an update is over.
+        """Load the text models of each deployment before its first request, and before the end of an update.
 
         A task of the process.
         """
@@ -244,7 +243,7 @@ class ModelCatalog:
 
     @asynccontextmanager
     async def _folder(self, model: str, version_digest: str) -> AsyncIterator[Path]:
-        """Lend the folder of a version's text files, fetched where they are not there."""
+        """Provide the folder of a version's text files while the context is open; fetches missing files."""
         folder = await self._files.fetch(model, version_digest, only=is_text_file)
         self._files.pin(folder)
         try:
@@ -259,7 +258,7 @@ class ModelCatalog:
             self.texts.unload(evicted)
 
     def _remember(self, model: str, version_digest: str) -> None:
-        """Keep which model a digest belongs to: a request outlives a change of its deployment."""
+        """Store the model of a digest: a request outlives a change of its deployment."""
         self._models[version_digest] = model
         self._models.move_to_end(version_digest)
         while len(self._models) > MAX_REMEMBERED:
@@ -281,8 +280,10 @@ class ModelCatalog:
 
     def _route(self, deployment: Deployment, mod_revision: int) -> Route:
         known = self._ready(deployment.version_digest)
-        # Fewer failures than replicas: one may be on its way that no worker speaks of yet.
-        failed = not known.hopes and known.failed >= max(1, min(deployment.replicas, len(self._workers.view)))
+        # With fewer failures than replicas, a replica that no worker reports yet may be loading.
+        failed = not known.may_serve and known.failed >= max(
+            1, min(deployment.replicas, len(self._workers.view))
+        )
         return Route(
             model=deployment.meta.name,
             deployment=deployment,
@@ -311,30 +312,32 @@ _LEAVING: Final = (VersionState.DRAINING, VersionState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """Where a version runs: on how many workers, and the longest sequence that one of them holds.
+    """The workers of a version: how many run it, and the longest sequence that fits on one of them.
 
-    ``hopes``: workers on which it runs or may come to run; ``failed``: those on which it failed.
+    ``may_serve``: workers that run it or may yet run it; ``failed``: those on which it failed.
     """
 
     model: str = ""
     replicas: int = 0
     max_model_len: int = 0
-    hopes: int = 0
+    may_serve: int = 0
     failed: int = 0
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
     def joined(self, version: LoadedVersion) -> _Ready:
         if version.state in (VersionState.READY, VersionState.RETIRING):
             longest = max(self.max_model_len, version.max_model_len)
-            return replace(self, replicas=self.replicas + 1, max_model_len=longest, hopes=self.hopes + 1)
+            return replace(
+                self, replicas=self.replicas + 1, max_model_len=longest, may_serve=self.may_serve + 1
+            )
         if version.state is not VersionState.FAILED:
-            return replace(self, hopes=self.hopes + (version.state is not VersionState.DRAINING))
+            return replace(self, may_serve=self.may_serve + (version.state is not VersionState.DRAINING))
         retries = [one for one in (version.retry_unix_s, _retry_of(self.failure)) if one]
-        failure = Failure(version.reason or VersionState.FAILED.upper(), min(retries, default=0.0))
+        failure = LoadFailure(version.reason or VersionState.FAILED.upper(), min(retries, default=0.0))
         return replace(self, failed=self.failed + 1, failure=failure)
 
 
-def _retry_of(failure: Failure | None) -> float:
+def _retry_of(failure: LoadFailure | None) -> float:
     return 0.0 if failure is None else failure.retry_unix_s
 
 

@@ -1,7 +1,7 @@
-"""What a request's owner hears, and how it answers. The faces (gRPC, HTTP) are written against this.
+"""The events of a request and the handle of its owner. The interface of the faces (gRPC, HTTP).
 
-The token path is a callback, not a queue: a task switch per token would cost more than the token. A
-sink's methods run in the event loop, must not block and must not raise.
+The token path is a callback, not a queue: a task switch per token would cost more than the token. A sink's
+methods run in the event loop, must not block and must not raise.
 """
 
 from __future__ import annotations
@@ -14,36 +14,33 @@ from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.policy.degrade import Degradation
 
-MAX_ATTEMPT: Final = 1000  # more are counted as so many
+MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """When and as what a request reached its face. ``request_id`` is ours, never the client's.
+    """The receipt of a request at its face."""
 
-    ``traceparent`` is the client's: a W3C trace context that the request continues, or anything else.
-    A face that makes several generations of one request numbers them, and names the whole by a hash.
-    ``attempt``: how often its client sent it before, as far as it says so.
-    """
-
+    # The receipt on the monotonic clock.
     monotonic_s: float
+    # The receipt in Unix time.
     unix_us: int
+    # Generated here, never the client's.
     request_id: str
     face: str = "grpc"
+    # The client's: a W3C trace context that the request continues, or arbitrary text.
     traceparent: str = ""
+    # The number of the generation, where a face makes several of one request.
     part: int = 0
+    # A hash that names the whole request of several generations.
     whole: str = ""
+    # How often the client sent it before, by the client's own count.
     attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """First event: what was resolved and drawn for the request.
-
-    ``replayed``: an earlier request with the same idempotency key was, and this is its answer.
-    ``received_unix_us``: when it was accepted, of a request with a key. ``degradations``: in what it is
-    served otherwise than it was asked for.
-    """
+    """First event: the resolved and generated values of the request."""
 
     request_id: str
     model: str
@@ -51,8 +48,11 @@ class Accepted:
     route_revision: int
     seed: int
     prompt_tokens: int
+    # The acceptance time of a request with a key.
     received_unix_us: int = 0
+    # Whether this is the answer of an earlier request with the same idempotency key.
     replayed: bool = False
+    # How the served request differs from the client's.
     degradations: tuple[Degradation, ...] = ()
 
 
@@ -77,7 +77,7 @@ class ChoiceResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Terminal event of a request that ended well."""
+    """Terminal event of a request that succeeded."""
 
     choices: tuple[ChoiceResult, ...]
     usage: Usage
@@ -87,30 +87,30 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Nothing came for the heartbeat interval; the request is alive."""
+    """No event for the heartbeat interval; the request is still running."""
 
 
 Event = Accepted | Tokens | Heartbeat | Finished
 
 
 class Handle(Protocol):
-    """How a face answers the request that it started."""
+    """The face's controls of a request that it started."""
 
     def credit(self, choice: int, tokens: int) -> None:
         """The transport took tokens of a choice."""
 
     def allow(self, tokens: int) -> None:
-        """The client takes that many tokens more of every choice."""
+        """The client takes ``tokens`` more of every choice."""
 
     def cancel(self, error: FairwayError | None = None) -> None:
-        """The client left; its sink hears ``error``, by default that it was cancelled."""
+        """The client disconnected; its sink receives ``error``, by default a cancellation."""
 
     def withdraw(self) -> None:
-        """The client asked for the request to end."""
+        """The client requests the end of the request."""
 
 
 class RequestSink(Protocol):
-    """Hears accepted, tokens of every choice, then exactly one of finished and failed."""
+    """Receives accepted, tokens of every choice, then exactly one of finished and failed."""
 
     def on_accepted(self, accepted: Accepted) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A gateway's own placements while no leader is heard, on the last that a leader told of the fleet."""
+"""A gateway's own placements while no leader is observed, on the last fleet snapshot from a leader."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from services.gateway.policy.fallback_placement import (
     Need,
     Placed,
     blocks_of,
-    choose_alone,
+    choose_by_snapshot,
     may_take,
     room_tokens,
 )
 
-CLOSED_S: Final = 0.5  # a worker that refused is left alone for so long
-GUESS_S: Final = 0.1  # between two guesses that one worker has room by now
-# Refused so many times in a row, one after the other, for want of a right to it: the workers hear a leader
-# that this gateway does not, or heard one since its snapshot, or their credit is spent. The next try is made
-# after a pause that doubles.
+CLOSED_S: Final = 0.5  # how long a worker is excluded after a refusal
+GUESS_S: Final = 0.1  # between two guesses of room on one worker
+# After so many consecutive refusals for lack of permission, the next try waits for a pause that doubles.
+# Causes: the workers observe a leader that this gateway does not, or observed one since its snapshot, or
+# their credit is spent.
 MAX_DENIED: Final = 4
 _DENIALS: Final = frozenset({NotAdmittedReason.NO_FALLBACK, NotAdmittedReason.STALE_EPOCH})
 _FIRST_PAUSE_S: Final = 1.0
@@ -35,8 +35,9 @@ _MAX_PAUSE_S: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class FallbackSettings:
-    """``after_s``: for how long no leader was heard; the workers have the same setting. ``max_age_s``: an
-    older snapshot is not placed on. ``predicted_output_tokens``: as the scheduler reserves."""
+    """``after_s``: the time without a leader; the workers have the same setting. ``max_age_s``: an older
+    snapshot is not used. ``predicted_output_tokens``: as the scheduler reserves.
+    """
 
     after_s: float = 1.5
     max_age_s: float = 120.0
@@ -45,13 +46,13 @@ class FallbackSettings:
 
 @dataclass(slots=True)
 class _Guesses:
-    """Of one version: how many were refused in a row, and until when none is made."""
+    """The guesses of one version: consecutive refusals, and until when guessing pauses."""
 
     refused: int = 0
     paused_until_s: float = -math.inf
 
     def refuse(self, now_s: float) -> None:
-        """A worker had no room. Those at the same time are one."""
+        """Count a refusal for lack of room. Simultaneous refusals count as one."""
         if now_s < self.paused_until_s:
             return
         self.paused_until_s = now_s + min(_MAX_PAUSE_S, _FIRST_GUESS_PAUSE_S * 2.0 ** min(self.refused, 16))
@@ -59,9 +60,9 @@ class _Guesses:
 
 
 class GatewayFallback:
-    """Implements ``ports.placement.FallbackPlacer``. Bounded by the snapshot and by what runs here.
+    """Implements ``ports.placement.FallbackPlacer``. Bounded by the snapshot and the running requests.
 
-    The worker is the authority: what is placed here may be refused there, and waits for its turn again.
+    The worker decides: it may reject a placement from here, which then waits for another try.
     """
 
     def __init__(self, rng: Random, settings: FallbackSettings | None = None) -> None:
@@ -70,13 +71,13 @@ class GatewayFallback:
         self._heard_s = -math.inf
         self._learned_s = -math.inf
         self._epoch = 0
-        self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker; room as known by now
+        self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker; with the latest room
         self._guesses: dict[str, _Guesses] = {}  # by version
         self._guessed_s: dict[tuple[str, str], float] = {}  # by version and worker
-        self._grants: Counter[FallbackGrant] = Counter()  # since the snapshot, and not over
+        self._grants: Counter[FallbackGrant] = Counter()  # since the snapshot, and unfinished
         self._placed: dict[str, dict[str, Placed]] = {}  # by version, by worker
         self._closed_until_s: dict[str, float] = {}
-        self._denied = 0  # in a row; those at the same time are one
+        self._denied = 0  # in a row; simultaneous ones count as one
         self._denied_s = -math.inf
         self._paused_until_s = -math.inf
 
@@ -85,7 +86,7 @@ class GatewayFallback:
         self._heard_s = now_s
 
     def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
-        """See ``ports.placement.FallbackPlacer.learn``. The snapshot counts what was placed before it."""
+        """See ``ports.placement.FallbackPlacer.learn``. The snapshot includes earlier placements."""
         self._epoch, self._learned_s = epoch, now_s
         self._members = {}
         for member in members:
@@ -98,7 +99,7 @@ class GatewayFallback:
         self._allow()
 
     def wait_s(self, now_s: float) -> float:
-        """See ``ports.placement.FallbackPlacer.wait_s``; infinite without a snapshot young enough."""
+        """See ``ports.placement.FallbackPlacer.wait_s``; infinite without a recent enough snapshot."""
         due_s = max(now_s, self._heard_s + self._settings.after_s, self._paused_until_s)
         if not self._members or due_s - self._learned_s > self._settings.max_age_s:
             return math.inf
@@ -123,7 +124,7 @@ class GatewayFallback:
     def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
         """See ``ports.placement.FallbackPlacer.over``."""
         if refusal is None:
-            self._allow()  # it ran, and has set free what it held
+            self._allow()  # it ran, and released its blocks
         else:
             self._closed_until_s[grant.worker_id] = now_s + CLOSED_S
             if refusal in _DENIALS:
@@ -136,7 +137,7 @@ class GatewayFallback:
             del self._grants[grant]
 
     def _note_room(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
-        """What ended sets free what it held; a worker that refuses has less than was asked."""
+        """An ended sequence released its blocks; a worker that refuses has less room than requested."""
         digest, worker_id = grant.version_digest, grant.worker_id
         member = self._members[digest][worker_id]
         placed = self._placed[digest].get(worker_id, NOTHING)
@@ -154,7 +155,7 @@ class GatewayFallback:
         )
 
     def _choose(self, need: Need, digest: str, now_s: float) -> PoolMember | None:
-        return choose_alone(
+        return choose_by_snapshot(
             need,
             self._members[digest].values(),
             self._placed.get(digest, {}),
@@ -163,10 +164,10 @@ class GatewayFallback:
         )
 
     def _guess(self, need: Need, digest: str, now_s: float) -> PoolMember | None:
-        """Return a worker that may have room by now, as of the snapshot or what it said since it had none."""
+        """Return a worker that may have room, by the snapshot or by its reports since its last refusal."""
         if now_s < self._guesses.setdefault(digest, _Guesses()).paused_until_s:
             return None
-        chosen = choose_alone(
+        chosen = choose_by_snapshot(
             need,
             self._members[digest].values(),
             self._placed.get(digest, {}),

@@ -1,4 +1,4 @@
-"""What the gateway's service acts through and is bounded by."""
+"""The ports and bounds of the gateway's service."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.shares import share_of
-from services.gateway.idempotency.types import KeyedLimits
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
@@ -22,39 +21,46 @@ from services.runtime.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Bounds of one gateway process. Times in seconds, windows in tokens.
+    """Bounds of one gateway process. Times in seconds, windows in tokens."""
 
-    ``max_tenant_counts``: calls of one tenant that count tokens at once.
-
-    ``placed_prefix_blocks``: leading blocks of a prompt that a placement names; 0 places without regard to
-    what is cached.
-    """
-
+    # Requests that run or wait at once.
     max_requests: int = 4096
+    # Calls of one tenant that count tokens at once.
     max_tenant_counts: int = 16
+    # The longest time in the scheduler's queue.
     queue_ttl_s: float = 30.0
+    # The interval without an event after which a heartbeat is sent.
     heartbeat_s: float = 5.0
+    # Tokens of a choice that may be under way to the client and untaken.
     window_tokens: int = 256
+    # The upper bound of a request's timeout.
     max_timeout_s: float = 3600.0
+    # The interval between renewals of reservations.
     renew_s: float = 20.0
+    # Reservations per renewal call.
     renew_batch: int = 512
+    # Leading blocks of a prompt that a placement names; 0: placement ignores cached prefixes.
     placed_prefix_blocks: int = 1024
-    keyed: KeyedLimits = field(default_factory=KeyedLimits)
     degrade: DegradeLevels = field(default_factory=DegradeLevels)
 
     @property
     def max_tenant_requests(self) -> int:
-        """Requests of one tenant, and clients of its idempotency keys: half, so that others find room."""
+        """The bound for one tenant's requests, and for its clients with idempotency keys: half of all."""
         return share_of(self.max_requests)
+
+    def timeout_of(self, generation: inference_pb2.Generation, rpc_timeout_s: float | None) -> float:
+        """The minimum of the server's bound, the RPC's deadline and the request's own timeout, in seconds."""
+        found = self.max_timeout_s if rpc_timeout_s is None else min(rpc_timeout_s, self.max_timeout_s)
+        if generation.HasField("timeout"):
+            own_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
+            if own_s > 0:
+                found = min(found, own_s)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What the service acts through. Without a store, idempotency keys are refused.
-
-    ``gateway_id`` is this process and no other, also not the one before it at the same address.
-    ``pressure`` returns how hard a version is pressed, 0..1, as far as it is known.
-    """
+    """What the service acts through."""
 
     limiter: Limiter
     placement: PlacementClient
@@ -62,11 +68,13 @@ class Ports:
     clock: Clock
     supervisor: Supervisor
     rng: Random
+    # Signs a placement ticket.
     sign_ticket: Callable[[str, str, float], bytes]
     new_incident: Callable[[], str]
+    # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
-    idempotency: IdempotencyStore | None = None
-    gateway_id: str = ""
+    # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
+    # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)

@@ -1,7 +1,7 @@
-"""What the gateway tells of its requests: metrics, one log line each, the stages as spans.
+"""Telemetry of the gateway's requests: metrics, one log line each, the stages as spans.
 
-Everything about one request goes through its ``RequestTelemetry``; what the rest of the gateway does not know
-of it need not be told twice. Tokens cost one look at the clock and one addition per frame and choice.
+``RequestTelemetry`` collects everything about one request. Tokens cost one clock reading and one addition per
+frame and choice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from services.core.faults import fault_of
 from services.core.generation import StageClock
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.stage_timer import Stage, StageTimer
-from services.gateway.requests.stage_trace import StageTrace
+from services.gateway.requests.stage_timer import Stage, StageTimer, StageTrace
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.connections import ConnectionTable
@@ -44,7 +43,7 @@ class GatewayTelemetry:
         tracing: Tracing | None = None,
         lines: LineBudget | None = None,
     ) -> None:
-        """Without arguments: counts for nobody, writes no lines and no spans."""
+        """Without arguments it exports no metrics and writes no lines or spans."""
         self.clock = clock if clock is not None else SystemClock()
         self.tracing = tracing if tracing is not None else Tracing(self.clock)
         self.metrics = metrics = metrics if metrics is not None else Metrics()
@@ -79,7 +78,7 @@ class GatewayTelemetry:
             "Requests changed under pressure, by kind of change",
             ("kind",),
         )
-        self._placed_alone = metrics.counter(
+        self._fallback_placements = metrics.counter(
             "fairway_gateway_fallback_placements_total",
             "Sequences that this gateway placed itself while no leader answered",
         )
@@ -120,7 +119,7 @@ class GatewayTelemetry:
         return RequestTelemetry(self, received)
 
     def refused(self, received: Received, error: FairwayError) -> None:
-        """Note a request that was not begun at all."""
+        """Count a request that was rejected before it began."""
         error.metadata.setdefault("request_id", received.request_id)
         self._requests.add(received.face, FAILED, error.reason, fault_of(error.reason))
 
@@ -133,8 +132,8 @@ class GatewayTelemetry:
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
 
-    def placed_alone(self) -> None:
-        self._placed_alone.add()
+    def placed_by_fallback(self) -> None:
+        self._fallback_placements.add()
 
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
@@ -180,35 +179,35 @@ class RequestTelemetry:
         self.tenant = self.tenant_label = self.model = self.model_label = ""
         self.tokens = (0, 0, 0)
         self.fallback = False
-        self.changes = ""  # what it is served otherwise in
+        self.changes = ""  # how the served request differs from the client's
 
     def timer(self) -> StageTimer:
         """Return the request's stage clock, started when it was received."""
         return StageTimer(self.received.unix_us, self.received.monotonic_s, self._trace)
 
     def accepted(self, tenant: str, model: str) -> None:
-        """The request was admitted: whose it is, and of which deployment, is known to be real."""
+        """The request was admitted: its tenant and deployment are verified."""
         metrics = self._owner.metrics
         self.tenant, self.tenant_label = tenant, metrics.tenants.of(tenant)
         self.model, self.model_label = model, metrics.models.of(model)
 
     def pace(self) -> TokenPace:
-        """Return what one choice notes its tokens by."""
+        """Return the token timing of one choice."""
         return self._owner.pace(self)
 
     def placed_again(self, cause: str) -> None:
         self._owner.placed_again(cause)
 
     def degraded(self, degradations: Sequence[Degradation], *, anew: bool = True) -> None:
-        """It is served otherwise than it was asked for. ``anew``: this is its first run, which counts."""
+        """The request is served in degraded form. ``anew``: this is its first run, which is counted."""
         self.changes = ",".join(found.kind.value for found in degradations)
         for found in degradations if anew else ():
             self._owner.degraded(found.kind.value)
 
-    def placed_alone(self) -> None:
-        """A choice goes to a worker that no leader granted."""
+    def placed_by_fallback(self) -> None:
+        """A choice is placed on a worker without a leader's grant."""
         self.fallback = True
-        self._owner.placed_alone()
+        self._owner.placed_by_fallback()
 
     def finished(self, finished: Finished) -> None:
         usage = finished.usage
@@ -240,7 +239,7 @@ class RequestTelemetry:
 
 
 class TokenPace:
-    """When the tokens of one choice came. Called once per frame: it must cost next to nothing."""
+    """The arrival times of one choice's tokens. Called once per frame: it must be cheap."""
 
     __slots__ = ("_first_s", "_itl", "_last_s", "_received_s", "_tpot", "_ttft")
 
@@ -252,7 +251,7 @@ class TokenPace:
         self._first_s = self._last_s = 0.0
 
     def tokens(self, count: int, now_s: float) -> None:
-        """``count`` tokens came, at least one."""
+        """Record ``count`` tokens, at least one."""
         last_s, self._last_s = self._last_s, now_s
         if last_s:
             self._itl.observe((now_s - last_s) / count, count)
@@ -272,7 +271,7 @@ def export_levels(
     buffered_tokens: Callable[[], int],
     http_connections: ConnectionTable,
 ) -> None:
-    """Export what the gateway holds for its clients now, and which connections it closed to hold others."""
+    """Export the state held for clients, and the connections closed in favour of others."""
     metrics.level(
         "fairway_gateway_requests_running",
         "Requests between receipt and terminal event",
@@ -306,7 +305,7 @@ def export_upstream(
     placements_pending: Callable[[], int],
     scheduler_connected: Callable[[], bool],
 ) -> None:
-    """Export how the gateway stands with those behind it."""
+    """Export the state of the connections to workers and schedulers."""
     metrics.level(
         "fairway_gateway_worker_streams", "Open streams to workers", lambda: float(worker_streams())
     )

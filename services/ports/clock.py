@@ -1,4 +1,4 @@
-"""Time as a value that is asked for, so that a test or the simulator can own it."""
+"""Clock port: time is injected, so that a test or the simulator can control it."""
 
 from typing import Protocol
 

@@ -1,11 +1,11 @@
-"""What is kept of a request under its idempotency key, so that a retry finds it on any gateway.
+"""Port of the idempotency store: records of requests by idempotency key, which a retry finds on any gateway.
 
-A record has a fingerprint of the request's body, an owner under a lease, an epoch, and a log of chunks whose
-content is its owner's business. Every change of owner raises the epoch, and every write compares owner and
-epoch: who was frozen and is not the owner any more writes nothing and settles nothing.
+A record has a fingerprint of the request's body, an owner under a lease, an epoch, and a log of chunks in a
+format of its owner. Every change of owner increases the epoch, and every write compares owner and epoch: a
+former owner that was frozen cannot write or settle anything.
 
-A record ends as a log that can be replayed, later as a tombstone without one: for as long as the tombstone
-stands, the key never runs again.
+A finished record keeps a log that can be replayed, and later only a tombstone without a log. While the
+tombstone exists, the key never runs again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from services.ports.limiter import Reservation
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """``digest`` is a hash of the client's key, in hex: its own bytes are never part of a name."""
+    """Key of a record. ``digest`` is a hex hash of the client's key; the client's bytes never appear in a
+    name."""
 
     tenant_id: str
     digest: str
@@ -29,7 +30,8 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class RecordLimits:
-    """Times in seconds. A body is kept ``body_s`` after its last chunk, its tombstone ``tombstone_s``."""
+    """Limits in bytes, keys and seconds. A body is stored for ``body_s`` after its last chunk, its tombstone
+    for ``tombstone_s``."""
 
     lease_s: float = 5.0
     body_s: float = 3600.0
@@ -41,7 +43,7 @@ class RecordLimits:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The right to write to a record, until another takes it."""
+    """The right to write to a record, until another owner claims it."""
 
     key: RecordKey
     owner: str
@@ -50,7 +52,8 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The caller runs it. ``chunks``: how many an earlier owner left to go on from."""
+    """The caller runs the request. ``chunks``: chunks of an earlier owner, from which the caller
+    continues."""
 
     hold: Hold
     chunks: int
@@ -58,17 +61,17 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Somebody else runs it, and its lease has not lapsed."""
+    """Another owner runs it, and its lease has not expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It ran to its end; the log has all of it."""
+    """The request has finished; the log is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """It ran, and its log is gone or was too large to keep."""
+    """The request has run, and its log has expired or was too large to store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ Claim = Owned | Running | Ended | Expired | OtherBody
 
 
 class Written(StrEnum):
-    """What became of a write. WATCHED is KEPT, and somebody follows the record from elsewhere."""
+    """Result of a write. WATCHED is KEPT while another gateway reads the record."""
 
     KEPT = "kept"
     WATCHED = "watched"
@@ -90,7 +93,7 @@ class Written(StrEnum):
 
 
 class RecordState(StrEnum):
-    """FREE: nobody runs it, so whoever wants its result may claim it."""
+    """State of a record. FREE: no owner runs it, so a caller may claim it."""
 
     RUNNING = "running"
     FREE = "free"
@@ -101,15 +104,15 @@ class RecordState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """One chunk for the log of a record that is held; an empty one only renews the lease."""
+    """One chunk for the log of a held record; an empty one only renews the lease."""
 
     hold: Hold
     chunk: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """A part of a log. ``more``: there are further chunks already."""
+class LogTail:
+    """A part of a log. ``more``: further chunks are available already."""
 
     state: RecordState
     chunks: tuple[bytes, ...] = ()
@@ -120,36 +123,38 @@ class IdempotencyStore(Protocol):
     """Raises StoreUnavailable, within a bounded time, when the shared state cannot be reached."""
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
-        """Take the record if it is new or has no live owner; say otherwise what it is.
+        """Claim the record if it is new or has no live owner; otherwise return its state.
 
-        Raises IdempotencyKeysExceeded, with ``retry_after_s``, for a new key of a tenant that has its most.
+        Raises IdempotencyKeysExceeded, with ``retry_after_s``, for a new key of a tenant at its limit of
+        keys.
         """
 
     async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
-        """Add chunks and renew the leases of many records; one answer for each, in order.
+        """Add chunks and renew the leases of many records; return one result for each, in order.
 
-        A record that outgrows its bound, or its tenant's, loses its log and answers TOO_LARGE from then on.
-        So does one of whose log a part lapsed under its owner: a log with a hole is never replayed.
+        A record that exceeds its own or its tenant's limit loses its log and returns TOO_LARGE from then on.
+        The same holds for a record that lost a part of its log while it had an owner: an incomplete log is
+        never replayed.
         """
 
     async def finish(
         self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
     ) -> Written:
-        """End the record for good with a last chunk, give the slot back and charge: all or nothing.
+        """Finish the record with a last chunk, release the slot and charge the usage: all or nothing.
 
-        What was charged by a release before is not charged again.
+        Usage that an earlier release charged is not charged again.
         """
 
     async def release(
         self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
     ) -> Written:
-        """Let go of a record that did not end: FREE with what its log has, or gone if it has nothing.
+        """Release a record that is not finished: FREE with its log, or deleted if the log is empty.
 
-        Gives the slot back and charges as ``finish`` does, where there is a reservation.
+        Releases the slot and charges the usage like ``finish``, where there is a reservation.
         """
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         """Return chunks from number ``start`` on, a bounded number at once.
 
-        ``watch`` tells the owner, for about two seconds, that somebody follows.
+        ``watch`` signals the owner, for about two seconds, that a reader follows the record.
         """

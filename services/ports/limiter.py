@@ -1,4 +1,4 @@
-"""Quotas: reserved before a request is placed, settled when it ended."""
+"""Port of the quota limiter: a reservation before a request is placed, a settlement when it has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.core.generation import Usage
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A tenant's limits; 0 is none."""
+    """A tenant's limits; 0 means no limit."""
 
     requests_per_minute: int = 0
     max_concurrency: int = 0
@@ -19,10 +19,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A request that was let in. It lapses at its deadline unless renewed, so a killed gateway leaks nothing.
+    """An admitted request. It expires at its deadline unless renewed, so that a killed gateway leaks no slot.
 
-    ``local`` marks one given while the shared store was unreachable. ``record`` is set to settle a request
-    under an idempotency key apart from its record: the digest of that, which holds what was charged already.
+    ``local`` marks a reservation made while the shared store was unreachable. ``record`` is set to settle a
+    request under an idempotency key separately from its record: the digest of that record, which contains the
+    usage charged so far.
     """
 
     tenant_id: str
@@ -35,25 +36,24 @@ class Limiter(Protocol):
     """Raises StoreUnavailable, within a bounded time, when the shared state cannot be reached."""
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        """Count the request against every limit at once, or against none.
+        """Count the request against every limit, or against none if one is exceeded.
 
-        Raises RequestRateExceeded or ConcurrencyExceeded, with ``retry_after_s``. The same request id
-        again, while it is held, is admitted and counts once.
+        Raises RequestRateExceeded or ConcurrencyExceeded, with ``retry_after_s``. A repeated request id is
+        admitted while it holds its slot, and counts once.
         """
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:
-        """Count work that holds no slot, such as counting tokens, against a rate of its own: as many a minute
-        as requests. Raises RequestRateExceeded, with ``retry_after_s``.
-        """
+        """Count work without a slot, such as counting tokens, against a separate rate limit with the same
+        number per minute as requests. Raises RequestRateExceeded, with ``retry_after_s``."""
 
     async def renew(self, reservations: Sequence[Reservation]) -> None:
-        """Push the deadlines of running requests out."""
+        """Extend the deadlines of running requests."""
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        """Give the slot back and count the tokens, once, however often it is called.
+        """Release the slot and count the tokens, once for any number of calls.
 
-        After an answer it is not called again for long, unless ``spooled``: a process that starts anew may
-        read the settlement from its disk again.
+        After a success the caller repeats it only within a short time, unless ``spooled``: a restarted
+        process may read the settlement from its disk again.
         """
 
     async def concurrency(self, tenant_id: str) -> int:

@@ -1,4 +1,4 @@
-"""How a gateway gets a worker for a sequence."""
+"""Port of placement: a gateway gets a worker for a sequence."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ class PlacementClient(Protocol):
     async def place(self, spec: PlaceSpec) -> AnyGrant:
         """Return a grant, waiting in the scheduler's queue for at most ``spec.queue_ttl_s``.
 
-        Cancelling the call withdraws the placement. A new leader is asked again, with the original
-        arrival, without the caller's doing. While no leader is heard, the answer may be a FallbackGrant.
-        Raises QueueFull, QueueTimeout, NoWorkerAvailable,
-        NoLeader, PromptTooLong (it can never fit).
+        Cancelling the call withdraws the placement. After a change of leader the client resubmits the
+        placement with its original arrival time. While no leader answers, the result may be a FallbackGrant.
+        Raises QueueFull, QueueTimeout, NoWorkerAvailable, NoLeader, PromptTooLong (the request can never
+        fit).
         """
 
     def give_back(self, grant: AnyGrant) -> None:
         """Return a grant that will not be used."""
 
     def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None:
-        """Tell that nothing runs under the grant any more; with ``refusal``, that nothing ever did."""
+        """Report that nothing runs under the grant any more; with ``refusal``, that nothing ever ran."""
 
 
 class FallbackPlacer(Protocol):
-    """Places for one gateway while nobody leads. Times are monotonic seconds of the caller's clock."""
+    """Places sequences for one gateway while there is no leader. Times are monotonic seconds of the caller's
+    clock."""
 
     def heard(self, now_s: float) -> None:
-        """A leader was heard."""
+        """Record a message from a leader."""
 
     def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
-        """That leader told of the fleet; it replaces what was told before."""
+        """Replace the worker list by the one that the leader of ``epoch`` sent."""
 
     def wait_s(self, now_s: float) -> float:
-        """Return in how many seconds ``place`` may answer, unless a leader is heard meanwhile; 0: now."""
+        """Return the seconds until ``place`` may return a grant, unless a leader answers meanwhile; 0:
+        now."""
 
     def place(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
-        """Return where it goes, None when nowhere for now."""
+        """Return a grant, or None when no worker has room now."""
 
     def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
         """See ``PlacementClient.over``."""

@@ -1,7 +1,8 @@
-"""One gateway's stream at the scheduler, without a wire: for the gRPC servicer and the in-process client.
+"""Port of a gateway's stream at the scheduler, independent of gRPC: for the servicer and the in-process
+client.
 
-The scheduler gathers everything that ended into one frame per ``take``, so that a reader that lags gets
-fewer and larger frames; what can gather is bounded by what the gateway has pending.
+The scheduler merges all pending outcomes into one frame per ``take``, so that a slow reader gets fewer and
+larger frames. The gateway's pending placements bound the size of a frame.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from services.core.generation import PlaceSpec
 
 
 class PlacementStream(Protocol):
-    """Owned by one caller in the scheduler's event loop. A placement id is the caller's number."""
+    """Owned by one caller in the scheduler's event loop. The caller chooses the placement ids."""
 
     @property
     def epoch(self) -> int:
-        """The leadership that this stream belongs to."""
+        """The epoch of the leader that serves this stream."""
 
     def submit(self, places: Sequence[tuple[int, PlaceSpec]]) -> None:
-        """Ask for grants. Each ends in one outcome of a later frame, unless it is cancelled before."""
+        """Queue placements. Each ends in one outcome of a later frame, unless it is cancelled before."""
 
     def cancel(self, placement_ids: Sequence[int]) -> None:
-        """Withdraw placements: queued ones are dropped, granted ones given back, unknown ones ignored.
+        """Withdraw placements: queued ones are dropped, grants are returned, unknown ids are ignored.
 
-        An outcome that crosses the call may still come.
+        An outcome that crosses the call may still arrive.
         """
 
     def take(self) -> PlacementFrame | None:
-        """Return what ended and forget it; None when nothing did. Raises the error that ended the stream:
-        NoLeader when the scheduler leads no longer, Conflict when the gateway opened another stream."""
+        """Return and clear the pending outcomes; None when there are none. Raises the error that ended the
+        stream: NoLeader when the scheduler no longer leads, Conflict when the gateway opened another stream.
+        """
 
     def close(self) -> None:
-        """Withdraw what is queued; grants that were not taken are given back. Idempotent."""
+        """Withdraw queued placements and return the grants that were not taken. Idempotent."""
 
 
 class PlacementStreams(Protocol):

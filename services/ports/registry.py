@@ -1,4 +1,4 @@
-"""Where model versions come from.
+"""Port of the registry: the source of model versions.
 
 Implementations: ``adapters/grpc/registry_client.py`` over gRPC, ``registry/service.py`` in the same process.
 """

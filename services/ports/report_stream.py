@@ -1,7 +1,8 @@
-"""One worker's stream at the scheduler, without a wire: for the gRPC servicer and the in-process reporter.
+"""Port of a worker's stream at the scheduler, independent of gRPC: for the servicer and the in-process
+reporter.
 
-Answers that wait are gathered into one per ``take``: the newest report that was taken over, and the newest
-word on each tenant.
+Pending answers are merged into one per ``take``: the number of the newest report that was applied, and the
+newest counter of each tenant.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from services.core.fleet import ReportSnapshot, TenantCounter
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
-    """What the leader of ``epoch`` says: it took over all reports up to ``report``, 0 for none yet.
+    """Answer of the leader of ``epoch``: it applied all reports up to ``report``, 0 for none yet.
 
-    ``counters`` are of tenants whose service changed since the answer before.
+    ``counters`` are of tenants whose service changed since the previous answer.
     """
 
     epoch: int
@@ -30,20 +31,21 @@ class ReportStream(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The leadership that this stream belongs to."""
+        """The epoch of the leader that serves this stream."""
 
     def report(self, number: int, snapshot: ReportSnapshot) -> None:
-        """Hand a report over; ``number`` counts those of this stream from 1. Raises what ended the stream."""
+        """Pass a report on; ``number`` counts the reports of this stream from 1. Raises the error that ended
+        the stream."""
 
     def take(self) -> ReportAnswer | None:
-        """Return what is to be answered and forget it; None when there is nothing.
+        """Return and clear the pending answer; None when there is none.
 
-        Raises the error that ended the stream: NoLeader when the scheduler leads no longer, Conflict when
-        the worker opened another stream.
+        Raises the error that ended the stream: NoLeader when the scheduler no longer leads, Conflict when the
+        worker opened another stream.
         """
 
     def close(self) -> None:
-        """Place nothing more on the worker until it reports again. Idempotent."""
+        """Stop placements on the worker until it reports again. Idempotent."""
 
 
 class ReportStreams(Protocol):

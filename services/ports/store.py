@@ -1,9 +1,8 @@
-"""The strongly consistent store of fleet state: revisions, leases, conditions, watches.
+"""Port of the strongly consistent store of fleet state: revisions, leases, conditions, watches.
 
-A revision counts the writes of the whole store. Every method raises StoreUnavailable after a bounded
-time when the store does not answer.
-Implementations: ``adapters/etcd/store.py``, ``adapters/memory/store.py``, and
-``runtime/fleet_state/guarded_store.py`` around one of them.
+A revision counts the writes of the whole store. Every method raises StoreUnavailable after a bounded time
+when the store does not respond. Implementations: ``adapters/etcd/store.py``, ``adapters/memory/store.py``,
+and ``runtime/fleet_state/guarded_store.py``, which wraps one of them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Protocol
 
 
 class Compacted(Exception):
-    """The history after the asked revision is gone: list again, then watch from there."""
+    """The history after the requested revision was compacted: list again, then watch from the listed
+    revision."""
 
 
 class LeaseLost(Exception):
-    """The lease expired or was revoked; what was written under it is deleted."""
+    """The lease expired or was revoked; the keys written under it are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ Operation = Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class ModRevisionIs:
-    """Holds when the key was last written at this revision; 0 when it does not exist."""
+    """True when the key was last written at this revision; 0: the key does not exist."""
 
     key: str
     revision: int
@@ -63,7 +63,7 @@ class ModRevisionIs:
 
 @dataclass(frozen=True, slots=True)
 class CreateRevisionIs:
-    """Holds while the key is the one created at this revision: the fence of a leader's writes."""
+    """True while the key is the one created at this revision. This fences the writes of a leader."""
 
     key: str
     revision: int
@@ -71,7 +71,7 @@ class CreateRevisionIs:
 
 @dataclass(frozen=True, slots=True)
 class ValueIs:
-    """Holds while the key exists and has this value."""
+    """True while the key exists and has this value."""
 
     key: str
     value: bytes
@@ -107,7 +107,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """All events of the revisions up to ``revision`` since the batch before; empty is a bookmark."""
+    """All events of the revisions after the previous batch, up to ``revision``; empty for a bookmark."""
 
     revision: int
     events: tuple[Changed | Removed, ...]
@@ -123,21 +123,21 @@ class Store(Protocol):
     ) -> Committed | ConditionFailed:
         """Apply all operations in one revision if all conditions hold, else none.
 
-        Raises LeaseLost when an operation names a lease that is gone.
+        Raises LeaseLost when an operation names a lease that has ended.
         """
 
     async def grant_lease(self, ttl_s: int) -> int:
         """Return the id of a new lease of at least one second."""
 
     async def keep_alive(self, lease_id: int) -> None:
-        """Extend a lease by its full time to live. Raises LeaseLost when it is gone."""
+        """Extend a lease by its full time to live. Raises LeaseLost when it has ended."""
 
     async def revoke_lease(self, lease_id: int) -> None:
-        """End a lease and delete its keys. A lease that is gone is no error."""
+        """End a lease and delete its keys. A lease that has ended already is no error."""
 
     def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """Yield every change after a revision, in order, none lost or doubled, until closed.
+        """Yield every change after a revision, in order, without loss or repetition, until closed.
 
-        Raises Compacted when that history is gone, StoreUnavailable when the connection broke:
-        the caller resumes from the last revision that it saw.
+        Raises Compacted when that history is compacted, StoreUnavailable when the connection breaks: the
+        caller resumes from the last revision that it received.
         """

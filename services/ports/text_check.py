@@ -1,4 +1,4 @@
-"""The port through which other roles have a version's text files tried as a gateway uses them."""
+"""Port for checking a version's text files in the way a gateway uses them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 
 class TextCheck(Protocol):
     async def fault(self, folder: Path, version_digest: str) -> str:
-        """Return why a gateway renders no conversation of this version; empty when it can, or need not.
+        """Return why a gateway cannot render conversations of this version; empty when it can or need not.
 
-        Raises FailedPrecondition for files with which a gateway serves nothing, Unavailable where a retry may
+        Raises FailedPrecondition for files that a gateway cannot serve at all, Unavailable where a retry may
         help.
         """

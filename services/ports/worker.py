@@ -1,7 +1,7 @@
-"""How a gateway runs sequences on workers.
+"""Port of a worker: a gateway runs sequences on it.
 
-The control path is calls; the token path is a callback, since a task switch per token would cost more
-than the token. A sink's methods are called in the event loop, must not block and must not raise.
+The control path uses calls. The token path uses a callback, because a task switch per token would cost more
+than the token. A sink's methods are called in the event loop and must not block or raise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, 
 
 
 class SequenceSink(Protocol):
-    """Receives, in this order: accepted or not_admitted; tokens; finished or lost. Nothing after the last."""
+    """Receives, in this order: accepted or not_admitted; tokens; finished or lost. Nothing follows the
+    last."""
 
     def on_accepted(self) -> None: ...
 
@@ -27,17 +28,17 @@ class SequenceSink(Protocol):
     def on_finished(self, end: SequenceEnd) -> None: ...
 
     def on_lost(self, message: str) -> None:
-        """The connection to the worker broke; what it still produced is unknown."""
+        """The connection to the worker broke; whether it produced further tokens is unknown."""
 
 
 class RunningSequence(Protocol):
     def credit(self, tokens: int) -> None:
-        """Let the worker send that many tokens more."""
+        """Allow the worker to send that many more tokens."""
 
     def cancel(self) -> None:
-        """Stop it and free its KV within one engine step. The sink hears nothing more."""
+        """Stop the sequence and free its KV within one engine step. The sink receives no further calls."""
 
 
 class WorkerClient(Protocol):
     def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
-        """Send a start to the worker that the grant names. A connection error reaches ``on_lost``."""
+        """Send a start to the worker of the grant. A connection error is reported to ``on_lost``."""

@@ -1,7 +1,7 @@
-"""One gateway's stream at a worker, without a wire: what the gRPC servicer and the in-process client drive.
+"""Port of a gateway's stream at a worker, independent of gRPC: for the servicer and the in-process client.
 
-The worker side merges everything that is pending into one ``StepFrame`` per ``take``, so that a reader
-that lags gets fewer and larger frames, never a longer queue: credits bound what can be pending.
+The worker merges everything that is pending into one ``StepFrame`` per ``take``, so that a slow reader gets
+fewer and larger frames, never a longer queue. Credits bound the pending data.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, 
 
 @dataclass(slots=True)
 class StepFrame:
-    """What happened since the frame before. To be read in the order of the fields.
+    """All changes since the previous frame. The fields are to be processed in this order.
 
-    Entry i of ``handles``, ``offsets``, ``counts`` and ``texts`` belongs together; ``ids`` holds the
-    entries' tokens one after another, ``counts[i]`` each; ``logprobs`` maps an entry to one per token.
+    Entry i of ``handles``, ``offsets``, ``counts`` and ``texts`` belongs together.
     """
 
     accepted: list[int] = field(default_factory=list)
     not_admitted: list[tuple[int, NotAdmittedReason]] = field(default_factory=list)
     handles: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # output offset of the entry's first token
+    counts: list[int] = field(default_factory=list)  # tokens of the entry
+    ids: list[int] = field(default_factory=list)  # the tokens of all entries, one entry after another
     texts: list[str] = field(default_factory=list)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry: one value per token
     finished: list[tuple[int, SequenceEnd]] = field(default_factory=list)
 
 
@@ -36,16 +35,16 @@ class WorkerStream(Protocol):
     """Owned by one caller in the worker's event loop. A handle is the caller's number of a sequence."""
 
     def start(self, handle: int, spec: StartSpec) -> None:
-        """Ask for admission; the answer is in a later frame. Raises InvalidInput for a handle in use."""
+        """Request admission; a later frame has the result. Raises InvalidInput for a handle in use."""
 
     def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        """Allow ``tokens[i]`` more output tokens to ``handles[i]``. Unknown handles are ignored."""
+        """Grant ``tokens[i]`` more output tokens to ``handles[i]``. Unknown handles are ignored."""
 
     def cancel(self, handles: Sequence[int]) -> None:
-        """Free their KV within one engine step. No frame names them any more."""
+        """Cancel sequences and free their KV within one engine step. Later frames do not contain them."""
 
     def take(self) -> StepFrame | None:
-        """Return what is pending and forget it; None when nothing is. Ask again until None."""
+        """Return and clear the pending changes; None when there are none. Call again until None."""
 
     def close(self) -> None:
         """Cancel every sequence of the stream. Idempotent."""

@@ -1,7 +1,7 @@
-"""Garbage collection: blobs that no version needs and that are old enough go, and nothing else.
+"""Garbage collection of blobs that no version needs and that exceed a minimum age.
 
-A publisher uploads first and makes the version after; the minimum age covers the time between. A version
-that is made while garbage is collected is either seen here or finds its chunks missing: ``sweep_fence.py``.
+A publisher uploads chunks before it creates the version; the minimum age covers the time between. A version
+created during a collection is either included here or finds its chunks missing: see ``sweep_fence.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BATCH: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection deleted, or would. ``young``: needed by no version, but not old enough."""
+    """Result of a collection, or of a dry run. ``young``: needed by no version, but below the minimum age."""
 
     deleted_blobs: int = 0
     deleted_bytes: int = 0
@@ -68,10 +68,10 @@ class Collector:
         self._running = asyncio.Lock()
 
     async def collect(self, *, min_age_s: float = 0.0, dry_run: bool = False) -> Collected:
-        """Delete what no version needs and was written ``min_age_s`` ago or earlier; 0: the default age.
+        """Delete unneeded blobs that were written ``min_age_s`` ago or earlier; 0: the default age.
 
-        Raises InvalidInput for a smaller age than is safe, Conflict when a collection runs,
-        FailedPrecondition when a manifest cannot be read: what it needs is unknown, so nothing is deleted.
+        Raises InvalidInput for an age below the safe minimum, Conflict while another collection runs, and
+        FailedPrecondition when a manifest cannot be read: its chunks are unknown, so nothing is deleted.
         """
         age_s = min_age_s or DEFAULT_AGE_S
         if age_s < LEAST_AGE_S and not dry_run:
@@ -120,9 +120,10 @@ class Collector:
         return gone
 
     async def _delete_batch(self, batch: Sequence[StoredBlob], deadline: Deadline) -> list[StoredBlob]:
-        """What is not deleted in time is left to the next collection.
+        """Delete blobs until the deadline; the next collection deletes the rest.
 
-        One at a time: the fence outlasts the deadline by no more than a deletion may take in a slow store.
+        Blobs are deleted one at a time: the fence may then outlast the deadline by at most one deletion in a
+        slow store.
         """
         gone: list[StoredBlob] = []
         for position, blob in enumerate(batch):
@@ -135,7 +136,7 @@ class Collector:
 
 
 class _Needs:
-    """The digests that versions need. Versions come while this is used: ``update`` adds the new ones."""
+    """The digests that versions need. ``update`` adds those of versions created since the last call."""
 
     def __init__(self, store: Store, manifest: Callable[[str], Awaitable[Manifest]]) -> None:
         self.digests: set[str] = set()

@@ -1,4 +1,4 @@
-"""Whether a version can be served, found before it exists: by its small files, tried as they will be used."""
+"""Check that a version can be served, before it is created: its small files are read like in production."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEXT: Final = "publish it for another engine, or repair it"
 async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck) -> None:
     """Return if the engine and the gateways can serve a verified version.
 
-    Raises InvalidInput that names what cannot be used, Unavailable where it could not be tried.
+    Raises InvalidInput that names the unusable file, Unavailable where the check could not run.
     """
     with tempfile.TemporaryDirectory(prefix="fw-text-") as name:
         folder = Path(name)
@@ -42,7 +42,7 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
 
 
 async def _copy(blobs: BlobStore, file: ManifestFile, path: Path) -> None:
-    """Write a file, of at most the 64 MiB that a text file may have."""
+    """Write a file of at most 64 MiB, the limit of a text file."""
     body = bytearray()
     for chunk in file.chunks:
         async with aclosing(blobs.get(chunk)) as pieces:

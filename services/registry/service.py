@@ -1,7 +1,7 @@
 """The registry: chunks in the blob store, version and tag records in etcd, manifests as blobs.
 
-A version is named by the digest that the registry itself computes over the manifest, so nothing that
-a client sends can replace one. Implements ``ports.registry.VersionSource`` for callers in this process.
+The registry itself computes the digest of the manifest that names a version, so a client cannot replace a
+version. Implements ``ports.registry.VersionSource`` for callers in this process.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from services.registry.garbage import Collected, Collector
 from services.registry.servable import require_servable
 from services.registry.sweep_fence import SweepFence
 from services.registry.verification import VerificationTurns, verify
-from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
 
 log = structlog.get_logger()
 
 _MISSING_BATCH: Final = 4096
-_TRIES: Final = 5  # of a commit that others get in the way of
+_TRIES: Final = 5  # attempts of a commit that conflicts with others
 UPLOAD_IDLE_S: Final = 30.0
 
 
@@ -78,12 +78,12 @@ class ModelSummary:
 
 
 class RegistryService:
-    """All methods may run at once; what they change is decided by conditional writes in the store."""
+    """All methods may run concurrently; conditional writes in the store resolve conflicts."""
 
     def __init__(
         self, store: Store, blobs: BlobStore, clock: Clock, *, texts: TextCheck | None = None
     ) -> None:
-        """``texts`` tries what gateways read of a version; without it, no version is tried."""
+        """``texts`` checks the files that gateways read; without it, no version is checked."""
         self._store = store
         self._texts = texts
         self._blobs = blobs
@@ -94,14 +94,14 @@ class RegistryService:
         self._turns = VerificationTurns()
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
-        """Return the chunks that are not stored, each once, in the order given."""
+        """Return the chunks that are not stored, each once, in the given order."""
         return await self._missing(list(dict.fromkeys(digests)))
 
     async def upload(self, digest: str, size_bytes: int, data: AsyncIterator[bytes]) -> None:
-        """Store one chunk whole, or nothing. One that is there is left as it is.
+        """Store one chunk completely, or nothing. An existing chunk is left unchanged.
 
-        Raises IntegrityError for other bytes than named, InvalidInput for more than a chunk's size,
-        DeadlineExceeded when the sender falls silent.
+        Raises IntegrityError when the bytes do not match the digest, InvalidInput for more than a chunk's
+        size, DeadlineExceeded when the sender stops sending.
         """
         if not 1 <= size_bytes <= CHUNK_BYTES:
             raise InvalidInput(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="header.size_bytes")
@@ -114,13 +114,13 @@ class RegistryService:
     async def create_version(
         self, model: str, manifest: Manifest, *, publisher: str = "", for_another_engine: bool = False
     ) -> tuple[VersionRecord, bool]:
-        """Return the version and whether this call made it. Every byte of it was read and verified.
+        """Return the version and whether this call created it, after reading and verifying every byte.
 
-        So is one that was there: what the store lost or damaged since counts as missing. Raises InvalidInput
-        for a manifest or a file that no version may have, and, unless it is ``for_another_engine``, for what
-        cannot be served here; FailedPrecondition for chunks that are not stored,
-        IntegrityError where the joined chunks are not the file they claim to be, Unavailable where too many
-        versions of this ``publisher`` wait for their turn.
+        An existing version is verified too: chunks that the store has lost or damaged count as missing.
+        Raises InvalidInput for a manifest or a file that no version may contain, and, unless it is
+        ``for_another_engine``, for a version that cannot be served here; FailedPrecondition for chunks that
+        are not stored; IntegrityError where the joined chunks do not match their file; Unavailable where too
+        many versions of this ``publisher`` wait for verification.
         """
         async with self._turns.of(publisher):
             body = await in_thread(_body_of, manifest)
@@ -145,9 +145,9 @@ class RegistryService:
         raise Conflict("garbage is being collected again and again: try again", model=model)
 
     async def delete_version(self, model: str, digest: str, *, request_id: str = "") -> None:
-        """Forget a version; what only it needed goes with the next garbage collection.
+        """Delete a version; the next garbage collection deletes the blobs that only it needed.
 
-        Raises NotFound, FailedPrecondition while a tag or a deployment uses it, naming the first.
+        Raises NotFound, and FailedPrecondition while a tag or a deployment uses it, naming the first.
         """
         request = _request("delete", VersionRecord(model, digest, 0, 0.0), request_id)
         for _ in range(_TRIES):
@@ -225,7 +225,8 @@ class RegistryService:
     ) -> int:
         """Point a tag at a version and return the revision of the change.
 
-        ``etag`` is the digest that the tag points at. Raises NotFound, EtagMismatch when it points elsewhere.
+        ``etag`` is the digest that the tag points at. Raises NotFound, and EtagMismatch when it points
+        elsewhere.
         """
         key, record = tag_key(model, tag), Tag(model, tag, digest)
         request = _request("set", record, request_id, etag)
@@ -244,7 +245,7 @@ class RegistryService:
         raise Conflict(f"the tag {tag} is being moved by others: try again", model=model, tag=tag)
 
     async def delete_tag(self, model: str, tag: str, *, etag: str = "", request_id: str = "") -> None:
-        """Remove a tag; versions stay. Raises NotFound when it is not set, EtagMismatch as ``set_tag``."""
+        """Remove a tag; versions stay. Raises NotFound when it is not set, EtagMismatch like ``set_tag``."""
         key = tag_key(model, tag)
         request = _request("delete", Tag(model, tag, ""), request_id, etag)
         for _ in range(_TRIES):
@@ -293,7 +294,7 @@ class RegistryService:
                     )
 
     async def _keep_manifest(self, digest: str, body: bytes) -> None:
-        """The manifest is stored and whole."""
+        """Store the manifest if it is missing or damaged."""
         try:
             await self._manifest(digest)
         except (NotFound, IntegrityError):
@@ -327,9 +328,9 @@ class RegistryService:
 
 
 def _body_of(manifest: Manifest) -> bytes:
-    """Return the canonical JSON of a manifest that a version may be made of. Raises InvalidInput.
+    """Return the canonical JSON of a valid manifest. Raises InvalidInput.
 
-    Of the largest manifests it takes most of a second: it runs in a thread.
+    The largest manifests take most of a second: it runs in a thread.
     """
     check_manifest(manifest)
     check_draft(manifest)
@@ -340,12 +341,13 @@ def _body_of(manifest: Manifest) -> bytes:
     return body
 
 
-def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> Request:
-    return Request(type(record).__name__.lower(), request_id, fingerprint_of(verb, dump(record), etag))
+def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> WriteRequest:
+    return WriteRequest(type(record).__name__.lower(), request_id, fingerprint_of(verb, dump(record), etag))
 
 
 def _unmoved(key: str, entry: Entry | None, etag: str) -> ModRevisionIs:
-    """Return the condition that the tag is as it was read. Raises EtagMismatch if it points elsewhere."""
+    """Return the condition that the tag has not changed since it was read. Raises EtagMismatch if it points
+    elsewhere."""
     digest = "" if entry is None else load(entry.value, Tag).digest
     if etag and etag != digest:
         raise EtagMismatch(
@@ -360,7 +362,7 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _timely(digest: str, data: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass the bytes on while the sender speaks; the blob store verifies them."""
+    """Yield the sender's bytes, with a time limit between pieces; the blob store verifies them."""
     while True:
         try:
             async with asyncio.timeout(UPLOAD_IDLE_S):

@@ -1,4 +1,4 @@
-"""RegistryService on the wire: converts, and leaves every decision to ``service.py``."""
+"""RegistryService over gRPC: converts messages and delegates every decision to ``service.py``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNREAD_S: Final = 30.0
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     def __init__(self, service: RegistryService, *, unread_s: float = _UNREAD_S) -> None:
-        """A download that is not read for ``unread_s`` ends; its reader goes on where it was."""
+        """A download that is not read for ``unread_s`` ends; its reader can resume from its offset."""
         self._service = service
         self.unread_s = unread_s
 
@@ -73,7 +73,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def ListVersions(
         self, request: pb.ListVersionsRequest, context: Context
     ) -> pb.ListVersionsResponse:
-        """Versions without their manifests, which may have megabytes each: GetVersion has those."""
+        """Return versions without their manifests, which can have megabytes each; GetVersion returns
+        manifests."""
         records, token = await self._service.list_versions(
             request.model, size=request.page_size, token=request.page_token
         )

@@ -1,9 +1,9 @@
-"""What keeps a version from being made of chunks that garbage collection is deleting.
+"""Fence between version creation and garbage collection: no version is created from chunks being deleted.
 
-Two keys: ``sweeping`` is there, under a lease, while somebody deletes; ``sweeps`` is written before every
-batch of deletions. Whoever makes a version waits until nobody deletes, looks for its chunks, and commits
-only if no batch began since. Whoever deletes writes both, looks which versions there are, then deletes.
-Whichever commits first, the other sees it.
+The key ``sweeping`` exists, under a lease, while a collector deletes. The key ``sweeps`` is written before
+every batch of deletions. To create a version, the registry waits until no collector deletes, checks that the
+chunks exist, and commits only if no batch has begun since. A collector writes both keys, lists the versions,
+then deletes. The one that commits second observes the other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = structlog.get_logger()
 
 SWEEPING: Final = ROOT + "guards/registry-sweeping"
 SWEEPS: Final = ROOT + "guards/registry-sweeps"
-# A batch takes seconds. Its lease outlasts it by more than one deletion takes (two requests of at most 10 s
-# in a bucket), and frees the fence after a crash.
+# A batch takes seconds. The lease is longer than a batch by more than one deletion takes (two requests of at
+# most 10 s in a bucket), and it frees the fence after a crash.
 LEASE_S: Final = 60
 BATCH_S: Final = 30.0
 _WAIT_S: Final = 20.0
@@ -37,14 +37,15 @@ class SweepFence:
         self._clock = clock
 
     async def conditions(self) -> Sequence[Condition]:
-        """Return what a commit has to hold to: nobody has deleted anything since. Waits while somebody does.
+        """Return the condition of a commit: no collector has deleted anything since. Waits while a collector
+        deletes.
 
-        Raises Unavailable when that takes too long.
+        Raises Unavailable when the wait takes too long.
         """
         deadline_s = self._clock.monotonic_s() + _WAIT_S
         while True:
-            # In this order: a sweep that begins after the first look moves the key that was looked at, one
-            # that began before is over at the second look or seen by it.
+            # Order matters: a sweep that starts after the first read changes the key that was read; one that
+            # started before has ended by the second read or is observed by it.
             sweeps = await self._store.get(SWEEPS)
             if await self._store.get(SWEEPING) is None:
                 return (ModRevisionIs(SWEEPS, sweeps.mod_revision if sweeps is not None else 0),)
@@ -54,7 +55,8 @@ class SweepFence:
 
     @asynccontextmanager
     async def sweeping(self) -> AsyncIterator[Deadline]:
-        """Nobody makes a version until the yielded deadline. Raises Conflict when another one sweeps."""
+        """Block version creation until the yielded deadline. Raises Conflict while another collector
+        sweeps."""
         lease_id = await self._store.grant_lease(LEASE_S)
         try:
             deadline = Deadline(self._clock)
@@ -70,12 +72,12 @@ class SweepFence:
     async def _release(self, lease_id: int) -> None:
         try:
             await self._store.revoke_lease(lease_id)
-        except FairwayError as error:  # it ends by itself
+        except FairwayError as error:  # the lease expires by itself
             log.info("sweep_fence.release_failed", error=error.message)
 
 
 class Deadline:
-    """When a batch must have ended. It is counted from before the fence was up, so it is never late."""
+    """Time limit of a batch. It is counted from before the fence was created, so it never ends late."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

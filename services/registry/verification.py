@@ -1,4 +1,4 @@
-"""Every byte of a version, read from the blob store and compared with its manifest before it exists."""
+"""Verification of a version before it is created: every byte is read and compared with its manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.core.manifest import Manifest, ManifestFile
 from services.ports.blob_store import BlobStore
 
 PARALLEL: Final = 2
-MAX_WAITING: Final = 8  # of one publisher, the one whose turn it is included
+MAX_WAITING: Final = 8  # of one publisher, including the one being verified
 
 
 @dataclass(slots=True)
@@ -26,7 +26,8 @@ class _Publisher:
 
 
 class VerificationTurns:
-    """At most ``PARALLEL`` verifications run at once, one of each publisher, so that none has all turns."""
+    """Limits verifications to ``PARALLEL`` at once and one per publisher, so that no publisher blocks the
+    others."""
 
     def __init__(self) -> None:
         self._running = asyncio.Semaphore(PARALLEL)
@@ -34,7 +35,7 @@ class VerificationTurns:
 
     @asynccontextmanager
     async def of(self, publisher: str) -> AsyncIterator[None]:
-        """It is this publisher's turn. Raises Unavailable where too many of its versions wait."""
+        """Enter one verification of this publisher. Raises Unavailable when too many of its versions wait."""
         mine = self._publishers.setdefault(publisher, _Publisher())
         if mine.waiting >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} versions of this API key are being verified", retry_after_s=2.0)
@@ -49,10 +50,11 @@ class VerificationTurns:
 
 
 async def verify(blobs: BlobStore, manifest: Manifest) -> None:
-    """Return if the files are what the manifest and their names say.
+    """Return if the files match the manifest and their names.
 
-    Raises InvalidInput for a file that no version may hold, IntegrityError for one that its chunks are not,
-    FailedPrecondition when stored chunks were lost or damaged: those count as missing from then on.
+    Raises InvalidInput for a file that no version may contain, IntegrityError for a file that does not match
+    its chunks, FailedPrecondition when stored chunks were lost or damaged: those count as missing from then
+    on.
     """
     lost: list[str] = []
     for file in manifest.files:
@@ -66,7 +68,7 @@ async def verify(blobs: BlobStore, manifest: Manifest) -> None:
 
 
 class _File:
-    """One file while its chunks are read in order, each verified by the blob store."""
+    """One file whose chunks are read in order; the blob store verifies each chunk."""
 
     def __init__(self, file: ManifestFile) -> None:
         self._file = file
@@ -74,7 +76,8 @@ class _File:
         self._checker = _checker(file)
 
     async def verify(self, blobs: BlobStore) -> list[str]:
-        """Return the chunks that the store cannot give; with any, the rest of the file stays unjudged."""
+        """Return the chunks that the store cannot return; after the first, the rest of the file is not
+        checked."""
         lost: list[str] = []
         for index, chunk in enumerate(self._file.chunks):
             try:

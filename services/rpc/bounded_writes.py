@@ -1,4 +1,4 @@
-"""A stream's writes, none of which waits for its reader for ever."""
+"""Writes of a stream with a time limit for its reader."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ log = structlog.get_logger()
 
 
 async def send_headers(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Return once the headers are out; called before anything may cut a write.
+    """Return once the headers are sent. Called before a write can be cancelled.
 
-    With headers under way in a write that was cut, no status can be sent, and the client hears nothing of the
-    error until it gives up.
+    If a cancelled write was still sending the headers, no status can be sent. The client gets no error before
+    its deadline.
     """
     await context.send_initial_metadata(())
 
 
 class BoundedWrites:
-    """Writes for the task that entered it; one that lasts longer than ``timeout_s`` ends there as SlowReader.
+    """Writes for the task that entered it. A write that lasts longer than ``timeout_s`` raises SlowReader.
 
-    A reader that stays away holds a write for as long as its connection lives, and with it whatever the
-    handler holds. One timer looks once per ``timeout_s``, so a write is cut after one to two of them; a
-    timer per write would cost as much as the write.
+    A reader that stops reading blocks a write as long as its connection lives, and with it the handler's
+    resources. One timer runs every ``timeout_s``, so a write ends after one to two of these times. A timer
+    per write would cost as much as the write.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], timeout_s: float) -> None:
@@ -51,7 +51,7 @@ class BoundedWrites:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # Unless somebody else cancelled it as well.
+        # Unless other code cancelled the task as well.
         if (
             self._cut
             and isinstance(error, asyncio.CancelledError)
@@ -61,13 +61,13 @@ class BoundedWrites:
             raise SlowReader(f"the stream was not read for {self._timeout_s:g} s") from None
 
     async def open(self) -> None:
-        """Send the headers, once and on their own: they wait for no reader."""
+        """Send the headers once, without a message, so that this waits for no reader."""
         if not self._opened:
             self._opened = True
             await send_headers(self._context)
 
     async def write(self, message: Any) -> None:
-        """Return once the transport took the message."""
+        """Return once the transport accepted the message."""
         self._begun += 1
         self._writing = True
         await self.open()

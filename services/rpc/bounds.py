@@ -1,7 +1,7 @@
-"""Every request field is within the bounds that the protos state, before any handler sees it.
+"""Checks that every request field is within the bounds stated in the protos, before any handler runs.
 
-The bounds are field options (``fairway/v1/options.proto``), compiled once per message type into a list
-of checks. A field without bounds is a bug that ``unbounded_fields`` finds, and a test runs that.
+The bounds are field options (``fairway/v1/options.proto``), compiled once per message type into a list of
+checks. A field without bounds is a bug: a test runs ``unbounded_fields``, which finds it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FieldCheck = Callable[[Message, str], None]
 def check(message: Message, path: str = "") -> None:
     """Return if every field, at every depth, is within its bounds.
 
-    Raises InvalidInput whose metadata has ``field`` (a dotted path) for the first that is not.
+    Raises InvalidInput for the first that is not; its metadata has ``field``, a dotted path.
     """
     for _, field_check in _named_checks(message.DESCRIPTOR):
         field_check(message, path)
 
 
 def check_but(message: Message, entries: str) -> None:
-    """Check every field but the elements of the repeated field ``entries``, whose number is checked."""
+    """Check every field, but not the elements of the repeated field ``entries``: of these only the number."""
     max_items = _bounds(_field(cast(Descriptor, message.DESCRIPTOR), entries)).max_items
     _check_count(getattr(message, entries), max_items, entries)
     for name, field_check in _named_checks(message.DESCRIPTOR):
@@ -90,7 +90,7 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def _value_field(field: FieldDescriptor) -> FieldDescriptor:
-    """The field that holds an element: itself, or the value of a map."""
+    """Return the field that describes an element: itself, or the value of a map."""
     return _entry_field(field, "value") if _is_map(field) else field
 
 
@@ -114,7 +114,7 @@ def _is_bounded(field: FieldDescriptor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _named_checks(descriptor: Descriptor) -> tuple[tuple[str, FieldCheck], ...]:
-    """The checks of a message type, each with the name of its field."""
+    """Return the checks of a message type, each with the name of its field."""
     found: list[tuple[str, FieldCheck]] = []
     for field in descriptor.fields:
         bounds = _bounds(field)
@@ -135,7 +135,7 @@ def _fail(path: str, text: str) -> InvalidInput:
 
 
 def _plain(value: float) -> str:
-    """Whole numbers with all their digits, others short."""
+    """Format whole numbers with all their digits, others in short form."""
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else f"{value:g}"
 
 
@@ -238,7 +238,7 @@ def _string_check(bounds: options_pb2.Bounds) -> ValueCheck:
 def _number_check(bounds: options_pb2.Bounds, *, real: bool, single: bool = False) -> ValueCheck:
     low = bounds.min if bounds.HasField("min") else -math.inf
     high = bounds.max if bounds.HasField("max") else math.inf
-    if single:  # 0.01 in four bytes is less than 0.01 in eight, and is the bound all the same
+    if single:  # 0.01 as float32 is less than as float64, but equals the bound
         low, high = struct.unpack("ff", struct.pack("ff", low, high))
 
     def check_number(value: float, path: str) -> None:

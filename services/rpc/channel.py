@@ -1,4 +1,4 @@
-"""Channels between services: keepalive, message limits, one way to say who we are."""
+"""Channels between services: keepalive, message limits, credentials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take, at least
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the time limit of one connection attempt, at least
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -1,8 +1,9 @@
-"""Bounds on a port's connections by their source, and in all for those that carry nothing of a known caller.
+"""Bounds on a port's connections: per source, and in total for those without a call of an authenticated
+caller.
 
-grpc bounds the connections of a whole port, and offers neither a bound for a source nor a way to close one
-connection. So this process inspects its own sockets: the oldest connections of the source that has most are
-shut, which grpc observes as if the peer had gone.
+grpc bounds only the connections of a whole port. It has no bound per source and no way to close one
+connection. So this process inspects its own sockets and shuts down the oldest connections of the source that
+has most. To grpc this looks like a disconnected peer.
 """
 
 from __future__ import annotations
@@ -24,47 +25,46 @@ from services.runtime import connections
 
 log = structlog.get_logger()
 
-# Of a port; the process may have descriptors for less. grpc keeps some memory of its peak of connections.
+# Per port; the process may have fewer descriptors. grpc keeps some memory of its peak of connections.
 MAX_CONNECTIONS: Final = 4096
 MAX_OF_SOURCE: Final = 128
 MAX_STRANGERS: Final = 1024
-MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # with those that were not there at the last look
-MAX_IDLE_OF_CALLER: Final = 256  # that carry no call of it; more count as strangers
+MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # including those that are new since the last check
+MAX_IDLE_OF_CALLER: Final = 256  # idle connections of one caller; more count as unauthenticated
 KNOWN_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2
-_FLOODED_PERIOD_S: Final = 0.05  # while strangers open more than they may keep
+_FLOODED_PERIOD_S: Final = 0.05  # while unauthenticated peers open more than their bound
 _PAUSE_S: Final = 0.02
 _FEW: Final = 64
 _DESCRIPTORS: Final = "/dev/fd"
 
 
 class Idle(NamedTuple):
-    """A connection after its last call of a known caller."""
+    """A connection after its last call of an authenticated caller."""
 
     since_s: float
     caller: str
 
 
 class Connections:
-    """Which connections carry calls of known callers, or did in the last minute; and the end of others.
+    """Records which connections carry calls of authenticated callers, or did in the last minute, and closes
+    others.
 
-    A caller has a bounded number of those that carry none.
-
-    A connection is named as ``context.peer()`` names it.
+    The idle connections of a caller are bounded. A connection is named as ``context.peer()`` names it.
     """
 
     def __init__(
         self, count: Callable[[str], None] = lambda reason: None, *, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        """``count`` is called with the reason, surplus, share or unread, of each connection that is ended.
+        """``count`` is called with the reason (surplus, share or unread) for each connection that is closed.
 
-        ``max_connections``: as many as the port takes; one source has at most its share of them.
+        ``max_connections``: the limit of the port. One source has at most its share of it.
         """
         self._count = count
         self._share = share_of(max_connections)
         self._running: dict[str, int] = {}
         self._idle: dict[str, Idle] = {}
-        self._seen: set[str] = set()  # at the last look
+        self._seen: set[str] = set()  # at the last check
         self._condemned: set[str] = set()
         self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
@@ -72,11 +72,11 @@ class Connections:
         self._period_s = PERIOD_S
 
     def begin(self, peer: str) -> None:
-        """A known caller's RPC runs on this connection until ``end``."""
+        """Record that an authenticated caller's RPC runs on this connection until ``end``."""
         self._running[peer] = self._running.get(peer, 0) + 1
 
     def end(self, peer: str, caller: str) -> None:
-        """``caller``: whose idle connections are bounded together; empty for a role, without bound."""
+        """``caller``: its idle connections are bounded together. Empty for a role, which has no bound."""
         left = self._running[peer] - 1
         if left:
             self._running[peer] = left
@@ -85,12 +85,12 @@ class Connections:
             self._idle[peer] = Idle(_now_s(), caller)
 
     def condemn(self, peer: str) -> None:
-        """End this connection soon, unless a known caller uses it too."""
+        """Close this connection soon, unless an authenticated caller uses it too."""
         self._condemned.add(peer)
         self._wanted.set()
 
     async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
-        """Keep the bounds until cancelled. ``port``: where the server listens, 0 until it does."""
+        """Enforce the bounds until cancelled. ``port`` returns the server's port, 0 before it starts."""
         while True:
             await clock.sleep(_PAUSE_S)
             with contextlib.suppress(TimeoutError):
@@ -101,7 +101,7 @@ class Connections:
                 continue
             try:
                 await self._look(port())
-            except OSError as error:  # no descriptor is left for the look itself, or no such folder
+            except OSError as error:  # no descriptor is left for the check, or the folder does not exist
                 log.warning("connections.not_inspected", error=error.strerror)
                 await clock.sleep(10 * PERIOD_S)
 
@@ -111,7 +111,7 @@ class Connections:
             del self._idle[peer]
         self._period_s = PERIOD_S
         descriptors = await asyncio.to_thread(os.listdir, _DESCRIPTORS)
-        # Those that the last look did not see may have ended by now: they vouch for no descriptor.
+        # Connections that the last check did not see may have ended: they explain no descriptor.
         others = len(descriptors) - len(self._seen & (self._running.keys() | self._idle.keys()))
         if others <= self._calm and len(descriptors) <= self._share and not self._condemned:
             return
@@ -147,10 +147,10 @@ class Connections:
 
 
 def surplus_of_strangers(since_s: Mapping[str, float], now_s: float) -> set[str]:
-    """Return what to end of the connections that carry nothing of a known caller.
+    """Return the connections to close of those without a call of an authenticated caller.
 
-    One that was not there before ``now_s`` may be about to identify itself, and stays unless very many are
-    new: of the memory that they take together only a part ever goes back.
+    One that is new since ``now_s`` may still authenticate, so it stays unless very many are new: only a part
+    of their memory is ever returned.
     """
     settled = {peer: first_s for peer, first_s in since_s.items() if first_s < now_s}
     surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS)
@@ -159,9 +159,10 @@ def surplus_of_strangers(since_s: Mapping[str, float], now_s: float) -> set[str]
 
 
 def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> set[str]:
-    """Return what to end so that no source has more than ``of_source``, and all together ``in_all``.
+    """Return the connections to close so that no source has more than ``of_source`` and the total is
+    ``in_all``.
 
-    The oldest of a source end first, and the sources with most share what the total takes from them.
+    The oldest of a source are closed first. The sources with most connections lose most for the total.
     """
     by_source: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(since_s, key=lambda peer: (-since_s[peer], peer)):
@@ -173,7 +174,7 @@ def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> 
 
 
 def crowd_of(idle: Mapping[str, Idle], most: int) -> list[str]:
-    """Return the connections of each caller beyond its ``most``, those that are idle for longest."""
+    """Return the connections of each caller beyond its ``most``, those idle for longest."""
     by_caller: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(idle, key=lambda peer: (-idle[peer].since_s, peer)):
         if idle[peer].caller:
@@ -182,9 +183,9 @@ def crowd_of(idle: Mapping[str, Idle], most: int) -> list[str]:
 
 
 def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) -> set[str]:
-    """Return what to end so that no source has more than ``share``, with a known caller or without.
+    """Return the connections to close so that no source has more than ``share``, authenticated or not.
 
-    What carries no call of a known caller ends first, the oldest of it; then the newest of the others.
+    Those without a call of an authenticated caller are closed first, from the oldest; then the newest others.
     """
     by_source: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(since_s, key=lambda peer: (since_s[peer], peer)):
@@ -200,7 +201,7 @@ def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) 
 
 
 def source_of(peer: str) -> str:
-    """Return the source of a connection that grpc names so, as ``runtime.connections`` defines it."""
+    """Return the source of a connection with this grpc name, as ``runtime.connections`` defines it."""
     kind, _, address = peer.partition(":")
     if kind != "ipv6":
         return peer.rpartition(":")[0]
@@ -209,7 +210,7 @@ def source_of(peer: str) -> str:
 
 
 def connected(port: int, descriptors: list[str]) -> dict[str, int]:
-    """Return the accepted connections of a port, by the peer's name, each with its descriptor."""
+    """Return the accepted connections of a port: the peer's name and the descriptor."""
     found: dict[str, int] = {}
     for descriptor in map(int, descriptors):
         if peer := _peer_at(descriptor, port):
@@ -218,10 +219,11 @@ def connected(port: int, descriptors: list[str]) -> dict[str, int]:
 
 
 def shut(peers: Mapping[str, int]) -> None:
-    """End these connections; a descriptor that is another connection's by now is left alone."""
+    """Shut down these connections. A descriptor that another connection uses by now stays open."""
     for peer, descriptor in peers.items():
         try:
-            mine = socket.socket(fileno=os.dup(descriptor))  # cannot become another's while it is looked at
+            # a duplicate cannot be reused by another connection meanwhile
+            mine = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             continue
         with mine:
@@ -233,25 +235,25 @@ def shut(peers: Mapping[str, int]) -> None:
 
 
 def _peer_at(descriptor: int, port: int) -> str:
-    """Return the peer of the connection that a descriptor is, or "" when it is none of this port."""
+    """Return the peer of the connection at a descriptor, or "" when it is not of this port."""
     try:
-        # With a family and a kind given, the system is not asked for them: most of the time that this takes.
+        # Given family and kind, the constructor does not query the system, which would take most of the time.
         borrowed = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
     except OSError:
         return ""
     try:
         address = borrowed.getsockname()
         if not isinstance(address, tuple) or not isinstance(address[0], str) or address[1] != port:
-            return ""  # other kinds of sockets have a text or numbers for a name
+            return ""  # other kinds of sockets have a text or numbers as address
         return _name(borrowed.getpeername())
-    except OSError:  # it listens, or has just ended
+    except OSError:  # a listening socket, or one that has just ended
         return ""
     finally:
         borrowed.detach()
 
 
 def _name(address: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """Return how grpc names a peer."""
+    """Return grpc's name of a peer."""
     host, port = address[0], address[1]
     if ":" not in host:
         return f"ipv4:{host}:{port}"

@@ -1,4 +1,4 @@
-"""grpc.health.v1: what serves, for whoever asks. A watcher that does not read holds up nobody but itself."""
+"""grpc.health.v1: serving status by name. A watcher that does not read delays only itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Response = health_pb2.HealthCheckResponse
 _UNREAD_S = 10.0
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
         self._changed = asyncio.Event()
 
     def set(self, name: str, serving: bool | None) -> None:
-        """Answer for this name from now on; None: there is no such name."""
+        """Set the status of this name; None removes the name."""
         if self._serving.get(name) is serving:
             return
         if serving is None:

@@ -1,4 +1,4 @@
-"""What a request message may cost, derived from the (bounds) of the protos, and checked before decoding."""
+"""Size limits of request messages, derived from the (bounds) of the protos and checked before decoding."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MALFORMED: Final = "the request is not a valid message of this method"
 _LEAST_BYTES: Final = 64 * 1024  # room for fields that a newer client sends
 _LEAST_FIELDS: Final = 1024
 _MOST_FIELDS: Final = 256 * 1024
-# A field takes two bytes or more: what is shorter than this cannot cost much, and is not walked.
+# A field takes two bytes or more, so a shorter message cannot cost much and is not scanned.
 _CHEAP_BYTES: Final = 32 * 1024
-_TAG_BYTES: Final = 12  # of a tag and a length at most; most take two
+_TAG_BYTES: Final = 12  # largest size of a tag and a length; most take two
 _STRINGS: Final = FieldDescriptor.CPPTYPE_STRING
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """``fields``: tags of one message at all depths; 0 where only services, who are trusted, send it."""
+    """``fields``: tags of one message at all depths; 0 for messages of services, which are trusted."""
 
     max_bytes: int
     fields: int = 0
@@ -38,7 +38,7 @@ PUBLIC: Final = MessageLimits(4096)
 
 
 def limits_of(method: Any) -> MessageLimits:
-    """Return what the largest request within the bounds of its fields takes, within the transport's bound."""
+    """Return the size of the largest request within its field bounds, at most the transport's bound."""
     size, fields = _largest(method.input_type)
     internal = list(method.GetOptions().Extensions[options_pb2.access]) == [options_pb2.ACCESS_INTERNAL]
     return MessageLimits(
@@ -61,13 +61,13 @@ def check_raw(raw: bytes, limits: MessageLimits) -> None:
 
 @lru_cache(maxsize=1024)
 def _largest(descriptor: Descriptor) -> tuple[int, int]:
-    """Return bytes and tags of the largest message of a type, which does not contain itself."""
+    """Return bytes and tags of the largest message of a type, which must not contain itself."""
     size = fields = 0
     for field in descriptor.fields:
         bounds = field.GetOptions().Extensions[options_pb2.bounds]
         items = bounds.max_items if field.is_repeated else 1
         if field.message_type is not None:
-            # The strings of a map have the bounds of the map, whose entries state none.
+            # A map's strings have the bounds of the map; its entries state none.
             entry = field.message_type.GetOptions().map_entry
             inner_size, inner_fields = _largest(field.message_type)
             size += items * (inner_size + _TAG_BYTES + (2 * bounds.max_bytes if entry else 0))
@@ -89,7 +89,7 @@ def _table(descriptor: Descriptor) -> Table:
 
 
 def _count_fields(raw: bytes, descriptor: Descriptor, most: int) -> None:
-    """Return if the message has at most ``most`` tags at all depths. Strings and numbers are passed over."""
+    """Return if the message has at most ``most`` tags at all depths. Strings and numbers are skipped."""
     position, end, table = 0, len(raw), _table(descriptor)
     outer: list[tuple[int, Table]] = []
     left = most
@@ -117,7 +117,7 @@ def _count_fields(raw: bytes, descriptor: Descriptor, most: int) -> None:
             _, position = _varint(raw, position)
         elif kind in (_FIXED64, _FIXED32):
             position += 8 if kind == _FIXED64 else 4
-        else:  # groups, which proto3 has not
+        else:  # groups, which proto3 does not have
             raise DecodeError(MALFORMED)
 
 

@@ -1,7 +1,8 @@
-"""Ask a role whether it serves: ``python -m services.rpc.probe HOST:PORT``, for health checks of containers.
+"""Health probe of a role for containers: ``python -m services.rpc.probe HOST:PORT``.
 
-Exits 0 for SERVING, 1 with the reason on stderr for everything else. A server that refuses the question
-because it has too many is alive and serves known callers: a restart would help whoever floods it.
+Exits 0 for SERVING, and 1 with the reason on stderr for everything else. A server that rejects the probe
+because it has too many calls is alive and serves authenticated callers. It counts as healthy, since a restart
+would only help an attacker.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 TIMEOUT_S: Final = 3.0
-# CANCELLED is what grpc answers by itself to calls that it cannot queue.
+# grpc itself returns CANCELLED to calls that it cannot queue.
 REFUSED: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 
 
 def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
-    """Return "" when the health service at host:port answers SERVING or is flooded, else why not."""
+    """Return "" when the health service at host:port answers SERVING or is flooded, else the reason."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -16,7 +16,7 @@ from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.connections import MAX_CONNECTIONS, Connections
-from services.rpc.health import Health
+from services.rpc.health import HealthServicer
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
@@ -39,20 +39,22 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", 4096),
-    # Bit 0 is identity. What a compressed message grows to is unknown, so no caller may send one.
+    # Bit 0 is identity. A decompressed message has no size bound, so compression is off.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # Calls that wait for this process to take them: none is dropped below the bound, to leave room above it.
+    # Calls that wait until this process accepts them. None is dropped below the bound.
     ("grpc.server.max_pending_requests", 2048),
     ("grpc.server.max_pending_requests_hard_limit", 2048),
-    # Windows that grow by themselves reach megabytes, which a stream that nobody reads may then fill.
+    # Windows that grow automatically reach megabytes, which a stream without a reader may then fill.
     ("grpc.http2.bdp_probe", 0),
+    # grpc reads more at once the more a connection sends; its own bound is 4 MiB for each connection.
+    ("grpc.experimental.tcp_max_read_chunk_size", 128 * 1024),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 300_000),  # a client that is still there connects again for its next call
+    ("grpc.max_connection_idle_ms", 300_000),  # a client that is still there reconnects for its next call
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # No bound on pings. Above a bound grpc takes time that grows with the square of the pings that it has
-    # received before its refusal is written; an answer takes a microsecond, and unsent answers are bounded.
+    # No bound on pings. With a bound, grpc spends time that grows with the square of the pings received
+    # before its rejection is written. Answering one takes a microsecond, and unsent answers are bounded.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 )
@@ -60,7 +62,7 @@ _OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RpcTelemetry:
-    """What a server reports of its RPCs. ``tracing``: what makes a span of each, None where nothing does.
+    """Telemetry of a server's RPCs. ``tracing`` creates a span of each; None for no spans.
 
     ``lines`` bounds the log lines about single RPCs.
     """
@@ -81,7 +83,7 @@ class Service:
 
 
 def _watchers(descriptors: list[ServiceDescriptor], telemetry: RpcTelemetry) -> list[AroundInterceptor]:
-    """Return what looks at an RPC from outside: from when it arrives to the status that its caller gets."""
+    """Return the interceptors that cover an RPC from its arrival to the status that its caller gets."""
     clock, tracing = telemetry.clock, telemetry.tracing
     found = [NoteArrival(clock), CountRpcs(descriptors, telemetry.instruments, clock)]
     return found if tracing is None else [*found, TraceRpcs(descriptors, tracing, clock)]
@@ -103,7 +105,7 @@ class RpcServer:
         """Raises ValueError when a method of ``services`` has no access rule."""
         self._services = services
         self._listen = listen
-        self._health = Health()
+        self._health = HealthServicer()
         self._parts: frozenset[str] = frozenset()
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
@@ -117,7 +119,7 @@ class RpcServer:
         most = min(MAX_CONNECTIONS, descriptor_limit() // 2)
         self._connections = Connections(*shut, max_connections=most)
         strangers = Strangers(self._connections.condemn)
-        # Without grpc's own bound of RPCs: it counts a stranger's half-open call before any layer sees it.
+        # Without grpc's own bound of RPCs: it counts an unauthenticated call before any interceptor runs.
         self._server = make_server(
             interceptors=(
                 *outermost,
@@ -151,7 +153,7 @@ class RpcServer:
         log.info("server.started", listen=self._listen, port=self.port, services=names)
 
     async def guard_connections(self, clock: Clock) -> None:
-        """Keep the bounds on connections of unknown callers until cancelled."""
+        """Enforce the bounds on connections of unauthenticated callers until cancelled."""
         await self._connections.guard(clock, lambda: self.port)
 
     async def set_serving(self, serving: bool) -> None:
@@ -160,7 +162,7 @@ class RpcServer:
             self._health.set(name, serving)
 
     async def set_parts(self, serving: Mapping[str, bool]) -> None:
-        """Answer health checks of these names so; a name that is no longer there is unknown."""
+        """Set the health of these names; a name that is no longer included becomes unknown."""
         for name in self._parts - serving.keys():
             self._health.set(name, None)
         for name, serves in serving.items():
@@ -168,5 +170,5 @@ class RpcServer:
         self._parts = frozenset(serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new RPCs, give running ones ``grace_s``, then cancel them."""
+        """Accept no new RPCs, let running ones finish within ``grace_s``, then cancel them."""
         await self._server.stop(grace_s)

@@ -1,4 +1,4 @@
-"""The only place where a domain error becomes a gRPC or HTTP status, and where a status becomes one again."""
+"""Maps domain errors to gRPC and HTTP statuses and back. No other module does."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def to_grpc_status(error: errors.FairwayError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.FairwayError:
-    """Return the domain error that a peer raised; a status without ErrorInfo becomes its code's own.
+    """Return the domain error that a peer raised; a status without ErrorInfo becomes the error of its code.
 
-    Such a status is the transport's: its text names addresses, so it goes to the log and not into the error.
+    Such a status comes from the transport: its text contains addresses, so it is logged and not returned.
     """
     kind = _BY_CODE.get(error.code(), errors.InternalError)
     found = kind(f"the peer ended the call with {error.code().name}")
@@ -113,5 +113,5 @@ def to_proto(error: errors.FairwayError) -> common_pb2.Error:
 
 
 def by_reason(reason: str, message: str, *, retry_after_s: float | None = None) -> errors.FairwayError:
-    """Return the error of the tree with this reason; an unknown reason is an InternalError."""
+    """Return the error class with this reason; for an unknown reason an InternalError."""
     return _BY_REASON.get(reason, errors.InternalError)(message, retry_after_s=retry_after_s)

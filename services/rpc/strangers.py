@@ -1,4 +1,4 @@
-"""What callers without credentials may have running, so that health checks and known callers go on."""
+"""Limits of unauthenticated callers, so that health checks and authenticated callers are served."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from services.rpc.connections import source_of
 MAX_OF_CONNECTION: Final = 32
 MAX_STREAMS_OF_SOURCE: Final = 32
 MAX_STREAMS: Final = 128
-# Refusals of one connection, in a second and unread. Its calls wait in the same line as those of everybody.
+# Rejections of one connection, per second and unread. Its calls share one queue with those of all callers.
 MAX_REFUSALS_PER_S: Final = 100
 MAX_UNREAD: Final = 256
 UNREAD_WITHIN_S: Final = 15.0
 
 
 class Strangers:
-    """Counts RPCs from their headers until the transport took their status, which may wait for the reader.
+    """Counts RPCs from their headers until the transport accepted their status, which may wait for the
+    reader.
 
     ``condemn`` ends the connection of the peer that it is called with.
     """
@@ -32,12 +33,12 @@ class Strangers:
         self._streams: dict[str, int] = {}
 
     def refused(self, peer: str) -> None:
-        """Count an RPC that is refused for its credentials."""
+        """Count an RPC that is rejected for its credentials."""
         _count(self._of_peer, peer)
         self.refuse(peer)
 
     def refuse(self, peer: str) -> None:
-        """Note that a counted RPC is refused; a connection with many refusals is ended."""
+        """Record the rejection of a counted RPC; a connection with many rejections is closed."""
         second = int(asyncio.get_running_loop().time())
         if second != self._second:
             self._second, self._refusals = second, {}
@@ -48,14 +49,14 @@ class Strangers:
     def enter(self, peer: str) -> None:
         """Count a public RPC with one response. Raises OverQuota when its connection has many.
 
-        Nothing else bounds these: a health check is answered whatever other connections do.
+        There is no other bound: a health check is answered whatever other connections do.
         """
         self._admit(peer)
         late = asyncio.get_running_loop().call_later(UNREAD_WITHIN_S, self._condemn, peer)
         _at_end(late.cancel)
 
     def enter_stream(self, peer: str) -> None:
-        """Count a public RPC that lasts as long as its caller wishes. Raises OverQuota."""
+        """Count a public RPC of unlimited duration. Raises OverQuota."""
         self._admit(peer)
         source = source_of(peer)
         mine, all_of_them = self._streams.get(source, 0), sum(self._streams.values())
@@ -72,7 +73,7 @@ class Strangers:
 
 
 def _count(counts: dict[str, int], name: str) -> int:
-    """Add one to a count until the RPC of this task is over, and return it."""
+    """Add one to a count until the RPC of this task is over, and return the count."""
     counts[name] = counts.get(name, 0) + 1
 
     def forget() -> None:

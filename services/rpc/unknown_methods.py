@@ -1,8 +1,8 @@
-"""grpc.aio's server, with the calls of methods that it does not have answered here.
+"""grpc.aio's server, extended to answer calls of unregistered methods here.
 
 grpc.aio decodes the name of such a method in the loop that accepts every call. A name that is not UTF-8 ends
-that loop, and with it the server: one call without a credential would stop a role. So that loop gets only the
-calls of registered methods, whose names are its own.
+that loop and with it the server, so one unauthenticated call could stop a role. Here that loop gets only
+calls of registered methods.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def make_server(
     options: Sequence[tuple[str, Any]],
     refused: Callable[[str], None],
 ) -> grpc.aio.Server:
-    """Return a server whose methods are registered by generated code.
+    """Return a server that rejects calls of methods that generated code has not registered.
 
-    ``refused`` is called with the peer of each call of another method, in the task that ends with the call.
+    ``refused`` is called with the peer of each such call, in the task that ends with the call.
     """
     return cast(grpc.aio.Server, _Server(interceptors, options, refused))
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    refused: Callable[[str], None]  # set before it starts
+    refused: Callable[[str], None]  # set before the server starts
 
     async def _request_call(self) -> Any:
-        """Answer calls of unknown methods until the server stops, and return none of them."""
+        """Answer calls of unregistered methods until the server stops. Never returns a call."""
         loop = asyncio.get_running_loop()
         answering: set[asyncio.Task[None]] = set()
         while True:
@@ -44,7 +44,8 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 
     async def _refuse(self, context: Any) -> None:
         self.refused(context.peer())
-        with contextlib.suppress(grpc.aio.AbortError, cygrpc.ExecuteBatchError):  # the caller has gone
+        # the caller has disconnected
+        with contextlib.suppress(grpc.aio.AbortError, cygrpc.ExecuteBatchError):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method here")
 
 
@@ -55,7 +56,7 @@ class _Server(_server.Server):
         options: Sequence[tuple[str, Any]],
         refused: Callable[[str], None],
     ) -> None:
-        # As the base class does, with our type for its C server.
+        # As in the base class, with this module's type for its C server.
         self._loop = cygrpc.get_working_loop()
         self._server = _AioServer(self._loop, None, (), tuple(interceptors), tuple(options), None)
         self._server.refused = refused

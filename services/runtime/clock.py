@@ -1,4 +1,4 @@
-"""The real clock. Everything else takes it as an argument."""
+"""The real clock. All other code takes a clock as an argument."""
 
 from __future__ import annotations
 

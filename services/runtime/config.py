@@ -18,7 +18,7 @@ StoreAddress = Annotated[str, Field(pattern=r"^([^\s:]+:\d{1,5}|unix:/[^\s,]+)$"
 
 
 class ConfigError(Exception):
-    """The environment does not configure a role; the message says which variable and what to do."""
+    """The environment is not a valid configuration. The message names the variable and the correction."""
 
 
 class Settings(BaseModel):
@@ -186,7 +186,7 @@ class Settings(BaseModel):
     @field_validator("labels", mode="before")
     @classmethod
     def _pairs(cls, value: object) -> object:
-        """`gpu=h100,disk=fast` as a mapping."""
+        """Return `gpu=h100,disk=fast` as a mapping."""
         if not isinstance(value, str):
             return value
         pairs = [part.partition("=") for part in value.split(",") if part]
@@ -214,7 +214,7 @@ class Settings(BaseModel):
 
     @property
     def advertised(self) -> str:
-        """host:port that other services reach this one at. Raises ConfigError when nobody could."""
+        """host:port at which other services reach this one. Raises ConfigError when none could."""
         address = self.advertise or self.listen
         if address.endswith(":0"):
             raise ConfigError(
@@ -254,7 +254,7 @@ def read_secret(path: Path) -> str:
 
 
 def read_password(path: Path) -> str:
-    """Return a password that another system chose, of any length but none. Raises ConfigError."""
+    """Return a password of any length above zero, which another system chose. Raises ConfigError."""
     text = _read_file(path, "write the password into it")
     if not text:
         raise ConfigError(f"the password file {path} is empty: write the password into it")

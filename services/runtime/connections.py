@@ -1,8 +1,8 @@
-"""The open connections of one TCP listener, bounded in all and by source.
+"""The open connections of one TCP listener, bounded in total and by source.
 
-A listener that refuses new connections when it is full is closed by whoever opens enough of them and sends
-nothing. Here a new connection takes the place of one that waits for nothing from this process: first of those
-that never showed a credential, the longest waiting first, then of the others.
+A listener that rejects new connections when full can be blocked by a client that opens enough connections and
+sends nothing. So here a new connection replaces an idle one, that is, one that waits for nothing from this
+process. Connections that never presented a credential are closed first, those idle for longest before others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Final
 from services.core.shares import share_of
 
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
-_SITE_BITS: Final = 64  # an IPv6 site has that many bits of address to itself
+_SITE_BITS: Final = 64  # the address bits that one IPv6 site controls itself
 
 Transport = asyncio.WriteTransport
 
 
 def source_of(peername: object) -> str:
-    """Return what counts as one source: an IPv4 address, or the network of an IPv6 site."""
+    """Return the unit that is limited as one source: an IPv4 address, or the network of an IPv6 site."""
     host = str(peername[0]) if isinstance(peername, tuple) and peername else ""
     if ":" not in host:
         return host
@@ -37,7 +37,7 @@ def source_of(peername: object) -> str:
 
 
 def reset(transport: Transport) -> None:
-    """Cut a connection with RST: neither side keeps anything of it."""
+    """Close a connection by RST, so that neither side keeps state of it."""
     peer = transport.get_extra_info("socket")
     if peer is not None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
@@ -46,14 +46,14 @@ def reset(transport: Transport) -> None:
 
 @dataclass(slots=True)
 class _Pool:
-    """Open connections, those that may be closed in the order in which that happens."""
+    """Open connections; those that may be closed are in the order in which they are closed."""
 
     open: int = 0
     unknown: dict[Transport, None] = field(default_factory=dict)
     known: dict[Transport, None] = field(default_factory=dict)
 
     def place(self, transport: Transport, *, busy: bool, known: bool) -> None:
-        """Put a connection last in its order; a busy one is in none."""
+        """Put a connection last in its order. A busy one is in no order."""
         self.unknown.pop(transport, None)
         self.known.pop(transport, None)
         if not busy:
@@ -64,17 +64,17 @@ class _Pool:
 
 
 class ConnectionTable:
-    """Decides which connections stay open. Methods take a connection's transport.
+    """Decides which connections stay open. Its methods take a connection's transport.
 
-    At most ``max_connections`` are open, at most ``max_per_source`` of one source. Of those that never showed
-    a credential at most ``max_strangers`` are open, all by default; of one source its share of them.
+    At most ``max_connections`` are open, and at most ``max_per_source`` of one source. At most
+    ``max_strangers`` have never presented a credential (default: all); one source has its share of these.
     """
 
     def __init__(
         self, max_connections: int, max_per_source: int, *, max_strangers: int | None = None
     ) -> None:
-        self.refused = 0  # new connections that were cut: all others were busy
-        self.displaced = 0  # idle connections that were cut for a new one
+        self.refused = 0  # new connections that were closed because all others were busy
+        self.displaced = 0  # idle connections that were closed for a new one
         self._max_connections = max_connections
         self._max_per_source = max_per_source
         self._max_strangers = max_connections if max_strangers is None else max_strangers
@@ -87,7 +87,7 @@ class ConnectionTable:
         return len(self._source_of)
 
     def admit(self, transport: Transport) -> bool:
-        """Return whether a new connection may stay. One that may not has been cut."""
+        """Return whether a new connection may stay. If not, it was closed."""
         source = source_of(transport.get_extra_info("peername"))
         pool = self._sources.get(source)
         if pool is not None and (
@@ -114,15 +114,14 @@ class ConnectionTable:
         return True
 
     def update(self, transport: Transport, *, busy: bool, known: bool) -> None:
-        """``busy``: the client waits for this process, so the connection stays. ``known``: it showed a
-        credential."""
+        """``busy``: the client waits for this process, so it stays. ``known``: it presented a credential."""
         source = self._source_of.get(transport)
         if source is not None:
             self._all.place(transport, busy=busy, known=known)
             self._sources[source].place(transport, busy=busy, known=known)
 
     def remove(self, transport: Transport) -> None:
-        """The connection has ended. Idempotent."""
+        """Remove a connection that has ended. Idempotent."""
         source = self._source_of.pop(transport, None)
         if source is None:
             return
@@ -133,7 +132,7 @@ class ConnectionTable:
             del self._sources[source]
 
     def check_integrity(self) -> None:
-        """Assert that the counts are those of the connections."""
+        """Assert that the counts match the connections."""
         assert self._all.open == len(self._source_of) == sum(pool.open for pool in self._sources.values())
         waiting = [transport for pool in self._sources.values() for transport in (*pool.unknown, *pool.known)]
         assert len(waiting) == len(self._all.unknown) + len(self._all.known)

@@ -1,9 +1,9 @@
-"""Who calls, and what they may use.
+"""Authentication and authorization of callers.
 
-A key is found by its public name and verified by the sha256 of its secret: one hash and two look-ups
-in the local copy of the fleet state, so there is no cache that an unauthenticated caller could fill.
-Until the secret is verified every refusal reads the same and costs the same, whether the key exists or
-not; after that the caller holds the key and may know why it does not open anything.
+A key is found by its public name and verified by the sha256 of its secret: one hash and two look-ups in the
+local copy of the fleet state. So there is no cache that an unauthenticated caller could fill. Until the
+secret is verified, every rejection has the same text and cost, whether the key exists or not. After that the
+caller owns the key, so the rejection can state its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.runtime import secrets
 from services.runtime.fleet_state.views import RecordView
 
 MAX_HEADER_CHARS: Final = 512
-# What an unknown name is compared with: the hash of no secret.
+# The hash for names that do not exist; no secret has it.
 _NO_HASH: Final = "0" * 64
 
 
@@ -31,15 +31,15 @@ class KeyDirectory:
         self._clock = clock
 
     def authenticate(self, credentials: str | None) -> Principal:
-        """Return who holds the key in an ``authorization`` header, or the bare key.
+        """Return the owner of the key in an ``authorization`` header, or of the bare key.
 
-        Raises Unauthenticated; its text says what to send, and nothing of what was sent or is stored.
+        Raises Unauthenticated. Its text describes the expected credential and nothing sent or stored.
         """
         name, secret = _split(credentials)
         held = self._keys.view.get(KEYS + name)
         key = held.record if held is not None else None
         now_s = self._clock.unix_s()
-        # Both comparisons are always made, so that the answer's time tells nothing of the name.
+        # Both comparisons are always made, so that the response time reveals nothing about the name.
         current = secrets.verify(secret, key.secret_hash if key is not None else _NO_HASH)
         has_previous = key is not None and bool(key.previous_secret_hash)
         previous = secrets.verify(secret, key.previous_secret_hash if key and has_previous else _NO_HASH)
@@ -52,7 +52,7 @@ class KeyDirectory:
         return Principal(name, key.role, key.tenant, key.models, shown)
 
     def still_valid(self, principal: Principal) -> Tenant:
-        """Return the tenant of a caller that was authenticated before, on a stream that may be old.
+        """Return the tenant of a caller authenticated earlier, such as on a long stream.
 
         Raises Unauthenticated as ``require_current`` does, and when the tenant was disabled meanwhile.
         """
@@ -60,9 +60,9 @@ class KeyDirectory:
         return self.tenant(principal.tenant_id)
 
     def require_current(self, principal: Principal) -> None:
-        """Return if the key that a stream was opened with still opens it.
+        """Return if the key with which a stream was opened is still valid.
 
-        Raises Unauthenticated when it was deleted or expired meanwhile, or the grace of a rotated secret
+        Raises Unauthenticated when it was deleted or expired, or when the grace period of a rotated secret
         ended.
         """
         held = self._keys.view.get(KEYS + principal.key_id)
@@ -79,7 +79,7 @@ class KeyDirectory:
         return held.record
 
     def may_use(self, principal: Principal, model: str) -> bool:
-        """Return whether the key is for this model, as of now; the model may not exist."""
+        """Return whether the key currently permits this model, which may not exist."""
         held = self._keys.view.get(KEYS + principal.key_id)
         models = principal.models if held is None else held.record.models
         return not models or model in models
@@ -87,8 +87,8 @@ class KeyDirectory:
     def authorise_model(self, principal: Principal, model: str) -> None:
         """Return if the caller may run this model.
 
-        Raises PermissionDenied for a key that belongs to no tenant. A model that the key is not for
-        gets the same ModelNotFound as one that does not exist.
+        Raises PermissionDenied for a key that belongs to no tenant. A model that the key does not permit gets
+        the same ModelNotFound as one that does not exist.
         """
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
@@ -97,7 +97,7 @@ class KeyDirectory:
 
 
 def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:
-    """Return if a secret of the key is good at this time. Raises Unauthenticated."""
+    """Return if the presented secret of the key is valid at this time. Raises Unauthenticated."""
     in_grace = shown_hash == key.previous_secret_hash and now_s < key.previous_expire_unix_s
     if shown_hash != key.secret_hash and not in_grace:
         raise Unauthenticated("the API key was rotated: use its new secret")
@@ -106,7 +106,7 @@ def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:
 
 
 def model_not_found(model: str) -> ModelNotFound:
-    """Return the one answer for a model that the caller cannot use, whatever the cause."""
+    """Return the same error for every model that the caller cannot use, whatever the cause."""
     shown = model[:128]
     text = f"the model {shown!r} does not exist or this API key is not for it"
     return ModelNotFound(text, model=shown, field="model")

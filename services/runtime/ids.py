@@ -1,16 +1,16 @@
-"""Identifiers and seeds. The real source; tests pass their own."""
+"""Identifiers and seeds from the system's random source. Tests pass their own."""
 
 from __future__ import annotations
 
 import secrets
 from typing import Final
 
-# What the ids of OpenAI's answers have before the request's own id.
+# Prefixes of response ids in the OpenAI API, before the request id.
 ANSWER_PREFIXES: Final = {"chat": "chatcmpl-", "completions": "cmpl-"}
 
 
 def request_id_of(answer_id: str) -> str:
-    """Return the request's own id, given it or the id of its answer."""
+    """Return the request id, given it or a response id."""
     for prefix in ANSWER_PREFIXES.values():
         if answer_id.startswith(prefix):
             return answer_id.removeprefix(prefix)
@@ -25,7 +25,7 @@ class Ids:
         return "req_" + secrets.token_hex(12)
 
     def incident_id(self) -> str:
-        """Return a new id that ties an error answer to a log line."""
+        """Return a new id that links an error response to a log line."""
         return "inc_" + secrets.token_hex(8)
 
     def store_generation(self) -> str:

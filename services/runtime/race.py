@@ -1,4 +1,4 @@
-"""Several coroutines of which the first to end decides."""
+"""Runs several coroutines until the first ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Return once one ended; the others are cancelled and have ended too. Raises what it raised."""
+    """Return once one ended; the others are cancelled and have ended too. Raises its exception."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
-"""What a request id promises: the same request again, within ten minutes, has the first one's answer.
+"""Idempotent writes by request id: a repetition within ten minutes gets the answer of the first.
 
-A write that carries a request id leaves a marker under a lease, in the same revision. The marker holds the
-answer, so a repetition is answered as the first was, whatever happened to the resource since; the revision
-of the marker is that of the write.
+A write with a request id adds a marker under a lease. The marker contains the answer. So a repetition gets
+the first answer, whatever happened to the resource since. Marker and write have one revision.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ REQUESTS: Final = ROOT + "requests/"
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What must hold, and what is written, in the same revision as a change."""
+    """The conditions and further writes of a change, in the same revision."""
 
     conditions: Sequence[Condition] = ()
     operations: Sequence[Operation] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """``noun`` separates the ids of kinds; ``fingerprint`` tells what was asked, so that it may differ."""
+class WriteRequest:
+    """``noun`` separates the ids of kinds. ``fingerprint`` detects a reused id."""
 
     noun: str
     request_id: str
@@ -46,13 +45,13 @@ class Request:
 
     @property
     def key(self) -> str:
-        # Hashed: what a client sends never becomes a key as it is.
+        # Hashed, so that text from a client never becomes a key.
         return REQUESTS + hashlib.sha256(f"{self.noun}\0{self.request_id}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``record``: what was stored, as it was; empty for a deletion. ``create_revision`` 0: of this write."""
+    """``record``: as stored; empty for a deletion. ``create_revision`` 0: of this write."""
 
     record: bytes = b""
     create_revision: int = 0
@@ -61,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer that was given, at ``revision``."""
+    """An earlier answer, at ``revision``."""
 
     answer: Answer
     revision: int
@@ -74,15 +73,15 @@ class _Marker:
 
 
 class RequestLog:
-    """Stateless: all of it is in the store."""
+    """Stateless: all state is in the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def answered(self, request: Request) -> Answered | None:
-        """Return the answer that the request had, None for a new one or one without an id.
+    async def answered(self, request: WriteRequest) -> Answered | None:
+        """Return the earlier answer to the request; None for a new request or one without an id.
 
-        Raises Conflict when the id was used for something else.
+        Raises Conflict when the id was used for another request.
         """
         if not request.request_id:
             return None
@@ -94,8 +93,10 @@ class RequestLog:
             raise Conflict("this request_id was used for another request", field="request_id")
         return Answered(marker.answer, entry.mod_revision)
 
-    async def commit(self, write: Together, request: Request, answer: Answer) -> Committed | ConditionFailed:
-        """Write, together with the marker of the request id if there is one, which must be new."""
+    async def commit(
+        self, write: Together, request: WriteRequest, answer: Answer
+    ) -> Committed | ConditionFailed:
+        """Commit the write, with a marker for the request id if there is one, which must be new."""
         if not request.request_id:
             return await self._store.commit(write.operations, write.conditions)
         lease_id = await self._store.grant_lease(REQUEST_TTL_S)
@@ -109,5 +110,5 @@ class RequestLog:
 
 
 def fingerprint_of(verb: str, content: bytes, etag: str = "") -> str:
-    """Return what tells one request from another."""
+    """Return a hash that identifies the content of a request."""
     return hashlib.sha256(b"\0".join([verb.encode(), etag.encode(), content])).hexdigest()

@@ -1,10 +1,10 @@
 """API keys and placement tickets. The two purposes never share key material or a hash.
 
-An API key reads ``fw_<name>_<secret>``: the name finds the record, the secret is compared by its
-sha256. The secret has 256 random bits, so a plain hash is enough: there is nothing to guess.
+An API key has the form ``fw_<name>_<secret>``: the name identifies the record, the secret is compared by its
+sha256. The secret has 256 random bits, so a plain hash resists guessing.
 
-A ticket is the gateways' proof to the scheduler that a request was admitted: a version byte, an
-HMAC-SHA256 under a key derived for tickets alone, and the payload.
+A ticket proves to the scheduler that a gateway admitted a request: a version byte, an HMAC-SHA256 under a key
+derived only for tickets, and the payload.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PREFIX_PURPOSE: Final = b"fairway prefix v1"
 
 
 def new_secret() -> bytes:
-    """Return 32 bytes of the operating system's randomness."""
+    """Return 32 bytes from the system's random source."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def new_key(name: str, rng_bytes: bytes) -> tuple[str, str]:
-    """Return the text of a key, to be shown once, and the hash to be stored.
+    """Return the text of a key, to be shown once, and the hash to store.
 
     ``rng_bytes`` are 32 random bytes (``new_secret()``); the text is ``fw_<name>_<52 characters>``.
     """
@@ -53,7 +53,7 @@ def secret_hash(secret: str) -> str:
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return (name, secret). Raises Unauthenticated, which repeats nothing of the text."""
+    """Return (name, secret). Raises Unauthenticated, whose text contains nothing of the input."""
     found = _KEY.fullmatch(text) if len(text) <= MAX_KEY_CHARS else None
     if found is None:
         raise Unauthenticated("the API key is malformed")
@@ -61,7 +61,7 @@ def parse_key(text: str) -> tuple[str, str]:
 
 
 def verify(secret: str, stored_hash: str) -> bool:
-    """Return whether the secret has the stored hash, in a time that does not depend on either."""
+    """Return whether the secret has the stored hash, in constant time."""
     return hmac.compare_digest(secret_hash(secret).encode(), stored_hash.encode())
 
 
@@ -77,18 +77,19 @@ _tickets: Final = msgspec.msgpack.Decoder(Ticket)
 
 
 def prefix_secret(key: bytes) -> bytes:
-    """Return the secret that prefixes are named under, derived from the installation's ticket key."""
+    """Return the secret for naming prefixes, derived from the installation's ticket key."""
     return hmac.digest(key, _PREFIX_PURPOSE, "sha256")
 
 
 def issue_ticket(key: bytes, ticket: Ticket) -> bytes:
-    """Return the ticket signed, at most ``MAX_TICKET_BYTES`` for ids within their bounds."""
+    """Return the signed ticket, at most ``MAX_TICKET_BYTES`` for ids within their bounds."""
     return sign_ticket(key, msgspec.msgpack.encode(ticket))
 
 
 def check_ticket(key: bytes, signed: bytes, now_unix_s: float) -> Ticket:
-    """Return what was signed. Raises PermissionDenied for another key or a changed byte, TicketExpired for
-    one whose time was over ``TICKET_LEEWAY_S`` ago: no fault of the client, and another gateway may do."""
+    """Return the ticket. Raises PermissionDenied for another key or a changed byte. Raises TicketExpired when
+    it expired more than ``TICKET_LEEWAY_S`` ago: the client is not at fault, and another gateway may succeed.
+    """
     try:
         ticket = _tickets.decode(verify_ticket(key, signed))
     except msgspec.DecodeError as exc:

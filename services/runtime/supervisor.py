@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class Supervisor:
-    """Keeps each spawned task referenced until it ended, and remembers which ones crashed.
+    """Holds a reference to each spawned task until it ends, and records which ones crashed.
 
-    A task that ends with an exception makes the process unhealthy, also when somebody awaits the task: its
-    health service answers NOT_SERVING, and whoever runs the process restarts it. What a task expects to go
-    wrong, it returns.
+    A task that ends with an exception makes the process unhealthy, even when another task awaits it. Its
+    health service then answers NOT_SERVING, so that the process is restarted. A task returns its expected
+    errors instead of raising them.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -42,7 +42,7 @@ class Supervisor:
         return len(self._tasks)
 
     def spawn(self, name: str, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task and own it until it ends. Raises RuntimeError once closing."""
+        """Start a task and own it until it ends. Raises RuntimeError after ``close``."""
         if self._closing:
             coro.close()
             raise RuntimeError(f"cannot start {name}: the process is shutting down")
@@ -52,7 +52,7 @@ class Supervisor:
         return task
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Cancel every task and wait until each ended, at most ``grace_s``. The caller's own task is left."""
+        """Cancel every task except the caller's and wait until each ended, at most ``grace_s``."""
         self._closing = True
         current = asyncio.current_task()
         pending = {task for task in self._tasks if task is not current}

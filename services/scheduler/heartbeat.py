@@ -1,9 +1,9 @@
-"""Whom gateways are told of once a second, to place by themselves on while they hear no leader. Less often
-when there are so many gateways and pools that the leader would do little else.
+"""Heartbeat: the worker list that gateways use for fallback placement while no leader answers.
 
-Each is told of others, at random: gateways that place alone at the same time do not crowd the same workers.
-Those with room come first, and those without are told of too: when the leader is gone what runs there ends,
-and a gateway that does not know them could not ask.
+It is sent once a second, or less often when gateways and pools are so many that it would take most of the
+leader's time. Each gateway gets a random sample, so that gateways in fallback do not all place on the same
+workers. Workers with room come first. Workers without room are included too: their sequences end while there
+is no leader, and a gateway can place only on workers in its list.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from services.scheduler.fleet.view import FleetView
 
 PER_POOL: Final = 64
 MAX_MEMBERS: Final = 1024  # in one frame, over all pools
-MAX_TOLD: Final = 8192  # in one beat, over all gateways: about 25 ms of the leader's core
+MAX_TOLD: Final = 8192  # in one heartbeat, over all gateways: about 25 ms of the leader's core
 
 
 class Members(NamedTuple):
-    """The workers of a version that take requests: with room, and without for now."""
+    """The serving workers of a version: with room, and without room now."""
 
     roomy: list[PoolMember]
     full: list[PoolMember]
@@ -31,7 +31,7 @@ Fleet = Mapping[str, Members]
 
 
 def members_of(fleet: FleetView) -> Fleet:
-    """Return, by version, the workers that take requests."""
+    """Return the serving workers by version."""
     found: dict[str, Members] = {}
     for digest in fleet.versions[:MAX_MEMBERS]:
         for candidate in fleet.candidates(digest).values():
@@ -57,7 +57,7 @@ def members_of(fleet: FleetView) -> Fleet:
 
 
 def sample_of(fleet: Fleet, rng: Random, *, per_pool: int = PER_POOL) -> tuple[PoolMember, ...]:
-    """Return at most ``per_pool`` of each version, and ``MAX_MEMBERS`` in all."""
+    """Return a sample of at most ``per_pool`` of each version, and ``MAX_MEMBERS`` in all."""
     per_pool = max(1, min(per_pool, MAX_MEMBERS // max(1, len(fleet))))
     found: list[PoolMember] = []
     for members in fleet.values():

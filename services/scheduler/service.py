@@ -1,7 +1,7 @@
-"""The scheduler: leads while it holds the election, and gives gateways and workers their streams.
+"""Scheduler service: leads while it holds the election, and opens the streams of gateways and workers.
 
-Soft state: what it knows comes from the reports and submissions of the current term. While it does not
-lead, every stream fails with NoLeader, so that clients look for the leader again.
+Its state is soft: it comes from the reports and submissions of the current term. While it does not lead,
+every stream fails with NoLeader, so that clients find the leader again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import structlog
 
 from services.core.decisions import FleetWorker, PlacementDecision
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
-from services.core.fleet import PlacementFrame, Refused, ReportSnapshot
+from services.core.fleet import PlacementFrame, PlacementRefused, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.core.paging import page_of
 from services.core.queues import PoolQueue
@@ -28,16 +28,22 @@ from services.scheduler.fleet.worker_list import workers_of
 from services.scheduler.queue.report import Now, counters_of, pools_of
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
-from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
+from services.scheduler.term_streams import (
+    CancelPlacements,
+    GatewaySession,
+    Report,
+    SubmitPlacements,
+    WorkerSession,
+)
 
 log = structlog.get_logger()
 
 _STALLED_S: Final = 2.0
-_MAX_AGE_US: Final = 3600 * 1_000_000  # no arrival counts as older than this
+_MAX_AGE_US: Final = 3600 * 1_000_000  # the maximum age of an arrival
 
 
 class Leading(Protocol):
-    """What the service needs of an election. ``runtime.leadership.Election`` implements it."""
+    """The part of an election that the service uses. ``runtime.leadership.Election`` implements it."""
 
     @property
     def epoch(self) -> int | None: ...
@@ -73,7 +79,7 @@ class SchedulerService:
         return self._term
 
     def problem(self) -> str:
-        """Return what keeps it from serving: empty while what is asked of it is decided in time."""
+        """Return the health problem: empty while commands are processed in time."""
         stalled_s = 0.0 if self._term is None else self._term.stalled_s()
         return f"no decision for {stalled_s:.1f} s" if stalled_s > _STALLED_S else ""
 
@@ -95,7 +101,7 @@ class SchedulerService:
                 log.info("scheduler.term_ended", epoch=epoch)
 
     def new_term(self, epoch: int) -> Term:
-        """Return what this scheduler decides with while it leads under an epoch."""
+        """Return the state of a new term under this epoch."""
         return Term(
             epoch,
             self._settings,
@@ -105,15 +111,15 @@ class SchedulerService:
             decisions=self._decisions,
         )
 
-    def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewayStream:
+    def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewayPlacementStream:
         """Return a gateway's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return GatewayStream(self, term, term.open_session(gateway_id, wake, zone=zone))
+        return GatewayPlacementStream(self, term, term.open_session(gateway_id, wake, zone=zone))
 
-    def open_report(self, wake: Callable[[], None]) -> ReportStream:
+    def open_report(self, wake: Callable[[], None]) -> WorkerReportStream:
         """Return a worker's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return ReportStream(term, term.open_reporter(wake))
+        return WorkerReportStream(term, term.open_reporter(wake))
 
     def pools(self, *, size: int, token: str, tenant: str) -> tuple[int, tuple[PoolQueue, ...], str]:
         """Return the epoch and a page of the pools, as of now. Raises NoLeader while not leading."""
@@ -132,7 +138,8 @@ class SchedulerService:
         return term.epoch, told, following
 
     def explain(self, request_id: str) -> tuple[int, tuple[PlacementDecision, ...], float]:
-        """Return the epoch, what is remembered of the request, and since when all is. Raises NoLeader."""
+        """Return the epoch, the stored decisions of the request, and the time after which every decision is
+        stored. Raises NoLeader."""
         term = self._leading()
         return term.epoch, self._decisions.explain(request_id), self._decisions.since_unix_s
 
@@ -146,14 +153,14 @@ class SchedulerService:
         return term.epoch, page, following
 
     def admitted(self, spec: PlaceSpec) -> None:
-        """Return if the ticket of the placement is genuine and its own. Raises PermissionDenied, and
+        """Return if the ticket is authentic and belongs to the placement. Raises PermissionDenied, and
         TicketExpired where the gateway's clock is far behind."""
         ticket = check_ticket(self._ticket_key, spec.ticket, self._clock.unix_s())
         if ticket.tenant_id != spec.tenant_id or ticket.request_id != spec.request_id:
             raise PermissionDenied("the placement ticket is another request's")
 
     def arrival_unix_us(self, spec: PlaceSpec) -> int:
-        """Return the arrival as far as it is plausible, so that a gateway's clock gains it nothing much."""
+        """Return the arrival within a plausible range, so that a gateway's clock gains little priority."""
         now_us = round(self._clock.unix_s() * 1_000_000)
         return min(now_us, max(spec.arrival_unix_us, now_us - _MAX_AGE_US))
 
@@ -163,10 +170,10 @@ class SchedulerService:
         return self._term
 
 
-class GatewayStream:
+class GatewayPlacementStream:
     """Implements ``ports.placement_stream.PlacementStream``."""
 
-    def __init__(self, service: SchedulerService, term: Term, session: Session) -> None:
+    def __init__(self, service: SchedulerService, term: Term, session: GatewaySession) -> None:
         self._service = service
         self._term = term
         self._session = session
@@ -185,11 +192,11 @@ class GatewayStream:
             else:
                 admitted.append((placement_id, spec, self._service.arrival_unix_us(spec)))
         if admitted:
-            self._send(Submit(self._session, admitted))
+            self._send(SubmitPlacements(self._session, admitted))
 
     def cancel(self, placement_ids: Sequence[int]) -> None:
         if placement_ids:
-            self._send(Cancel(self._session, tuple(placement_ids)))
+            self._send(CancelPlacements(self._session, tuple(placement_ids)))
 
     def take(self) -> PlacementFrame | None:
         if self._session.error is not None:
@@ -205,21 +212,21 @@ class GatewayStream:
     def close(self) -> None:
         self._term.close_session(self._session)
 
-    def _send(self, command: Submit | Cancel) -> None:
+    def _send(self, command: SubmitPlacements | CancelPlacements) -> None:
         if self._session.error is not None:
             raise self._session.error
         self._term.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
-        """Answer a placement that cannot be asked for."""
-        self._session.outbox.append(Refused(placement_id, error))
+        """Refuse a placement that is not submitted."""
+        self._session.outbox.append(PlacementRefused(placement_id, error))
         self._session.wake()
 
 
-class ReportStream:
-    """One worker's stream. Implements ``ports.report_stream.ReportStream``."""
+class WorkerReportStream:
+    """A worker's stream. Implements ``ports.report_stream.ReportStream``."""
 
-    def __init__(self, term: Term, reporter: Reporter) -> None:
+    def __init__(self, term: Term, reporter: WorkerSession) -> None:
         self._term = term
         self._reporter = reporter
         self._answered = 0
@@ -229,7 +236,7 @@ class ReportStream:
         return self._term.epoch
 
     def report(self, number: int, snapshot: ReportSnapshot) -> None:
-        """Hand a report over; ``number`` counts those of this stream."""
+        """Pass a report on; ``number`` counts the reports of this stream."""
         if self._reporter.error is not None:
             raise self._reporter.error
         self._term.send(Report(self._reporter, number, snapshot))
@@ -243,7 +250,7 @@ class ReportStream:
         return ReportAnswer(self._term.epoch, self._answered, self._reporter.take_counters())
 
     def close(self) -> None:
-        """Place nothing more on the worker until it reports again. Idempotent."""
+        """Stop placements on the worker until it reports again. Idempotent."""
         self._term.close_reporter(self._reporter)
 
 

@@ -1,4 +1,5 @@
-"""SchedulerService over gRPC: thin streams over the service. One writer per stream, the handler itself."""
+"""SchedulerService over gRPC: converts the streams of the service. Each stream has one writer, its
+handler."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from services.rpc.convert.scheduler import (
     place_from_proto,
     report_from_proto,
 )
-from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
+from services.scheduler.service import GatewayPlacementStream, SchedulerService, WorkerReportStream
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _HELLO_S: Final = 10.0
-_ANSWER_S: Final = 0.05  # reports of one worker within this share an answer
+_ANSWER_S: Final = 0.05  # reports of one worker within this time share an answer
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -69,8 +70,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             await send_headers(context)
             async with TaskGroup() as group:
-                # Leadership goes out before the first report is read: the order of a worker's streams
-                # is the order in which they were opened here.
+                # Leadership is written before the first report is read, so that a worker opens its streams in
+                # the same order as this server.
                 await context.write(self._heard(ReportAnswer(stream.epoch)))
                 reading = group.create_task(_read_reports(request_iterator, stream))
                 reading.add_done_callback(lambda _: woken.set())
@@ -113,11 +114,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def _write_outcomes(
-        self, stream: GatewayStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
+        self,
+        stream: GatewayPlacementStream,
+        reading: asyncio.Task[None],
+        woken: asyncio.Event,
+        context: Context,
     ) -> None:
         """Write leadership, then outcomes and heartbeats until the gateway closed its side.
 
-        A message with leadership says how hard every pool is pressed: a heartbeat repeats what was said.
+        A message with leadership contains the pressures of all pools; a heartbeat repeats the last ones.
         """
         beat = scheduler_pb2.ConnectResponse(leadership=leadership(stream.epoch, self._leader_id))
         await context.write(beat)
@@ -139,9 +144,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await context.write(message)
 
     async def _write_answers(
-        self, stream: ReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
+        self, stream: WorkerReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
     ) -> None:
-        """Answer reports, several at once, and beat, until the worker closed its side."""
+        """Write answers, each for several reports, and heartbeats, until the worker closed its side."""
         answered = 0
         while not reading.done():
             await _wait(woken, self._heartbeat_s)
@@ -159,7 +164,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.GatewayHello:
-    """Return who connects. Raises InvalidInput when the first message does not say so in time."""
+    """Return the gateway's first message. Raises InvalidInput when it is no hello or does not arrive in
+    time."""
     try:
         async with asyncio.timeout(_HELLO_S):
             first = await anext(requests)
@@ -171,9 +177,9 @@ async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> sched
 
 
 def _within_bounds(
-    places: Iterable[scheduler_pb2.PlaceRequest], stream: GatewayStream
+    places: Iterable[scheduler_pb2.PlaceRequest], stream: GatewayPlacementStream
 ) -> Iterator[scheduler_pb2.PlaceRequest]:
-    """Yield the good ones; one that is out of bounds is refused alone."""
+    """Yield the valid placements; each invalid one is refused alone."""
     for place in places:
         try:
             bounds.check(place, "place.")
@@ -184,7 +190,9 @@ def _within_bounds(
             yield place
 
 
-async def _read_places(requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayStream) -> None:
+async def _read_places(
+    requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayPlacementStream
+) -> None:
     async for message in requests:
         if message.HasField("hello"):
             raise InvalidInput("a gateway says hello once", field="hello")
@@ -195,7 +203,9 @@ async def _read_places(requests: AsyncIterator[scheduler_pb2.ConnectRequest], st
             stream.cancel(message.cancel.placement_ids)
 
 
-async def _read_reports(requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: ReportStream) -> None:
+async def _read_reports(
+    requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: WorkerReportStream
+) -> None:
     expected = 1
     async for message in requests:
         if message.report != expected:
@@ -205,7 +215,8 @@ async def _read_reports(requests: AsyncIterator[scheduler_pb2.ReportRequest], st
 
 
 async def _wait(woken: asyncio.Event, timeout_s: float) -> None:
-    """Return when woken or after ``timeout_s``; the event is clear then, what it told of is still there."""
+    """Return when the event is set or after ``timeout_s``, and clear the event; pending data stays in the
+    stream."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await woken.wait()

@@ -1,4 +1,4 @@
-"""What the scheduler tells of its queue: metrics, a line per placement, spans. It decides nothing."""
+"""Scheduler telemetry: metrics, a log line per placement, and spans. It makes no decisions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ WITHDRAWN: Final = "WITHDRAWN"
 
 
 class QueueObserver(Protocol):
-    """Hears what becomes of placements. Called by the queue's single writer; must not block or raise."""
+    """Receives the changes of placements. Called by the queue's single writer; must not block or raise."""
 
     def entered(self, spec: PlaceSpec) -> None:
         """The placement waits from now on."""
 
     def left(self, spec: PlaceSpec) -> None:
-        """It waits no more, however it ended."""
+        """The placement has left the queue, for any reason."""
 
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
-        """It ended with GRANTED, WITHDRAWN or the reason of its refusal. ``queued_s``: when it entered."""
+        """The placement ended with GRANTED, WITHDRAWN or the reason of its refusal. ``queued_s``: when it
+        entered."""
 
 
 class Unobserved:
-    """Nobody listens."""
+    """Ignores every event."""
 
     def entered(self, spec: PlaceSpec) -> None: ...
 
@@ -42,8 +43,8 @@ class Unobserved:
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None: ...
 
 
-class Both:
-    """Two that listen, the first one first."""
+class CompositeObserver:
+    """Two observers; the first one is called first."""
 
     def __init__(self, first: QueueObserver, second: QueueObserver) -> None:
         self._first = first
@@ -62,8 +63,8 @@ class Both:
         self._second.ended(spec, outcome, queued_s, now_s, worker_id)
 
 
-class Standing(Protocol):
-    """What the present term holds. ``Term`` has this shape."""
+class TermLevels(Protocol):
+    """The metrics of the current term. ``Term`` has this shape."""
 
     @property
     def workers_by_state(self) -> dict[str, int]: ...
@@ -111,7 +112,7 @@ class SchedulerTelemetry:
         self._tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
         self._depth: dict[tuple[str, str], int] = {}
-        self._standing: Standing | None = None
+        self._standing: TermLevels | None = None
         metrics.gauge(
             "fairway_scheduler_queue_placements",
             "Placements in the queue, by deployment and class",
@@ -141,7 +142,8 @@ class SchedulerTelemetry:
         self._levels(metrics)
 
     def health_changed(self, what: str, state: str) -> None:
-        """A worker was ejected, is probed or was readmitted; or a circuit opened, is tried or closed."""
+        """Count a change of a worker (ejected, probed, readmitted) or of a circuit (opened, half-open,
+        closed)."""
         self._health_changes.add(what, state)
 
     def _levels(self, metrics: Metrics) -> None:
@@ -201,12 +203,12 @@ class SchedulerTelemetry:
             lambda: float(self._standing.indexed_blocks) if self._standing else 0.0,
         )
 
-    def term_started(self, standing: Standing) -> None:
+    def term_started(self, standing: TermLevels) -> None:
         self._depth.clear()
         self._standing = standing
 
     def term_ended(self) -> None:
-        """What waited is gone with the term."""
+        """Clear the queue metrics, because waiting placements end with the term."""
         self._depth.clear()
         self._standing = None
 
@@ -252,7 +254,7 @@ class SchedulerTelemetry:
     def _pressure(self) -> Reading:
         by_label: dict[str, float] = {}
         for model, ratio in (self._standing.pressure_by_model if self._standing else {}).items():
-            label = self._models.of(model)  # what is one too many shares a label
+            label = self._models.of(model)  # models beyond the label limit share a label
             by_label[label] = max(ratio, by_label.get(label, 0.0))
         return [((label,), ratio) for label, ratio in by_label.items()]
 

@@ -1,8 +1,8 @@
 """One term of leadership: the task that owns the fleet view and the queue.
 
-Streams put commands into an inbox and are woken when something is there for them; nobody else touches the
-state. The task sleeps until a command or the next deadline comes, takes all commands there are, and makes one
-pass over the versions that changed, so the grants of one pass reach a gateway as one message.
+Streams put commands into an inbox and are woken when they have something to send; only the task touches the
+state. The task sleeps until a command arrives or the next deadline passes, takes all waiting commands, and
+makes one pass over the changed versions, so the grants of one pass reach a gateway as one message.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from services.scheduler.overload.pool_load import Overload
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.policy.step_time import Kind, StepModel
+from services.scheduler.policy.step_time import StepModel, WorkerKind
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.queue.report import counter_gaps
-from services.scheduler.telemetry import Both, SchedulerTelemetry
+from services.scheduler.telemetry import CompositeObserver, SchedulerTelemetry
 from services.scheduler.term_streams import (
-    Cancel,
+    CancelPlacements,
     Command,
-    Leave,
+    GatewayDisconnected,
+    GatewaySession,
     Report,
-    Reporter,
-    Session,
-    Silence,
-    Submit,
+    SubmitPlacements,
+    WorkerDisconnected,
+    WorkerSession,
 )
 
 log = structlog.get_logger()
@@ -69,7 +69,7 @@ class TermSettings:
 
 
 class Term:
-    """Everything one leader decides with. A new epoch starts with a new one."""
+    """The full state of one leader. Each epoch starts with a new term."""
 
     def __init__(
         self,
@@ -81,13 +81,14 @@ class Term:
         telemetry: SchedulerTelemetry | None = None,
         decisions: DecisionLog | None = None,
     ) -> None:
-        """``decisions`` outlives the term: it is told of what this one decides from now on."""
+        """``decisions`` outlives the term and records the decisions of this term from now on."""
         if decisions is None:
             decisions = DecisionLog(clock, settings.profile)
         decisions.term_started(epoch)
         self.decisions = decisions
         self._known_prefixes: dict[str, int] = {}
-        self._told: dict[str, tuple[int, int]] = {}  # by worker: its life, and the last deltas taken over
+        # By worker: its incarnation, and the number of the last deltas applied.
+        self._told: dict[str, tuple[int, int]] = {}
         self.epoch = epoch
         self.settings = settings
         self.fleet = FleetView(epoch, settings.fleet)
@@ -96,7 +97,7 @@ class Term:
         self.fleet.on_granted = self.health.granted
         self.overload = Overload(settings.shedding, rng, serving.of, failing_s=self.health.failing_s)
         self._decision = None if telemetry is None else telemetry.decision
-        observed = decisions if telemetry is None else Both(telemetry, decisions)
+        observed = decisions if telemetry is None else CompositeObserver(telemetry, decisions)
         self.queue = FlowQueue(
             self.fleet,
             settings.queue,
@@ -114,14 +115,14 @@ class Term:
         self._beat_s = clock.monotonic_s() + settings.beat_s
         self._inbox: deque[Command] = deque()
         self._arrived = asyncio.Event()
-        self._sessions: dict[int, Session] = {}
-        self._reporters: dict[int, Reporter] = {}
+        self._sessions: dict[int, GatewaySession] = {}
+        self._reporters: dict[int, WorkerSession] = {}
         self._numbers = 0
         self._members: Fleet = {}
         self._members_until_s = -math.inf
         self._stepped_s = self._arrived_s = clock.monotonic_s()
 
-    # --- how it stands ----------------------------------------------------------------------------
+    # --- levels -----------------------------------------------------------------------------------
 
     @property
     def workers_by_state(self) -> dict[str, int]:
@@ -141,7 +142,7 @@ class Term:
 
     @property
     def prefixes_by_worker(self) -> Mapping[str, int]:
-        """How many prefix blocks each worker told of."""
+        """Number of prefix blocks that each worker reported."""
         return self._known_prefixes
 
     @property
@@ -154,16 +155,16 @@ class Term:
 
     @property
     def counter_gaps(self) -> dict[tuple[str, Priority], float]:
-        """By model and class, how far apart the counters of tenants that wait are."""
+        """Spread of the counters of waiting tenants, by model and class."""
         return counter_gaps(self.queue)
 
     def worker_health(self) -> tuple[WorkerStanding, ...]:
-        """Return how each pool of each worker stands, as far as it is judged."""
+        """Return the health of each pool of each worker that is judged."""
         return self.health.worker_health()
 
     @property
     def prompt_tokens(self) -> dict[str, int]:
-        """Prompt tokens by what is known of them, since the term began."""
+        """Prompt tokens since the term began, by kind."""
         return self.fleet.prefix_tokens.by_kind()
 
     @property
@@ -171,26 +172,26 @@ class Term:
         return len(self.fleet.prefixes)
 
     def view_age_s(self) -> float:
-        """Return since when the connected worker that was longest not heard was last heard."""
+        """Return the age of the oldest last report of a connected worker; 0 without workers."""
         return self.fleet.view_age_s(self._clock.monotonic_s())
 
     def stalled_s(self) -> float:
-        """Return for how long commands have waited without a turn of the owner; 0 while none wait."""
+        """Return how long commands have waited for a turn of the owner; 0 while none wait."""
         if not self._inbox:
             return 0.0
         return self._clock.monotonic_s() - max(self._stepped_s, self._arrived_s)
 
     # --- for the streams --------------------------------------------------------------------------
 
-    def open_session(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> Session:
-        """Return a new session; one that the gateway had before is ended. Raises OverQuota."""
+    def open_session(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewaySession:
+        """Return a new session; an earlier one of the same gateway is ended. Raises OverQuota."""
         for old in [found for found in self._sessions.values() if found.gateway_id == gateway_id]:
             old.end(Conflict("this gateway opened another stream", gateway_id=gateway_id))
             self._leave(old)
         if len(self._sessions) >= self.settings.max_gateways:
             raise OverQuota(f"{len(self._sessions)} gateways are connected; no more are taken")
         self._numbers += 1
-        session = Session(self._numbers, wake, gateway_id, zone)
+        session = GatewaySession(self._numbers, wake, gateway_id, zone)
         self._sessions[session.number] = session
         if members := sample_of(self._members_now(), self._rng):
             session.members, session.told_s = members, self._clock.monotonic_s()
@@ -198,30 +199,30 @@ class Term:
         log.info("scheduler.gateway_connected", gateway_id=gateway_id, epoch=self.epoch)
         return session
 
-    def close_session(self, session: Session) -> None:
-        """Withdraw what the session has. Idempotent."""
+    def close_session(self, session: GatewaySession) -> None:
+        """Withdraw the placements of the session. Idempotent."""
         if not session.closed:
             session.closed = True
             self._leave(session)
 
-    def open_reporter(self, wake: Callable[[], None]) -> Reporter:
-        """Return a worker's stream. The numbers of streams grow with their opening."""
+    def open_reporter(self, wake: Callable[[], None]) -> WorkerSession:
+        """Return a worker's stream. Later streams have larger numbers."""
         if len(self._reporters) >= 2 * self.settings.fleet.max_workers:
             raise OverQuota(f"{len(self._reporters)} workers are connected; no more are taken")
         self._numbers += 1
-        reporter = Reporter(self._numbers, wake)
+        reporter = WorkerSession(self._numbers, wake)
         self._reporters[reporter.number] = reporter
         return reporter
 
-    def close_reporter(self, reporter: Reporter) -> None:
-        """Place nothing more on its worker. Idempotent."""
+    def close_reporter(self, reporter: WorkerSession) -> None:
+        """Stop placements on its worker. Idempotent."""
         if not reporter.closed:
             reporter.closed = True
             self._reporters.pop(reporter.number, None)
-            self._put(Silence(reporter))
+            self._put(WorkerDisconnected(reporter))
 
-    def send(self, command: Submit | Cancel | Report) -> None:
-        """Hand a command over. Raises OverQuota when the inbox is full."""
+    def send(self, command: SubmitPlacements | CancelPlacements | Report) -> None:
+        """Queue a command. Raises OverQuota when the inbox is full."""
         if len(self._inbox) >= self.settings.max_inbox:
             raise OverQuota("the scheduler is behind with its work", retry_after_s=1.0)
         self._put(command)
@@ -236,7 +237,7 @@ class Term:
     # --- the owner --------------------------------------------------------------------------------
 
     async def run(self, leads: Callable[[], bool]) -> None:
-        """Own the state until cancelled or until ``leads`` says no, which is asked before every pass."""
+        """Own the state until cancelled or until ``leads`` returns False; it is called before every pass."""
         while True:
             await self._wait()
             if not leads():
@@ -248,7 +249,7 @@ class Term:
                 self._decision.observe(now_s - began_s)
 
     def step(self) -> None:
-        """Take commands, expire, grant, deliver: one turn of the owner."""
+        """Run one turn of the owner: apply commands, expire, grant, deliver."""
         now_s = self._clock.monotonic_s()
         for _ in range(min(len(self._inbox), _COMMANDS_PER_PASS)):
             self._apply(self._inbox.popleft(), now_s)
@@ -257,7 +258,7 @@ class Term:
             self._judge.look(now_s)
         self.queue.run_pass(now_s)
         self.queue.expire(now_s)
-        self.queue.run_pass(now_s)  # what timed out may have held others up
+        self.queue.run_pass(now_s)  # expired placements may have blocked others
         self._deliver(now_s)
         if now_s >= self._beat_s:
             self._beat(now_s)
@@ -269,9 +270,9 @@ class Term:
     # --- inside -----------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Return when there is a command or something is due."""
+        """Return when there is a command or a deadline has passed."""
         if self._inbox:
-            await self._clock.sleep(0)  # the streams get their turn
+            await self._clock.sleep(0)  # let the streams run
             return
         self._arrived.clear()
         beat_s = self._beat_s if self._sessions else math.inf
@@ -290,23 +291,23 @@ class Term:
         self._arrived.set()
 
     def _members_now(self) -> Fleet:
-        """Return whom gateways may place on alone, as of a moment ago: many connect to a new leader at once,
-        and a look at the whole fleet for each would hold it up."""
+        """Return the workers for fallback placement, cached for a short time: many gateways connect to a new
+        leader at once, and reading the whole fleet for each would delay it."""
         now_s = self._clock.monotonic_s()
         if now_s >= self._members_until_s:
             self._members, self._members_until_s = members_of(self.fleet), now_s + _MEMBERS_S
         return self._members
 
-    def _leave(self, session: Session) -> None:
+    def _leave(self, session: GatewaySession) -> None:
         if self._sessions.pop(session.number, None) is not None:
             unsent = [found.placement_id for found in session.outbox if isinstance(found, Granted)]
             session.outbox.clear()
-            self._put(Leave(session, unsent))
+            self._put(GatewayDisconnected(session, unsent))
             log.info("scheduler.gateway_disconnected", gateway_id=session.gateway_id, epoch=self.epoch)
 
     def _apply(self, command: Command, now_s: float) -> None:
         match command:
-            case Submit(session, places):
+            case SubmitPlacements(session, places):
                 if session.number in self._sessions:
                     for placement_id, spec, arrival_unix_us in places:
                         if spec.excluded_workers:
@@ -316,16 +317,16 @@ class Term:
                         )
                         for victim, error in self.overload.take_victims():
                             self.queue.evict(victim, error, now_s)
-            case Cancel(session, placement_ids):
+            case CancelPlacements(session, placement_ids):
                 for placement_id in placement_ids:
                     self.queue.cancel(session.number, placement_id, now_s)
-            case Leave(session, unsent):
+            case GatewayDisconnected(session, unsent):
                 for placement_id in unsent:
                     self.queue.cancel(session.number, placement_id, now_s)
                 self.queue.withdraw_all(session.number, now_s)
             case Report(reporter, number, snapshot):
                 self._report(reporter, number, snapshot, now_s)
-            case Silence(reporter):
+            case WorkerDisconnected(reporter):
                 changed = self.fleet.close_stream(reporter.number)
                 self.queue.touch(changed)
                 if changed:
@@ -333,7 +334,7 @@ class Term:
                 if reporter.worker_id:
                     log.info("scheduler.worker_disconnected", worker_id=reporter.worker_id, epoch=self.epoch)
 
-    def _report(self, reporter: Reporter, number: int, snapshot: ReportSnapshot, now_s: float) -> None:
+    def _report(self, reporter: WorkerSession, number: int, snapshot: ReportSnapshot, now_s: float) -> None:
         if reporter.closed or reporter.error is not None:
             return
         snapshot = self._without_known(snapshot)
@@ -365,7 +366,7 @@ class Term:
         reporter.wake()
 
     def _without_known(self, snapshot: ReportSnapshot) -> ReportSnapshot:
-        """Return the report without what its worker told before: the answer to that was lost."""
+        """Return the report without deltas that were applied before: the answer to that report was lost."""
         life, number = self._told.get(snapshot.worker_id, (0, 0))
         if life == snapshot.incarnation and 0 < snapshot.deltas_number <= number:
             return replace(snapshot, tenants=(), usage=())
@@ -386,8 +387,8 @@ class Term:
             del self._known_prefixes[next(iter(self._known_prefixes))]
 
     def _beat(self, now_s: float) -> None:
-        """Tell every gateway how the pools stand, and those that were told longest ago of the workers: all
-        of them, unless they are many. A fleet that nobody reported yet is not told of."""
+        """Send every gateway the pressures of the pools, and the worker list to the gateways with the oldest
+        lists: to all, unless they are many. Before the first worker reports, no list is sent."""
         self._beat_s = now_s + self.settings.beat_s
         pressures = self.overload.pressures()
         fleet = self._members_now() if self._sessions else {}
@@ -400,13 +401,14 @@ class Term:
             session.wake()
 
     def _step_model(self, digest: str, device_type: str) -> StepModel:
-        return self.fleet.step_times.model(Kind(device_type, digest))
+        return self.fleet.step_times.model(WorkerKind(device_type, digest))
 
     def _deliver(self, now_s: float) -> None:
         for number, outcome in self.queue.take_outcomes():
             session = self._sessions.get(number)
             if session is None:
-                if isinstance(outcome, Granted):  # its stream ended meanwhile: nobody saw the grant
+                # Its stream ended meanwhile: the gateway did not receive the grant.
+                if isinstance(outcome, Granted):
                     self.queue.cancel(number, outcome.placement_id, now_s)
                 continue
             if not session.outbox:

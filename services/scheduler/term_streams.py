@@ -1,7 +1,7 @@
-"""What a term and its streams share: an object for each stream, and the commands that streams send.
+"""State shared by a term and its streams: an object for each stream, and the commands that streams send.
 
-The term fills a stream's object and wakes it, the stream empties it; both run in one event loop. A command
-is the term's from the moment that it is sent.
+The term fills a stream's object and wakes the stream, which empties it; both run in one event loop. The term
+owns a command from the moment it is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_COUNTERS: Final = 4096  # in one answer
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What the term does to either kind: it wakes it, and ends it with an error."""
+    """Common part of both kinds of stream: the term wakes it, and ends it with an error."""
 
     number: int
     wake: Callable[[], None]
@@ -29,74 +29,74 @@ class _Stream:
     closed: bool = field(default=False, init=False)
 
     def end(self, error: FairwayError) -> None:
-        """The stream finds the error, unless it found another or is closed."""
+        """End the stream with the error, unless it has ended or is closed."""
         if self.error is None and not self.closed:
             self.error = error
             self.wake()
 
 
 @dataclass(slots=True, eq=False)
-class Session(_Stream):
-    """What the term knows of a gateway's stream. ``outbox`` is filled here and emptied by the stream, and so
-    are ``pressures`` and ``members``, the newest of which counts."""
+class GatewaySession(_Stream):
+    """The term's state of a gateway's stream. The term fills ``outbox``, ``pressures`` and ``members``, and
+    the stream empties them; of the last two only the newest value is sent."""
 
     gateway_id: str
     zone: str = ""
     outbox: list[Outcome] = field(default_factory=list)
     pressures: tuple[PoolPressure, ...] | None = None
     members: tuple[PoolMember, ...] | None = None
-    told_s: float = -math.inf  # of members
+    told_s: float = -math.inf  # when ``members`` was last set
 
 
 @dataclass(slots=True, eq=False)
-class Reporter(_Stream):
-    """What the term knows of a worker's stream. ``applied`` is the last report that was taken over,
-    ``counters`` are to be told with its answer: at most those of the tenants that it told of."""
+class WorkerSession(_Stream):
+    """The term's state of a worker's stream. ``applied``: the last report that was applied. ``counters``:
+    sent with its answer, at most those of the tenants in the worker's reports."""
 
     worker_id: str = ""
     applied: int = 0
     counters: dict[tuple[str, str, Priority], TenantCounter] = field(default_factory=dict)
 
     def take_counters(self) -> tuple[TenantCounter, ...]:
-        """Return what is to be told with the next answer, once; no more than a message may hold."""
+        """Return and remove the counters for the next answer, at most as many as a message may contain."""
         named = list(self.counters)[:MAX_COUNTERS]
         return tuple(self.counters.pop(key) for key in named)
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """``places``: (placement id, spec, arrival by our clock's measure in Unix microseconds)."""
+class SubmitPlacements:
+    """Placements to queue. ``places``: (placement id, spec, arrival by our clock in Unix microseconds)."""
 
-    session: Session
+    session: GatewaySession
     places: Sequence[tuple[int, PlaceSpec, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    session: Session
+class CancelPlacements:
+    session: GatewaySession
     placement_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """A gateway's stream ended. ``unsent``: placements whose grants it never saw."""
+class GatewayDisconnected:
+    """A gateway's stream ended. ``unsent``: placements whose grants were not sent to it."""
 
-    session: Session
+    session: GatewaySession
     unsent: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    reporter: Reporter
+    reporter: WorkerSession
     number: int
     snapshot: ReportSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
+class WorkerDisconnected:
     """A worker's stream ended."""
 
-    reporter: Reporter
+    reporter: WorkerSession
 
 
-Command = Submit | Cancel | Leave | Report | Silence
+Command = SubmitPlacements | CancelPlacements | GatewayDisconnected | Report | WorkerDisconnected

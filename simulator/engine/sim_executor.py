@@ -1,4 +1,4 @@
-"""What the production engine runs its batches on: no tensors, a cost and tokens that are a function."""
+"""The simulated executor of the production engine: no tensors; a cost model, and tokens by a function."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ class SimIntake(Intake):
         return size_refusal(command, model)
 
     def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
-        sampling = command.sampling
-        chained = command.prefix_root or command.prefix_hashes
-        names = [command.prefix_root, *command.prefix_hashes] if chained else []
-        key = sequence_key(sampling.seed, sampling.choice)
-        tokens = SimTokens(
-            command.prompt_ids, len(command.produced_ids), key, self._vocabulary, self._end(command)
-        )
+        prompt, sampling = command.prompt, command.sampling
+        chained = prompt.prefix_root or prompt.prefix_hashes
+        names = [prompt.prefix_root, *prompt.prefix_hashes] if chained else []
+        key = sequence_key(sampling.seed, command.choice)
+        tokens = SimTokens(prompt.ids, len(command.produced_ids), key, self._vocabulary, self._end(command))
         sequence = SequenceState(
             handle=command.handle,
             tokens=tokens,
             prompt_tokens=tokens.prompt_tokens,
             sampling=sampling,
+            limits=command.limits,
             stop_ids=eos_ids if tokens.end < NEVER else frozenset(),
             key=key,
             order=(command.priority, arrival),
@@ -63,15 +62,15 @@ class SimIntake(Intake):
         self.live.pop(handle, None)
 
     def _end(self, command: Submit) -> int:
-        sampling = command.sampling
-        if self._output_length is None or self._vocabulary.eos_id is None or sampling.ignore_eos:
+        limits = command.limits
+        if self._output_length is None or self._vocabulary.eos_id is None or limits.ignore_eos:
             return NEVER
         length = self._output_length(command)
-        if length is None or length > sampling.max_tokens:
+        if length is None or length > limits.max_tokens:
             return NEVER
         # A resume of a run whose last token was lost on the way ends with its next one.
-        shortest = max(length, sampling.min_tokens + 1, len(command.produced_ids) + 1)
-        return len(command.prompt_ids) + shortest
+        shortest = max(length, limits.min_tokens + 1, len(command.produced_ids) + 1)
+        return len(command.prompt.ids) + shortest
 
 
 class SimExecutor:

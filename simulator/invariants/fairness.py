@@ -154,7 +154,7 @@ class Fairness(GrantListener):
                 del found.pairs[pair]
 
     def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
-        """Count it with what the client allows, until its start tells what it costs."""
+        """Count it with what the client allows, until its start reports its cost."""
         request = spec.request_id, spec.choice
         tenant = self._classes[spec.priority].tenants[spec.tenant_id]
         if request in self._flights:  # which came to nothing, or was broken off
@@ -177,7 +177,7 @@ class Fairness(GrantListener):
             tenant = self._classes[generation.priority].tenants[spec.tenant_id]
             flight = self._flights[request] = _Flight(tenant, spec.prefill_tokens, 0.0, 0.0)
         flight.produced = len(spec.produced_ids)
-        most = min(said_tokens(generation.sampling.seed), generation.max_output_tokens)
+        most = min(said_tokens(generation.sampling.seed), generation.limits.max_tokens)
         self._set_cost(flight, _WEIGHTS.cost(spec.prefill_tokens, most - flight.produced))
 
     def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:

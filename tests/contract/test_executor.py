@@ -13,7 +13,8 @@ from services.worker.engine.execute.executor import Batch, Chunk, Runner, Sample
 from services.worker.engine.execute.null_executor import NullExecutor
 from services.worker.engine.load.loading import _load_torch
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine_protocol import EngineConfig, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig
+from tests.support.submits import make_submit
 from tests.tidy.sources import ROOT
 from tests.unit.worker.engine.conftest import CheckingExecutor
 
@@ -44,8 +45,8 @@ def executor(request: pytest.FixtureRequest) -> Runner:
 
 
 def sequence(handle: int, prompt: list[int], *, block: int, **sampling: Any) -> SequenceState:
-    submit = Submit(handle, prompt, Sampling(seed=9, max_tokens=50, **sampling), 50)
-    found = sequence_of(submit, arrival=handle, eos_ids=frozenset())
+    command = make_submit(handle, prompt, 50, seed=9, max_tokens=50, **sampling)
+    found = sequence_of(command, arrival=handle, eos_ids=frozenset())
     found.blocks = list(range(block, block + 4))
     found.capacity = 4 * BLOCK
     return found

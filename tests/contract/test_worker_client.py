@@ -25,7 +25,9 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -74,7 +76,7 @@ class Rig:
         credit = changes.pop("credit", 100)
         logprobs = changes.pop("logprobs", None)
         generation = GenerationSpec(
-            "r1", "m", DIGEST, 1, (1, 2, 3), SamplingParams(seed=2**64 - 1), 50, logprobs=logprobs
+            "r1", "m", DIGEST, 1, Prompt((1, 2, 3)), Sampling(2**64 - 1, logprobs=logprobs), OutputLimits(50)
         )
         grant = Grant(**{**values, **changes})
         return StartSpec(generation, 0, "t1", grant, credit)
@@ -208,9 +210,9 @@ async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
     rig.client.start(rig.spec(logprobs=1), sink)
     assert sink.heard == [], "nothing is said from within start"
     await until(lambda: sink.heard)
-    rig.step({1: 0x61}, logprobs={1: [wire.TokenLogprobs(-0.5, [0x62], [-0.25])]})
+    rig.step({1: 0x61}, logprobs={1: [wire.SampledLogprobs(-0.5, [0x62], [-0.25])]})
     await until(lambda: sink.ids)
-    rig.step({1: 0x62}, finished={1: "length"}, logprobs={1: [wire.TokenLogprobs(-1.0, [], [])]})
+    rig.step({1: 0x62}, finished={1: "length"}, logprobs={1: [wire.SampledLogprobs(-1.0, [], [])]})
     await until(lambda: sink.end)
     assert sink.heard == ["accepted", "tokens", "tokens", "finished"]
     assert (sink.ids, sink.text) == ([0x61, 0x62], "ab")
@@ -227,7 +229,7 @@ async def test_the_start_arrives_as_it_was_meant(rig: Rig) -> None:
     await until(lambda: rig.sent)
     (submit,) = rig.sent
     assert isinstance(submit, wire.Submit)
-    assert (list(submit.prompt_ids), submit.credit_limit, submit.sampling.max_tokens) == ([1, 2, 3], 17, 50)
+    assert (list(submit.prompt.ids), submit.credit_limit, submit.limits.max_tokens) == ([1, 2, 3], 17, 50)
     assert submit.sampling.seed == 2**64 - 1
     assert submit.sampling.logprobs is None
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from services.core.errors import InvalidInput
-from services.core.generation import GenerationSpec, Grant, NotAdmittedReason, SamplingParams, StartSpec
+from services.core.generation import (
+    GenerationSpec,
+    Grant,
+    NotAdmittedReason,
+    OutputLimits,
+    Prompt,
+    Sampling,
+    StartSpec,
+)
 from services.ports.worker_stream import StepFrame, WorkerStream
 from services.runtime.clock import SystemClock
 from services.worker import engine_protocol as wire
@@ -32,7 +40,7 @@ class Rig:
     def spec(self, *, credit: int = 100, blocks: int = 1, digest: str = DIGEST) -> StartSpec:
         self.numbers += 1
         grant = Grant("w1", "", 5, 3, self.numbers, blocks, 5.0, digest)
-        generation = GenerationSpec("r1", "m", digest, 1, (1, 2, 3), SamplingParams(seed=1), 50)
+        generation = GenerationSpec("r1", "m", digest, 1, Prompt((1, 2, 3)), Sampling(1), OutputLimits(50))
         return StartSpec(generation, 0, "t1", grant, credit)
 
     def step(self, tokens: dict[int, int], finished: dict[int, str] | None = None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from tests.support.stack import Stack
-from tests.support.updating import Traffic, admin_of, move_to, publish_twin
+from tests.support.updating import TIMEOUT_S, Traffic, admin_of, move_to, publish_twin
+from tests.support.waiting import until
 
 
 async def test_no_stream_fails_while_a_deployment_is_updated(stack: Stack, tmp_path: Path) -> None:
@@ -21,6 +23,8 @@ async def test_no_stream_fails_while_a_deployment_is_updated(stack: Stack, tmp_p
             # Back at once, while the version before retires and is still loaded.
             await move_to(admin, stack.model, before)
             await asyncio.sleep(1.0)
+            moved_s = time.monotonic()
+            await until(lambda: traffic.served[-1].began_s > moved_s, timeout_s=TIMEOUT_S)
     assert traffic.failures == []
     assert traffic.versions() == [before, after]
-    assert traffic.served[-1].version_digest == before
+    assert {one.version_digest for one in traffic.served if one.began_s > moved_s} == {before}

@@ -108,7 +108,7 @@ async def test_a_takeover_keeps_the_terms_of_the_first_run(
         assert answers[0].accepted is not None
         kinds = [found.kind for found in answers[0].accepted.degradations]
         run = right.workers.started[0].spec.generation
-        terms = run.model, run.version_digest, run.max_output_tokens
+        terms = run.model, run.version_digest, run.limits.max_tokens
         if degraded:
             assert kinds == [DegradationKind.SMALLER_MODEL, DegradationKind.OUTPUT_CAPPED]
             assert terms == ("small", "sha256:small", 12)
@@ -125,8 +125,8 @@ async def stop_flushing(gateway: Gateway) -> None:
     (task,) = (found for found in asyncio.all_tasks() if found.get_name() == f"flush {gateway.name}")
     task.cancel()
     async with asyncio.timeout(TIMEOUT_S):
-        for tenure in gateway.keyed.owned():
-            while (await gateway.store.read(tenure.hold.key, 0, watch=False)).state is RecordState.RUNNING:
+        for ownership in gateway.keyed.owned():
+            while (await gateway.store.read(ownership.hold.key, 0, watch=False)).state is RecordState.RUNNING:
                 await asyncio.sleep(0.02)
 
 

@@ -10,8 +10,9 @@ import pytest
 import transformers
 
 from services.worker.engine.load.loading import load
-from services.worker.engine_protocol import EngineConfig, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig
 from tests.support.engine_oracle import ORIGINAL, Shape, oracle_of, random_ids, save
+from tests.support.submits import make_submit
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 OUTPUT = 40
@@ -41,8 +42,7 @@ def test_it_is_served_past_max_position_embeddings(
     engine, ready = load(config, lambda phase, ratio: None)
     assert ready.max_model_len == 4 * ORIGINAL
     prompt = random_ids(5, 2 * ORIGINAL)
-    sampling = Sampling(seed=1, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-    engine.apply(Submit(7, prompt, sampling, credit_limit=OUTPUT))
+    engine.apply(make_submit(7, prompt, OUTPUT, seed=1, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True))
     output: list[int] = []
     while engine.has_work:
         stepped = engine.step()

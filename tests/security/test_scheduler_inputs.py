@@ -17,9 +17,9 @@ from services.adapters.grpc.placement import GrpcPlacementLinks
 from services.adapters.links.scheduler_directory import KnownLeader
 from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
-from services.core.fleet import Granted, Refused
+from services.core.fleet import Granted, PlacementRefused
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.convert.decisions import worker_from_proto, worker_to_proto
+from services.rpc.convert.decisions import worker_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -204,7 +204,7 @@ async def _keep_reporting(stub: Any, message: pb.ReportRequest) -> None:
         pass
 
 
-async def _place(node: SchedulerNode, **fields: Any) -> Granted | Refused:
+async def _place(node: SchedulerNode, **fields: Any) -> Granted | PlacementRefused:
     """Return what becomes of one placement."""
     directory = StaticDirectory()
     directory.turn(KnownLeader("s1", node.address, 1))
@@ -237,7 +237,7 @@ async def test_a_placement_out_of_bounds_is_refused_alone(
     node: SchedulerNode, fields: dict[str, Any]
 ) -> None:
     outcome = await _place(node, **fields)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, PlacementRefused)
     assert isinstance(outcome.error, InvalidInput)
 
 
@@ -259,6 +259,7 @@ def test_no_number_of_one_worker_spoils_the_list_of_all() -> None:
         "d", 1, 1, 1, 1, 1, 1, 1, True, measured_step_s=NAN, predicted_step_s=1e300, slowness_ratio=1
     )
     worker = FleetWorker("w1", "h:1", 1, "", "", 0.0, "placed_on", -1.0, 0, (health,))
-    told = worker_from_proto(worker_to_proto(worker))
-    assert told.pools[0].predicted_step_s == 1e9
-    assert told.pools[0].measured_step_s == told.silent_s == 0.0
+    told = worker_to_proto(worker)
+    assert told.pools[0].predicted_step.ToMicroseconds() == 1e15
+    assert told.pools[0].HasField("measured_step")
+    assert told.pools[0].measured_step.ToMicroseconds() == told.last_report.ToMicroseconds() == 0

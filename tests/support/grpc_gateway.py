@@ -1,4 +1,4 @@
-"""A gateway with its gRPC face over a real socket, and workers that emit what a test says."""
+"""A gateway with its gRPC face over a real socket, and workers that emit what a test sets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
+    OutputLimits,
     PlaceSpec,
     Principal,
-    SamplingParams,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
 )
@@ -57,9 +59,9 @@ class Validator:
             model=generation.model,
             version_digest="sha256:x",
             route_revision=1,
-            prompt_ids=list(range(len(generation.prompt))),
-            sampling=SamplingParams(generation.sampling.seed),
-            max_output_tokens=generation.max_output_tokens or 8,
+            prompt=Prompt(list(range(len(generation.prompt)))),
+            sampling=Sampling(generation.sampling.seed),
+            limits=OutputLimits(generation.max_output_tokens or 8),
             choices=max(1, generation.choices),
         )
 
@@ -120,7 +122,7 @@ class Running:
 
     async def run(self) -> None:
         self.sink.on_accepted()
-        limit, prompt = self.spec.generation.max_output_tokens, len(self.spec.generation.prompt_ids)
+        limit, prompt = self.spec.generation.limits.max_tokens, len(self.spec.generation.prompt.ids)
         padding = "y" * 8192 if prompt == 2 else ""
         while self in self.live and (prompt <= 2 or self.produced < limit):
             if self.produced >= self.credits:

@@ -22,9 +22,11 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
+    OutputLimits,
     PlaceSpec,
     Principal,
-    SamplingParams,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -32,8 +34,10 @@ from services.core.generation import (
 from services.core.records import Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
-from services.gateway.idempotency.service import Idempotent
-from services.gateway.idempotency.types import KeyedLimits
+from services.gateway.idempotency.runs import KeyedRuns
+from services.gateway.idempotency.service import IdempotentService
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
@@ -103,13 +107,13 @@ class Validator:
             model=generation.model,
             version_digest=digest,
             route_revision=1 if pinned is None else pinned.route_revision,
-            prompt_ids=list(range(len(generation.prompt))),
-            sampling=SamplingParams(
-                asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63)
+            prompt=Prompt(list(range(len(generation.prompt)))),
+            sampling=Sampling(
+                asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63),
+                logprobs=generation.logprobs if generation.HasField("logprobs") else None,
             ),
-            max_output_tokens=generation.max_output_tokens or 8,
+            limits=OutputLimits(generation.max_output_tokens or 8),
             choices=max(1, generation.choices),
-            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
         )
 
 
@@ -163,7 +167,7 @@ class Running:
         position = len(self.spec.produced_ids)
         chars = sum(len(f"{each} ") for each in self.spec.produced_ids)
         assert chars == self.spec.delivered_chars, "a resume that would repeat or lose text"
-        while self.live and position < generation.max_output_tokens:
+        while self.live and position < generation.limits.max_tokens:
             await asyncio.sleep(self.fleet.step_s)
             if self.credits <= 0 or self._held(position):
                 continue
@@ -182,7 +186,7 @@ class Running:
         self.credits -= 1
         self.fleet.engine_tokens += 1
         top = TokenLogprobs(-0.5, (found,), (-0.5,), (f"{found} ",), f"{found} ")
-        logprobs = (top,) if self.spec.generation.logprobs is not None else ()
+        logprobs = (top,) if self.spec.generation.sampling.logprobs is not None else ()
         self.sink.on_tokens(position, [found], f"{found} ", logprobs)
 
 
@@ -201,7 +205,7 @@ class Workers:
 
 @dataclass
 class Answer:
-    """What one client heard."""
+    """What one client received."""
 
     accepted: Accepted | None = None
     ids: dict[int, list[int]] = field(default_factory=dict)
@@ -235,7 +239,7 @@ class Answer:
 class Gateway:
     name: str
     fleet: Fleet
-    service: GatewayService
+    service: IdempotentService
     workers: Workers
     supervisor: Supervisor
     store: RedisIdempotency
@@ -264,7 +268,7 @@ class Gateway:
         )
 
     async def ask(self, key: str, *, until: int | None = None, **values: Any) -> Answer:
-        """Hear a request to its end, or leave once ``until`` tokens came."""
+        """Read a response to its end, or leave once ``until`` tokens came."""
         answer = Answer()
         try:
             async with aclosing(self.stream(key, **values)) as events:
@@ -283,9 +287,8 @@ class Gateway:
         return answer
 
     @property
-    def keyed(self) -> Idempotent:
-        assert self.service._keyed is not None
-        return self.service._keyed
+    def keyed(self) -> KeyedRuns:
+        return self.service.runs
 
     def counted(self, name: str, **labels: str) -> float:
         """Return a metric of this gateway, summed over the labels that are not named."""
@@ -304,7 +307,7 @@ class Gateway:
         self.keyed.check_integrity()
 
     async def _slots(self) -> int:
-        """Return how many slots are held; one while nobody can tell."""
+        """Return how many slots are held; one while the count is unavailable."""
         try:
             return await self.limiter.concurrency(self.fleet.tenant)
         except errors.StoreUnavailable:
@@ -373,29 +376,39 @@ async def _gateway(
     store = RedisIdempotency(url, CLOCK, options.records, timeout_s=options.timeout_s)
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
-    service = GatewayService(
-        validator=Validator(fleet),  # type: ignore[arg-type]
-        identity=Identity(fleet),  # type: ignore[arg-type]
-        catalog=None,  # type: ignore[arg-type]
-        ports=Ports(
-            limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
-            placement=Placement(fleet),
-            workers=workers,
-            clock=CLOCK,
-            supervisor=supervisor,
-            rng=Random(0),
-            sign_ticket=lambda tenant, request, expiry: b"t",
-            new_incident=lambda: "inc_1",
-            error_of=by_reason,
-            idempotency=wrap(store),
-            telemetry=GatewayTelemetry(metrics, clock=CLOCK),
-            gateway_id=name,
-            pressure=lambda digest: fleet.pressure.get(digest, 0.0),
-        ),
-        limits=GatewayLimits(
-            max_requests=options.max_requests, window_tokens=options.window_tokens, keyed=options.keyed
-        ),
+    ports = Ports(
+        limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
+        placement=Placement(fleet),
+        workers=workers,
+        clock=CLOCK,
+        supervisor=supervisor,
+        rng=Random(0),
+        sign_ticket=lambda tenant, request, expiry: b"t",
+        new_incident=lambda: "inc_1",
+        error_of=by_reason,
+        telemetry=GatewayTelemetry(metrics, clock=CLOCK),
+        pressure=lambda digest: fleet.pressure.get(digest, 0.0),
     )
+    limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
+    identity: Any = Identity(fleet)
+    plain = GatewayService(
+        validator=Validator(fleet),  # type: ignore[arg-type]
+        identity=identity,
+        catalog=None,  # type: ignore[arg-type]
+        ports=ports,
+        limits=limits,
+    )
+    keyed = KeyedPorts(
+        store=wrap(store),
+        limiter=ports.limiter,
+        clock=CLOCK,
+        telemetry=KeyedTelemetry(metrics),
+        new_incident=ports.new_incident,
+        owner=name,
+        window_tokens=options.window_tokens,
+        limits=options.keyed,
+    )
+    service = IdempotentService(plain, keyed, identity=identity, limits=limits, supervisor=supervisor)
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:
         yield Gateway(name, fleet, service, workers, supervisor, store, limiter, metrics)

@@ -47,8 +47,9 @@ class Traffic:
         return [one.failure for one in self.served if one.failure]
 
     def versions(self) -> list[str]:
-        """Return the versions that answered, in the order in which they first did."""
-        return list(dict.fromkeys(one.version_digest for one in self.served if one.version_digest))
+        """Return the versions that answered, in the order in which their first streams began."""
+        found = sorted(self.served, key=lambda one: one.began_s)
+        return list(dict.fromkeys(one.version_digest for one in found if one.version_digest))
 
     def ttft_s(self, began_s: float, ended_s: float) -> list[float]:
         """Return the times to first token of the streams that began then."""

@@ -1,4 +1,4 @@
-"""`fairway events`: what happened in the fleet."""
+"""`fairway events`: recent events of the fleet."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 from fairway.cli.calls import admin_error
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, OutputOption, WatchOption, past
-from fairway.cli.formats import DOCUMENTS, document_of, write_document, write_part
-from fairway.cli.output import err, out, plain
-from fairway.cli.table import Column, line_of, show_rows, visible
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document, write_part
+from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.table import Column, line_of, show_rows, visible
+from fairway.cli.terminal.words import kind, moment, word
 from fairway.cli.watch import lost
-from fairway.cli.words import kind, moment, word
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -47,7 +47,7 @@ class KindName(StrEnum):
 
 
 def add(app: typer.Typer) -> None:
-    """Give ``app`` the command `events`."""
+    """Add the command `events` to ``app``."""
 
     @command(
         app,
@@ -75,7 +75,7 @@ def add(app: typer.Typer) -> None:
         output: OutputOption = Format.TABLE,
         watch: WatchOption = False,
     ) -> None:
-        """Show what happened in the fleet, the newest last. Events are kept for about an hour."""
+        """Show the fleet's events, the newest last. Events are retained for about an hour."""
         wanted = [each.proto for each in kinds or ()]
         if watch:
             await _follow(connection, wanted, resource, since, output)
@@ -107,9 +107,9 @@ async def _follow(
     since: datetime | None,
     output: Format,
 ) -> None:
-    """Write the newest events and every further one, until the task is cancelled.
+    """Print the newest events and every further one, until the task is cancelled.
 
-    A connection that is lost is made again where it was. Raises CliError when the first one fails.
+    A lost connection is reopened at its last position. Raises CliError when the first connection fails.
     """
     show, what = _shower(output), "cannot watch the events"
     watch = connection.admin.events.watch(

@@ -16,11 +16,11 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, WatchOption
 from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_answers
 from fairway.cli.fleet.record import FleetRecord
-from fairway.cli.formats import DOCUMENTS, write_document, write_part
-from fairway.cli.output import out, plain
 from fairway.cli.state import StateDir
-from fairway.cli.table import Column, line_of, show_rows, table_of, visible
 from fairway.cli.targets import DEFAULT_STATE_DIR
+from fairway.cli.terminal.formats import DOCUMENTS, write_document, write_part
+from fairway.cli.terminal.output import out, plain
+from fairway.cli.terminal.table import Column, line_of, show_rows, table_of, visible
 
 _POLL_S: Final = 2.0
 
@@ -53,10 +53,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     watch: WatchOption = False,
 ) -> None:
-    """Tell which parts run and answer.
+    """Show which parts run and answer.
 
     Exit code 0: all serve. 3: nothing runs. 6: some do not answer.
-
     \b
     Examples:
       fairway status
@@ -85,7 +84,7 @@ def status(
 
 
 def _watch(state: StateDir, output: Format) -> None:
-    """Write the parts whenever one of them changed, until Ctrl-C. Raises CliError when nothing runs."""
+    """Print the parts whenever one changed, until Ctrl-C. Raises CliError when nothing runs."""
     columns = visible(COLUMNS, wide=output is Format.WIDE)
     redrawn = output not in DOCUMENTS and out().is_terminal
     before: dict[str, Part] = {}

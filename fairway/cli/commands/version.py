@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 
 from fairway.cli.flags import Format, OutputOption
-from fairway.cli.formats import DOCUMENTS, write_document
-from fairway.cli.output import out, plain
+from fairway.cli.terminal.formats import DOCUMENTS, write_document
+from fairway.cli.terminal.output import out, plain
 
 
 def fairway_version() -> str:
-    """Return the version of the package that this command is of, "unknown" in a bare source tree."""
+    """Return the version of the installed package, "unknown" in a bare source tree."""
     try:
         return version("fairway")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Names of blobs, checked before one becomes a path."""
+"""Blob names, validated before one becomes a path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hex_of(digest: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Return whether something in a store is named as a blob is; what is not is nobody's to delete."""
+    """Return whether a stored object has the name of a blob. The stores delete only objects that have one."""
     return _DIGEST.fullmatch("sha256:" + text) is not None
 
 
@@ -30,7 +30,7 @@ def is_blob(data: bytes, digest: str) -> bool:
 
 
 def damaged(digest: str) -> IntegrityError:
-    """What a store says of a blob that it has just set aside."""
+    """Return the error for a blob that was just set aside as damaged."""
     return IntegrityError(
         f"the stored bytes of {digest} are damaged and were set aside: publish a version with them again",
         digest=digest,
@@ -38,7 +38,7 @@ def damaged(digest: str) -> IntegrityError:
 
 
 class Verifier:
-    """Size and sha256 of the bytes fed to it, against what was promised."""
+    """Compares the size and sha256 of the bytes fed to it with the announced values."""
 
     def __init__(self, digest: str, size_bytes: int, *, most_bytes: int) -> None:
         self._hex = hex_of(digest)
@@ -50,7 +50,7 @@ class Verifier:
         self._hash = hashlib.sha256()
 
     def expect(self, more_bytes: int) -> None:
-        """Raises IntegrityError when that many more are too many; asked before they are kept."""
+        """Raises IntegrityError if that many more bytes exceed the announced size. Call it before storing."""
         self._received_bytes += more_bytes
         if self._received_bytes > self._size_bytes:
             raise IntegrityError(
@@ -63,7 +63,7 @@ class Verifier:
         self._hash.update(data)
 
     def finish(self) -> None:
-        """Raises IntegrityError unless exactly the promised bytes were fed."""
+        """Raises IntegrityError unless exactly the announced bytes were fed."""
         if self._received_bytes != self._size_bytes:
             raise IntegrityError(
                 f"{self._digest} has {self._received_bytes} bytes instead of {self._size_bytes}",

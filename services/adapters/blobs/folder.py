@@ -1,8 +1,9 @@
-"""Blobs in a folder: ``<root>/sha256/<2 hex>/<64 hex>``, each written aside, verified, synced and renamed.
+"""Blobs in a folder: ``<root>/sha256/<2 hex>/<64 hex>``, each written to a temporary file, verified, synced
+and renamed.
 
-Several processes may share the folder. A file that is being written is locked, so that the start of one
-process removes what a crash left and nothing else; what makes a blob appear or go holds ``<root>/lock`` for
-that moment. A blob that is found damaged moves to ``<root>/damaged``.
+Several processes may share the folder. A file that is being written is locked: at its start a process removes
+only the files that a crash left. ``<root>/lock`` is held while a blob is added or removed. A damaged blob is
+moved to ``<root>/damaged``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FolderBlobs:
     """``BlobStore`` in a folder of a local file system. File I/O runs in the loop's thread pool."""
 
     def __init__(self, root: Path | str) -> None:
-        """Makes the folder and removes what interrupted writes left. Raises StoreUnavailable."""
+        """Create the folder and remove the files of interrupted writes. Raises StoreUnavailable."""
         self._root = Path(root)
         self._blobs = self._root / "sha256"
         self._unfinished = self._root / "unfinished"
@@ -97,7 +98,7 @@ class FolderBlobs:
         return self._blobs / name[:2] / name
 
     def _is_stored(self, digest: str, size_bytes: int) -> bool:
-        """Return whether it is there. One of another size is damaged, or the announced size is wrong."""
+        """Return whether the blob is stored. Raises IntegrityError if it is good but has another size."""
         try:
             stored = self._path(digest).stat()
         except FileNotFoundError:
@@ -119,7 +120,7 @@ class FolderBlobs:
         )
 
     def _set_aside(self, digest: str, inode: int) -> None:
-        """Move a damaged blob away, unless it was put again meanwhile."""
+        """Move a damaged blob to ``damaged``, unless it was stored again meanwhile."""
         path = self._path(digest)
         with self._changing(), suppress(FileNotFoundError):
             if path.stat().st_ino == inode:
@@ -145,7 +146,7 @@ class FolderBlobs:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Nobody else makes a blob appear or go meanwhile."""
+        """Hold the lock under which blobs are added and removed."""
         lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -155,7 +156,7 @@ class FolderBlobs:
 
 
 class _Upload:
-    """A locked file beside the blobs that becomes one, or is removed by ``close``. One thread at a time."""
+    """A locked temporary file that becomes a blob or is removed by ``close``. For one thread at a time."""
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class _Upload:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
                 return
-            self._file.close()  # another process started and cleaned up before the lock was there
+            self._file.close()  # another process removed the file before it was locked
 
     def write(self, block: bytes) -> None:
         assert self._file is not None
@@ -188,7 +189,7 @@ class _Upload:
             view = view[self._file.write(view) or 0 :]
 
     def finish(self, rest: bytes) -> None:
-        """The blob is stored and survives a power cut. Raises IntegrityError."""
+        """Store the blob so that it survives a power failure. Raises IntegrityError."""
         self.write(rest)
         self._verifier.finish()
         assert self._path is not None
@@ -210,7 +211,7 @@ class _Upload:
 
 
 class _Reader:
-    """An open blob, from ``open_verified`` until ``close``. One thread at a time."""
+    """An open blob, from ``open_verified`` until ``close``. For one thread at a time."""
 
     def __init__(self, digest: str, path: Path) -> None:
         self._digest = digest
@@ -219,14 +220,14 @@ class _Reader:
         self.inode = 0
 
     def open_verified(self, offset_bytes: int) -> bool:
-        """Return whether the blob has its digest; it is read from the offset on. Raises NotFound."""
+        """Return whether the blob has its digest; ``read`` then starts at the offset. Raises NotFound."""
         try:
             self._file = FileIO(self._path, "rb")
         except FileNotFoundError:
             raise NotFound(f"{self._digest} is not stored", digest=self._digest) from None
         self.inode = os.fstat(self._file.fileno()).st_ino
         try:
-            # Read for good: what the system says of a bad sector is damage, too.
+            # A read error, such as one of a bad sector, also counts as damage.
             is_good = hashlib.file_digest(self._file, "sha256").hexdigest() == hex_of(self._digest)
         except OSError as error:
             if error.errno != errno.EIO:
@@ -236,7 +237,7 @@ class _Reader:
         return is_good
 
     def read(self) -> bytes:
-        """Return the next piece, empty at the end."""
+        """Return the next piece, or empty bytes at the end."""
         assert self._file is not None
         return self._file.read(PIECE_BYTES)
 
@@ -263,7 +264,7 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """What the operating system refuses leaves as StoreUnavailable, without a path in its text."""
+    """Turn an OSError into StoreUnavailable, whose text contains no path."""
     try:
         yield
     except OSError as error:
@@ -283,7 +284,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> bool:
-    """Remove a file that nobody writes; return whether it was one."""
+    """Remove a file that no process is writing; return whether it was removed."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A blob store whose traffic is counted."""
+"""A blob store with traffic metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.runtime.telemetry.metrics import Metrics
 
 
 class ObservedBlobs:
-    """``BlobStore`` in front of another."""
+    """A ``BlobStore`` decorator that counts calls and bytes."""
 
     def __init__(self, inner: BlobStore, metrics: Metrics) -> None:
         self._inner = inner
@@ -31,7 +31,7 @@ class ObservedBlobs:
             "Blobs whose bytes do not match their digest, at upload or read",
             ("operation",),
         )
-        # Made at once: the first of a count that begins with it is no increase to Prometheus.
+        # Created at the start: Prometheus sees no increase in a series that begins with its first count.
         self._damaged_in, self._damaged_out = damaged.cell("store"), damaged.cell("read")
 
     async def put(self, digest: str, data: AsyncIterable[bytes], size_bytes: int) -> None:

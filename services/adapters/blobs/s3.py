@@ -1,7 +1,7 @@
-"""Blobs in a bucket of any store that speaks S3: ``<prefix>/sha256/<64 hex>``; damaged ones in ``damaged/``.
+"""Blobs in an S3-compatible bucket: ``<prefix>/sha256/<64 hex>``; damaged ones are in ``damaged/``.
 
-A blob is verified in memory and put in one conditional request (``If-None-Match: *``), so that nothing is
-ever overwritten and an interrupted upload leaves nothing behind.
+A blob is verified in memory and stored by one conditional request (``If-None-Match: *``). So nothing is
+overwritten, and an interrupted upload leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
 log = structlog.get_logger()
 T = TypeVar("T")
 
-QUICK_S: Final = 10.0  # a look, a deletion, a page of a listing
+QUICK_S: Final = 10.0  # one HEAD, one deletion or one page of a listing
 BULK_S: Final = 60.0  # the bytes of a blob, retries included
 _PARALLEL_LOOKS: Final = 64
 _PARALLEL_PUTS: Final = 16
@@ -38,17 +38,17 @@ _PAGE: Final = 1000
 _BLOBS: Final = "sha256/"
 _DAMAGED: Final = "damaged/"
 _RETRY_AFTER_S: Final = 5.0
-_TICK_S: Final = 1.0  # a listing may have milliseconds, a single look has seconds
+_TICK_S: Final = 1.0  # listings may return milliseconds where HEAD returns seconds
 
 
 class S3Blobs:
-    """``BlobStore`` in a bucket. ``store`` has prefix, credentials and timeouts: ``s3_bucket.py``."""
+    """``BlobStore`` in a bucket. ``store`` has the prefix, credentials and timeouts: see ``s3_bucket.py``."""
 
     def __init__(self, store: S3Store, *, quick_s: float = QUICK_S, bulk_s: float = BULK_S) -> None:
         self._store = store
         self._quick_s = quick_s
         self._bulk_s = bulk_s
-        self._puts = asyncio.Semaphore(_PARALLEL_PUTS)  # each holds a blob in memory
+        self._puts = asyncio.Semaphore(_PARALLEL_PUTS)  # each upload holds a blob in memory
 
     async def put(self, digest: str, data: AsyncIterable[bytes], size_bytes: int) -> None:
         verifier = Verifier(digest, size_bytes, most_bytes=MAX_BLOB_BYTES)
@@ -87,7 +87,7 @@ class S3Blobs:
         gone: set[str] = set()
 
         async def look() -> None:
-            for digest, key in waiting:  # one iterator for all
+            for digest, key in waiting:  # the workers share one iterator
                 if await self._size_of(key) is None:
                     gone.add(digest)
 
@@ -125,7 +125,7 @@ class S3Blobs:
         return swept
 
     async def _is_stored(self, digest: str, size_bytes: int) -> bool:
-        """Return whether it is there. One of another size is damaged, or the announced size is wrong."""
+        """Return whether the blob is stored. Raises IntegrityError if it is good but has another size."""
         stored_bytes = await self._size_of(_key(digest))
         if stored_bytes is None or stored_bytes == size_bytes:
             return stored_bytes is not None
@@ -142,7 +142,7 @@ class S3Blobs:
         return False
 
     async def _verified(self, digest: str) -> bytes | None:
-        """Return the blob, or None where it is damaged: twice, so that a bad transfer condemns nothing."""
+        """Return the blob, or None when it is damaged. Reads it twice, to exclude transfer errors."""
         for _ in range(2):
             try:
                 blob = await self._ask(self._bytes_of(_key(digest)), self._bulk_s)
@@ -178,7 +178,7 @@ class S3Blobs:
                 yield await self._ask(anext(pages), self._quick_s)
 
     async def _ask(self, request: Awaitable[T], timeout_s: float) -> T:
-        """Return the answer. Raises StoreUnavailable; what is not there, and what is there already, pass."""
+        """Return the response. Raises StoreUnavailable, or that an object is missing or already exists."""
         async with _store_errors(timeout_s):
             return await request
 
@@ -192,7 +192,7 @@ def _written(meta: obstore.ObjectMeta) -> float:
 
 
 async def _together(looks: Sequence[Awaitable[None]]) -> None:
-    """Return once all did; the first that fails ends the others."""
+    """Run all; return when all succeeded. The first failure cancels the others."""
 
     async def one(look: Awaitable[None]) -> None:
         await look
@@ -207,7 +207,7 @@ async def _together(looks: Sequence[Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def _store_errors(timeout_s: float) -> AsyncIterator[None]:
-    """What the store or the way to it does wrong leaves as StoreUnavailable, without address or key."""
+    """Turn errors of store and network into StoreUnavailable, whose text has no address and no key."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

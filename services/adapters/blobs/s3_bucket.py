@@ -1,7 +1,7 @@
-"""A bucket, opened from the settings: address, credentials, timeouts.
+"""Opens a bucket from the settings: address, credentials, timeouts.
 
-Credentials come, in this order, from ``FAIRWAY_S3_CREDENTIALS_FILE``, from the ``AWS_*`` environment
-variables, from a web identity token or the container's endpoint, from the instance's role.
+Sources of credentials, in this order: ``FAIRWAY_S3_CREDENTIALS_FILE``, the ``AWS_*`` environment variables, a
+web identity token or the container's endpoint, the instance's role.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from services.runtime.config import ConfigError, Settings
 _CONNECT_S: Final = 3
 _REQUEST_S: Final = 30
 _RETRIES: Final = 3
-_REREAD: Final = timedelta(minutes=5)  # a rotated secret is taken up within that
+_REREAD: Final = timedelta(minutes=5)  # the longest time until a rotated secret is used
 
 
 def open_bucket(settings: Settings, clock: Clock) -> S3Store:
-    """Return the bucket of ``FAIRWAY_BLOB_STORE``; nothing is asked yet. Raises ConfigError."""
+    """Return the bucket of ``FAIRWAY_BLOB_STORE`` without any request. Raises ConfigError."""
     url = urlsplit(settings.blob_store)
     assert url.scheme == "s3", "no bucket is configured"
     options: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def open_bucket(settings: Settings, clock: Clock) -> S3Store:
 
 
 def credentials_of(path: Path, clock: Clock) -> Callable[[], dict[str, Any]]:
-    """Return what reads the ``[default]`` section of a credentials file. Raises ConfigError for a bad one."""
+    """Return a reader of a credentials file's ``[default]`` section. Raises ConfigError for a bad one."""
     _parse(_read(path), path)
 
     def provide() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A connection to an etcd cluster: its addresses, its stubs, and what its errors mean."""
+"""A connection to an etcd cluster: its addresses, stubs and error mapping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),  # also how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # also the time limit of one connection attempt
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
@@ -72,7 +72,7 @@ class Stubs:
 
 
 class EtcdChannel:
-    """One gRPC channel over literal addresses, or one per host name, the next one after a failure."""
+    """One gRPC channel over all literal addresses, or one per host name; a failure selects the next name."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._channels = [grpc.aio.insecure_channel(t, options=_OPTIONS) for t in targets(endpoints)]
@@ -82,7 +82,7 @@ class EtcdChannel:
 
     @contextmanager
     def stubs(self) -> Iterator[Stubs]:
-        """Yield the stubs to use; what gRPC raises inside leaves as an error of the store port."""
+        """Yield the stubs to use. A gRPC error inside the block becomes an error of the store port."""
         used = self._current
         try:
             yield self._stubs[used]
@@ -95,7 +95,7 @@ class EtcdChannel:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC says so when the channel was closed under a call: nobody cancelled the caller.
+            # gRPC reports this when the channel is closed during a call. The caller was not cancelled.
             raise StoreUnavailable("the connection to etcd was closed") from None
         except grpc.aio.UsageError as error:
             raise StoreUnavailable("the connection to etcd was closed") from error
@@ -104,7 +104,7 @@ class EtcdChannel:
             raise
 
     async def unary(self, method: Callable[[Stubs], Any], request: Any, timeout_s: float) -> Any:
-        """Return the answer to one call. Raises within ``timeout_s``."""
+        """Return the response to one call. Raises within ``timeout_s``."""
         with self.stubs() as stubs:
             answer: Awaitable[Any] = method(stubs)(request, timeout=max(timeout_s, 0.001))
             return await answer
@@ -114,13 +114,13 @@ class EtcdChannel:
             await channel.close()
 
     def _leave(self, used: int) -> None:
-        """Go to the next name, once for all calls that failed on the same one."""
+        """Select the next name, once for all calls that failed on the same one."""
         if self._current == used:
             self._current = (used + 1) % len(self._channels)
 
 
 def domain_error(error: grpc.aio.AioRpcError) -> Exception:
-    """Return the domain error for an etcd status; codes only, texts differ between versions."""
+    """Return the domain error for an etcd status. Uses only the code: texts differ between versions."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
         return LeaseLost(details)

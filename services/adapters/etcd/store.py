@@ -35,7 +35,7 @@ _LIST_ATTEMPTS: Final = 3
 
 
 class EtcdStore:
-    """``Store`` over etcd 3.5 or later. The caller closes it; nothing is retried here.
+    """``Store`` over etcd 3.5 or later. The caller closes it. It retries nothing.
 
     A write that raised StoreUnavailable may have been applied: the caller reads before it writes again.
     """
@@ -49,10 +49,10 @@ class EtcdStore:
         progress_s: float = 2.0,
         silence_s: float = 8.0,
     ) -> None:
-        """Connects at the first call. ``endpoints`` are ``host:port``, of one cluster.
+        """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster.
 
-        ``progress_s`` is how often a watch asks for a sign of life, ``silence_s`` after how long without one
-        it is given up. Raises InvalidInput for an endpoint that is not one.
+        ``progress_s`` is the period of a watch's progress requests. A watch that receives no message for
+        ``silence_s`` is closed. Raises InvalidInput for an invalid endpoint.
         """
         self._channel = EtcdChannel(endpoints)
         self._clock = clock
@@ -68,7 +68,7 @@ class EtcdStore:
         for _ in range(_LIST_ATTEMPTS):
             try:
                 return await self._list(prefix, deadline_s)
-            except Compacted:  # between two pages
+            except Compacted:  # compacted between two pages
                 continue
         raise StoreUnavailable("etcd is compacted faster than it can be listed", retry_after_s=1.0)
 
@@ -117,11 +117,11 @@ class EtcdStore:
                 yield batch
 
     async def close(self) -> None:
-        """End the connection; calls and watches under way raise StoreUnavailable."""
+        """Close the connection; running calls and watches raise StoreUnavailable."""
         await self._channel.close()
 
     async def _list(self, prefix: str, deadline_s: float) -> Listing:
-        """All pages as of the revision of the first."""
+        """Return all pages as of the revision of the first."""
         key, range_end = prefix_range(prefix)
         entries: list[Entry] = []
         revision = 0

@@ -1,9 +1,11 @@
-"""One etcd watch stream as batches of whole revisions.
+"""One etcd watch stream as batches of complete revisions.
 
-Which revision is safe to resume from differs by message. Events: the last event's; the header may be
-ahead of a partial batch. A notice that names the watch: its header's, since it travels in order with the
-events. The answer to a progress request names no watch, and before etcd 3.4.25 and 3.5.8 it overtakes events
-that are still queued (etcd issue 15220): from such a server it only proves that the stream is alive.
+The revision from which a watch can safely resume depends on the message:
+
+- Events: the revision of the last event. The header may be ahead of a partial batch.
+- A progress notice that names the watch: the revision of its header. It is sent in order with the events.
+- The response to a progress request: it names no watch. Before etcd 3.4.25 and 3.5.8 it overtakes events that
+  are still queued (etcd issue 15220). From such a server it only proves that the stream is alive.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _DELETE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
-    """``created_s`` to hear that the watch stands, ``progress_s`` between progress requests, ``silence_s``
-    until a stream without a message counts as broken."""
+    """``created_s``: time limit for the watch to be created. ``progress_s``: period of progress requests.
+    ``silence_s``: a stream without a message for this long counts as broken."""
 
     created_s: float
     progress_s: float
@@ -78,7 +80,7 @@ async def watch(
 
 
 class Batches:
-    """Joins fragments and decides what each message lets a reader resume from."""
+    """Joins fragments and decides from which revision a reader can resume after each message."""
 
     def __init__(
         self, watch_id: int, after_revision: int, progress_in_order: Callable[[int], Awaitable[bool]]
@@ -101,7 +103,8 @@ class Batches:
             self._revision = _revision(events[-1])
             return WatchBatch(self._revision, events)
         if message.watch_id == self._watch_id or await self._is_ordered(message.header.member_id):
-            if message.header.revision < self._revision:  # a member behind what was seen
+            # from a member that is behind the revision already received
+            if message.header.revision < self._revision:
                 return None
             self._revision = message.header.revision
         return WatchBatch(self._revision, ())
@@ -115,7 +118,7 @@ class Batches:
 async def _requests(
     prefix: str, start_revision: int, closed: asyncio.Event, progress_s: float
 ) -> AsyncGenerator[Any, None]:
-    """The create request, then a progress request every ``progress_s``. gRPC's writer task consumes it."""
+    """Yield the create request, then a progress request every ``progress_s``. gRPC's writer consumes them."""
     key, range_end = prefix_range(prefix)
     yield rpc.WatchRequest(
         create_request=rpc.WatchCreateRequest(
@@ -160,7 +163,7 @@ def _revision(event: Changed | Removed) -> int:
 
 
 def progress_is_ordered(version: str) -> bool:
-    """Whether an etcd of that version sends answers to progress requests in order with the events."""
+    """Return whether an etcd of that version sends progress responses in order with the events."""
     try:
         numbers = tuple(int(part) for part in version.split("-")[0].split("+")[0].split("."))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Placements over gRPC: one Connect stream to the leading scheduler."""
+"""Placement client over gRPC: one Connect stream to the leading scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.runtime.supervisor import Supervisor
 
 
 class GrpcPlacement(MuxedPlacement):
-    """Implements ``ports.placement.PlacementClient`` against whichever scheduler the directory names."""
+    """Implements ``ports.placement.PlacementClient`` against the leader that the directory returns."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GrpcPlacement(MuxedPlacement):
 
 
 class GrpcPlacementLinks(GrpcLinks):
-    """Implements ``adapters.muxed_placement.PlacementLinks`` over Connect streams."""
+    """Implements ``PlacementLinks`` over Connect streams."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The registry over gRPC. Implements ``ports.registry.VersionSource``; what it returns is verified."""
+"""The registry client over gRPC. Implements ``ports.registry.VersionSource``; its results are verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK_TIMEOUT_S: Final = 120.0
 
 
 class RegistryClient:
-    """Owns nothing: whoever opened the channel closes it. ``token`` is the internal token or an admin key."""
+    """The caller opens and closes the channel. ``token`` is the internal token or an admin key."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
@@ -29,7 +29,7 @@ class RegistryClient:
     async def get_version(self, model: str, version: str) -> tuple[VersionRecord, Manifest]:
         """Return a version by digest or tag. The manifest has the digest that names the version.
 
-        Raises NotFound, IntegrityError for an answer that is not the version asked for, Unavailable.
+        Raises NotFound, Unavailable, or IntegrityError when the response is not the requested version.
         """
         request = registry_pb2.GetVersionRequest(model=model, version=version)
         try:

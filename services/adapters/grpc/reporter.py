@@ -1,4 +1,4 @@
-"""Reports over gRPC: one Report stream to the leading scheduler."""
+"""Report links over gRPC: one Report stream to the leading scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.rpc.convert.scheduler import counters_from_proto, report_to_proto
 
 
 class GrpcReportLinks(GrpcLinks):
-    """Implements ``adapters.reporter.ReportLinks`` over Report streams."""
+    """Implements ``ReportLinks`` over Report streams."""
 
     async def open(self) -> ReportLink:
         stub = await self._stub()

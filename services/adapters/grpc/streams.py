@@ -1,4 +1,4 @@
-"""Links to the leading scheduler over gRPC: its channel, and streams whose every wait ends."""
+"""Links to the leading scheduler over gRPC: its channel, and streams whose waits are all bounded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _STATUS_S: Final = 1.0
 
 
 class GrpcLinks:
-    """What is the same in all ``adapters.leader_links.LeaderLinks`` over gRPC: a stream per link, and the
-    channel to the leader that was last asked for."""
+    """The common part of ``LeaderLinks`` over gRPC: a stream per link, and the channel to the last leader."""
 
     def __init__(self, directory: LeaderDirectory, token: str, *, silence_s: float = SILENCE_S) -> None:
         self._directory = directory
@@ -40,7 +39,7 @@ class GrpcLinks:
             await channel.close()
 
     async def _stub(self) -> scheduler_pb2_grpc.SchedulerServiceAsyncStub:
-        """Return a stub of the leader. Raises NoLeader when none is known within the time."""
+        """Return a stub of the leader. Raises NoLeader when the directory returns no leader in time."""
         leader = self._directory.leader
         if leader is None:
             leader = await self._directory.wait_changed(None, OPEN_S)
@@ -54,7 +53,7 @@ class GrpcLinks:
 
 
 class GrpcLink:
-    """Implements ``adapters.leader_links.LeaderLink`` but for what is said and heard."""
+    """Implements ``LeaderLink`` except for the message types."""
 
     def __init__(self, call: Call, epoch: int, silence_s: float) -> None:
         self._call = call
@@ -79,9 +78,10 @@ class GrpcLink:
 
 
 async def first_epoch(call: Call, hello: Any = None) -> int:
-    """Say hello, where it takes one, and return under which epoch the scheduler leads.
+    """Send the hello message, if there is one, and return the epoch under which the scheduler leads.
 
-    Raises NoLeader when it does not say so in time, or what ended the stream. The call is over then.
+    Raises NoLeader when the scheduler does not confirm in time that it leads, or the error that ended the
+    stream. On an error the call is cancelled.
     """
     try:
         if hello is not None:
@@ -105,8 +105,8 @@ async def _write_within(call: Call, message: Any, timeout_s: float) -> None:
 
 
 async def read_within(call: Call, timeout_s: float) -> Any:
-    """Return the next message of the stream. Raises the FairwayError that ended it, or NoLeader when
-    nothing came in time: the peer that beats every second is gone then."""
+    """Return the next message of the stream. Raises the FairwayError that ended it, or NoLeader when nothing
+    was received in time: the peer sends a heartbeat every second, so it counts as lost."""
     try:
         async with asyncio.timeout(timeout_s):
             message = await call.read()
@@ -114,7 +114,7 @@ async def read_within(call: Call, timeout_s: float) -> Any:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise NoLeader("the stream was closed on this side") from None  # grpc.aio cancels who reads
+        raise NoLeader("the stream was closed on this side") from None  # grpc.aio cancels the reader
     except TimeoutError:
         raise NoLeader(f"the scheduler was silent for {timeout_s:g} s", retry_after_s=1.0) from None
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -125,7 +125,7 @@ async def read_within(call: Call, timeout_s: float) -> Any:
 
 
 async def stream_error(call: Call, error: BaseException | None) -> FairwayError:
-    """Return why the stream ended, by its status."""
+    """Return the error that ended the stream, from its status."""
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc_error(error)
     try:

@@ -19,11 +19,12 @@ MAX_LINKS: Final = 4096
 
 
 class GrpcWorkers:
-    """Implements ``ports.worker.WorkerClient``. Sinks hear from the event loop, never from within ``start``.
+    """Implements ``ports.worker.WorkerClient``. Sinks are called from the event loop, never from within
+    ``start``.
 
-    ``after_frame`` is called once after all sinks of a message were called, so that whoever writes what
-    they collected can do it once per engine step. ``unsent`` gets the grant of each start that was given up
-    before it left: no worker will ever see it.
+    ``after_frame`` is called once after all sinks of a message were called, so that their output can be
+    written once per engine step. ``unsent`` receives the grant of each start that was dropped before it was
+    sent: no worker will receive it.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class GrpcWorkers:
         self._silence_s = silence_s
         self._idle_s = idle_s
         self._links: dict[str, WorkerLink] = {}
-        # A stream outlives the request that opens it: what it logs must not carry that request's names.
+        # A stream outlives the request that opens it. Its log lines must not carry that request's context.
         self._context = contextvars.copy_context()
 
     def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
@@ -63,11 +64,11 @@ class GrpcWorkers:
 
     @property
     def links(self) -> int:
-        """How many streams are open."""
+        """Number of open streams."""
         return len(self._links)
 
     async def close(self) -> None:
-        """End every stream; sinks are told that their worker was lost."""
+        """Close every stream. Every sink is notified that its worker was lost."""
         await asyncio.gather(*(link.close() for link in list(self._links.values())))
 
     def _open(self, address: str) -> WorkerLink:

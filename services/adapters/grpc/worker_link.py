@@ -19,12 +19,12 @@ from services.ports.clock import Clock
 from services.rpc.channel import open_channel
 from services.rpc.convert.worker import frame_from_proto, start_to_proto
 
-MAX_MESSAGE_TOKENS: Final = 1_000_000  # of the starts of one message, unless it is one start
+MAX_MESSAGE_TOKENS: Final = 1_000_000  # of all starts in one message, unless it has only one start
 Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]"
 
 
 class WorkerLink(SequenceLink):
-    """A ``SequenceLink`` over gRPC, with a channel of its own."""
+    """A ``SequenceLink`` over gRPC with its own channel."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WorkerLink(SequenceLink):
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Carry the stream until it ends; then every sink is told."""
+        """Run the stream until it ends, then notify every sink."""
         channel = open_channel(self.address)
         try:
             await self._run(self._carry(worker_pb2_grpc.WorkerServiceStub(channel)))
@@ -62,7 +62,7 @@ class WorkerLink(SequenceLink):
         self._woken.set()
 
     async def _carry(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> str:
-        """Read, write and watch until one of them ends the stream; return why it ended."""
+        """Read, write and check the health until one of them ends the stream; return the reason."""
         call: Call = stub.Execute(metadata=self._metadata)
         try:
             async with TaskGroup() as group:
@@ -90,8 +90,8 @@ class WorkerLink(SequenceLink):
         self._hear(frame)
 
     async def _write(self, call: Call) -> None:
-        """The one writer. What was asked for since its last message goes into the next one."""
-        with contextlib.suppress(asyncio.InvalidStateError):  # the call is over; the reader hears why
+        """The only writer. Everything requested since its last message goes into the next one."""
+        with contextlib.suppress(asyncio.InvalidStateError):  # the call is over; the reader gets the reason
             hello = scheduler_pb2.GatewayHello(gateway_id=self._gateway_id)
             await call.write(worker_pb2.ExecuteRequest(hello=hello))
             while True:
@@ -103,7 +103,7 @@ class WorkerLink(SequenceLink):
                     await call.write(request)
 
     async def _watch(self) -> None:
-        """End a stream of which its ``LinkHealth`` says that it is over."""
+        """End a stream that its ``LinkHealth`` reports as over."""
         looked_s = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(CHECK_S)
@@ -115,20 +115,20 @@ class WorkerLink(SequenceLink):
 
 
 def _take_request(outgoing: Outgoing) -> worker_pb2.ExecuteRequest:
-    """Return one message of bounded size; what is left is for the next."""
+    """Return one message of bounded size. The rest stays for the next one."""
     request = worker_pb2.ExecuteRequest(cancels=outgoing.cancels)
     outgoing.cancels = []
     room = MAX_MESSAGE_TOKENS
     for handle in list(outgoing.starts):
         spec = outgoing.starts[handle]
-        room -= len(spec.generation.prompt_ids) + len(spec.produced_ids)
+        room -= len(spec.generation.prompt.ids) + len(spec.produced_ids)
         if room < 0 and request.starts:
             break
         del outgoing.starts[handle]
         request.starts.append(start_to_proto(handle, spec))
     credits_, outgoing.credits = outgoing.credits, {}
     for handle, tokens in credits_.items():
-        if handle in outgoing.starts:  # it comes after its start
+        if handle in outgoing.starts:  # a credit follows its start
             outgoing.credits[handle] = tokens
         else:
             request.credit.handles.append(handle)
@@ -137,4 +137,4 @@ def _take_request(outgoing: Outgoing) -> worker_pb2.ExecuteRequest:
 
 
 class _Ended(Exception):
-    """The stream is over; the text says why."""
+    """The stream is over; the text is the reason."""

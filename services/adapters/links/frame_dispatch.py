@@ -1,4 +1,4 @@
-"""From step frames to sinks: the reading end of a worker's stream, whatever carries it."""
+"""Dispatches step frames to sinks: the receiving end of a worker's stream, independent of the transport."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NONE: tuple[TokenLogprobs, ...] = ()
 
 
 class SinkTable:
-    """The sinks of one stream by handle. A handle is never used twice, so a late entry finds nobody."""
+    """The sinks of one stream by handle. A handle is never reused, so a late entry finds no sink."""
 
     def __init__(self) -> None:
         self._sinks: dict[int, SequenceSink] = {}
-        self._asked_s: dict[int, float] = {}  # starts without an answer, the earliest sent first
+        self._asked_s: dict[int, float] = {}  # starts without a response, in the order sent
         self._last = 0
 
     def __len__(self) -> int:
@@ -26,28 +26,28 @@ class SinkTable:
         return handle in self._sinks
 
     def add(self, sink: SequenceSink) -> int:
-        """Return the handle under which the sink hears from now on."""
+        """Return the handle under which the sink is called from now on."""
         self._last += 1
         self._sinks[self._last] = sink
         return self._last
 
     def drop(self, handle: int) -> bool:
-        """The sink hears nothing more. Whether it was there."""
+        """Remove the sink; it is not called again. Return whether it was there."""
         self._asked_s.pop(handle, None)
         return self._sinks.pop(handle, None) is not None
 
     def asked(self, handles: Iterable[int], now_s: float) -> None:
-        """Their starts are on the way. A worker answers each at once, whatever it has to do."""
+        """Record that these starts were sent. A worker responds to each at once, whatever its load."""
         for handle in handles:
             if handle in self._sinks:
                 self._asked_s[handle] = now_s
 
     def unanswered_s(self, now_s: float) -> float:
-        """Return for how long the earliest start without an answer is on its way; 0 without one."""
+        """Return for how long the earliest start has been without a response; 0 if there is none."""
         return max(0.0, now_s - next(iter(self._asked_s.values()), now_s))
 
     def excuse(self, now_s: float) -> None:
-        """Nothing was read until now: what is unanswered counts from here."""
+        """Count unanswered starts from now, because nothing was read before."""
         self._asked_s = dict.fromkeys(self._asked_s, now_s)
 
     def dispatch(self, frame: StepFrame) -> None:
@@ -68,7 +68,7 @@ class SinkTable:
                 sink.on_finished(end)
 
     def lose_all(self, message: str) -> None:
-        """Every sink is told that its worker was lost, once."""
+        """Notify every sink, once, that its worker was lost."""
         sinks, self._sinks = self._sinks, {}
         self._asked_s.clear()
         for sink in sinks.values():

@@ -1,4 +1,4 @@
-"""Links to whichever scheduler leads: what placements and reports ask of them, and how one is kept open."""
+"""Links to the leading scheduler: the interface for placements and reports, and the reconnect loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.core.backoff import Backoff
 from services.core.errors import FairwayError
 from services.ports.clock import Clock
 
-OPEN_S: Final = 2.0  # for each step of opening a link over a wire
+OPEN_S: Final = 2.0  # for each step of opening a link over a network
 SILENCE_S: Final = 3.5  # several of the leader's heartbeats
 
 Heard_co = TypeVar("Heard_co", covariant=True)
@@ -19,14 +19,14 @@ Link = TypeVar("Link")
 
 
 class LeaderLink(Protocol[Heard_co]):
-    """An open stream to a leader. Closed by who opened it; sent to and received from by one task each."""
+    """An open stream to a leader. Its opener closes it. One task sends and one task receives."""
 
     @property
     def epoch(self) -> int: ...
 
     async def receive(self) -> Heard_co:
-        """Return what the leader says next, be it a heartbeat. Raises FairwayError when the link broke or
-        the leader was not heard for too long."""
+        """Return the leader's next message, which may be a heartbeat. Raises FairwayError when the link broke
+        or the leader was silent for too long."""
 
     async def close(self) -> None:
         """End the stream; ``receive`` raises from now on. Idempotent."""
@@ -34,10 +34,10 @@ class LeaderLink(Protocol[Heard_co]):
 
 class LeaderLinks(Protocol[Link_co]):
     async def open(self) -> Link_co:
-        """Return a link that heard its leader, in bounded time. Raises NoLeader or another FairwayError."""
+        """Return a link whose leader responded, in bounded time. Raises NoLeader or another FairwayError."""
 
     async def wait_leader_change(self, timeout_s: float) -> None:
-        """Return when another leader than that of the last ``open`` may be there, or after the timeout."""
+        """Return when the leader may differ from that of the last ``open``, or after the timeout."""
 
     async def close(self) -> None: ...
 
@@ -51,11 +51,11 @@ async def keep_linked(
     backoff: Backoff,
     rng: Random,
 ) -> NoReturn:
-    """Have a link at all times, until cancelled: ``use`` closes the one that it is given, and returns when it
-    is lost; ``missed`` hears why there is none.
+    """Reconnect until cancelled. ``use`` returns when its link is lost, and closes it. ``missed`` receives
+    the error when no link could be opened.
 
-    Before the next it waits for another leader, at most as long as the backoff says. A link that lasted
-    longer than the longest of those waits ends the row of failures. To open one may take longer than that.
+    Before the next attempt it waits for another leader, at most for the backoff. A link that lasted longer
+    than the longest backoff resets the count of failures; opening a link may take longer than that.
     """
     failures = 0
     while True:

@@ -1,4 +1,4 @@
-"""Whether a gateway's stream to a worker goes on: what was heard on it, what is asked, and who needs it."""
+"""Health of a gateway's stream to a worker: silence, unanswered starts, idleness."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Final
 
 from services.adapters.links.frame_dispatch import SinkTable
 
-CHECK_S: Final = 1.0  # between two looks
-ANSWER_S: Final = 5.0  # for how long a worker that beats may leave a start unanswered
+CHECK_S: Final = 1.0  # between two checks
+ANSWER_S: Final = 5.0  # longest time without a response to a start, from a worker that sends heartbeats
 
 
 class LinkHealth:
-    """Judges one stream by its sinks and by when it was heard. All times are of one monotonic clock."""
+    """Judges one stream by its sinks and the time of its last message. Times are of one monotonic clock."""
 
     def __init__(self, sinks: SinkTable, now_s: float, *, silence_s: float, idle_s: float) -> None:
         """A worker silent for ``silence_s`` is lost; a stream without sequences ends after ``idle_s``."""
@@ -21,15 +21,15 @@ class LinkHealth:
         self._heard_s = self._busy_s = now_s
 
     def heard(self, now_s: float) -> None:
-        """The worker said something, be it a heartbeat."""
+        """Record that a message of the worker was received, which may be a heartbeat."""
         self._heard_s = now_s
 
     def why_over(self, now_s: float, *, looked_s: float) -> str | None:
-        """Return why the stream ends: it fell silent, its worker does not hear, or nobody needs it. None
-        while it goes on. ``looked_s`` is when the owner looked last.
+        """Return the reason to end the stream: it is silent, starts are unanswered, or it is idle. None if
+        healthy. ``looked_s`` is the time of the owner's last check.
 
-        An owner that looks late stood still itself, and what was said meanwhile waits unread: every wait
-        for the worker begins anew.
+        A late check means that this process stalled, so that received messages are still unread: every wait
+        for the worker starts again.
         """
         if now_s - looked_s > 2 * CHECK_S:
             self._heard_s = now_s

@@ -1,4 +1,4 @@
-"""Links to a scheduler of this process: the streams that its servicer drives, without a wire."""
+"""Links to a scheduler in this process, over the streams that its servicer uses, without a network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from services.core.errors import NoLeader
 from services.ports.clock import Clock
 
-_LOOK_S: Final = 0.2  # how often a scheduler that does not lead is asked again
+_LOOK_S: Final = 0.2  # period of checks whether a scheduler leads now
 
 
 class LocalStream(Protocol):
-    """What ``PlacementStream`` and ``ReportStream`` have in common."""
+    """The common part of ``PlacementStream`` and ``ReportStream``."""
 
     @property
     def epoch(self) -> int: ...
@@ -27,7 +27,7 @@ Heard = TypeVar("Heard")
 
 
 class LocalLinks:
-    """What is the same in all ``adapters.leader_links.LeaderLinks`` to a scheduler of this process."""
+    """The common part of all ``LeaderLinks`` to a scheduler in this process."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class LocalLinks:
 
 
 class LocalLink(Generic[Stream, Heard]):
-    """Implements ``adapters.leader_links.LeaderLink``: ``Heard`` is what the stream's ``take`` returns."""
+    """Implements ``LeaderLink``. ``Heard`` is the type that the stream's ``take`` returns."""
 
     def __init__(self, stream: Stream, woken: asyncio.Event) -> None:
         self._stream = stream
@@ -52,7 +52,7 @@ class LocalLink(Generic[Stream, Heard]):
         return self._stream.epoch
 
     async def receive(self) -> Heard:
-        """Without heartbeats: the end of a stream of this process wakes its reader."""
+        """Return the next message. No heartbeats: the end of an in-process stream wakes its reader."""
         while not self._closed:
             heard: Heard | None = self._stream.take()
             if heard is not None:

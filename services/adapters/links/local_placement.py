@@ -1,4 +1,4 @@
-"""Placements in the scheduler's own process, over the same streams that the servicer drives."""
+"""Placement client in the scheduler's own process, over the streams that the servicer uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.runtime.supervisor import Supervisor
 
 
 class LocalPlacement(MuxedPlacement):
-    """Implements ``ports.placement.PlacementClient`` against a scheduler service of this process."""
+    """Implements ``ports.placement.PlacementClient`` against a scheduler service in this process."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class LocalPlacement(MuxedPlacement):
 
 
 class LocalPlacementLinks(LocalLinks):
-    """Implements ``adapters.muxed_placement.PlacementLinks`` without a wire."""
+    """Implements ``PlacementLinks`` without a network."""
 
     def __init__(self, scheduler: PlacementStreams, gateway_id: str, clock: Clock, *, zone: str = "") -> None:
         super().__init__(clock)

@@ -1,4 +1,4 @@
-"""Reports to a scheduler of this process, over the same streams that the servicer drives."""
+"""Report links to a scheduler in this process, over the streams that the servicer uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.ports.report_stream import ReportAnswer, ReportStream, ReportStrea
 
 
 class LocalReportLinks(LocalLinks):
-    """Implements ``adapters.reporter.ReportLinks`` without a wire."""
+    """Implements ``ReportLinks`` without a network."""
 
     def __init__(self, scheduler: ReportStreams, clock: Clock) -> None:
         super().__init__(clock)

@@ -1,4 +1,4 @@
-"""The worker client for a worker in this process: same port, same frames, no wire."""
+"""The worker client for workers in this process: same port and frames, no network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from services.ports.worker_stream import WorkerStream, WorkerStreams
 
 
 class LocalWorkers:
-    """Implements ``ports.worker.WorkerClient`` over workers of this process, by address.
+    """Implements ``ports.worker.WorkerClient`` over workers in this process, by address.
 
-    A sink hears from the event loop, never from within ``start``.
+    Sinks are called from the event loop, never from within ``start``.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LocalWorkers:
         return link.start(spec, sink)
 
     async def close(self) -> None:
-        """Cancel every sequence; sinks are told that their worker was lost."""
+        """Cancel every sequence. Every sink is notified that its worker was lost."""
         links, self._links = self._links, {}
         for link in links.values():
             link.close()

@@ -1,15 +1,15 @@
-"""Placements of a gateway over one link to whichever scheduler leads.
+"""Placements of a gateway, multiplexed over one link to the leading scheduler.
 
-One task keeps the link: it opens one, sends again everything that is pending with its original arrival and
-what is left of its time to wait, receives outcomes until the link breaks, and starts over with backoff. One
-writer per link gathers what callers ask for into few messages. Callers wait on futures. A leader answers
-each placement at the latest when its time to wait is over; one that beats and says nothing does not hear.
+One task maintains the link. It opens one and sends every pending placement again, with its original arrival
+time and its remaining queue time. It receives outcomes until the link breaks, then reconnects with backoff.
+One writer per link batches requests into few messages. Callers wait on futures. A leader answers each
+placement by the end of its queue time. A leader that sends heartbeats but no outcomes counts as unresponsive.
 
-A placement ends exactly once for its caller: with a grant, an error, or its own cancellation. A grant that
-finds no caller any more is given back.
+A placement ends exactly once for its caller: with a grant, an error, or the caller's cancellation. A grant
+whose caller is no longer waiting is returned to the leader.
 
-While no leader is heard, a ``FallbackPlacer`` may place what waits: by class and arrival, several times a
-second. A placement that it took is withdrawn from a leader that may still have it.
+While no leader responds, a ``FallbackPlacer`` may place what waits, by class and arrival, several times a
+second. A placement that it made is withdrawn from a leader that may still have it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ log = structlog.get_logger()
 _BATCH: Final = 512  # placements in one message
 _CANCELS: Final = 8192  # withdrawals in one message
 _PRESSURE_AGE_S: Final = 5.0
-_ALONE_TURN_S: Final = 0.05  # between two turns without a leader
-_ALONE_LOOK_S: Final = 1.0  # at the latest, whether a leader is still heard
+_ALONE_TURN_S: Final = 0.05  # shortest period of fallback placement
+_ALONE_LOOK_S: Final = 1.0  # longest period between two checks whether a leader responds
 _BACKOFF: Final = Backoff(first_s=0.05, max_s=2.0)
 
 
 class PlacementLink(LeaderLink[PlacementFrame], Protocol):
-    """The leader hears of what is asked; an empty frame is a heartbeat."""
+    """The placement stream to a leader. An empty frame is a heartbeat."""
 
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         """Send (placement id, spec, queue time left) and withdrawn ids. Raises FairwayError when broken."""
@@ -58,7 +58,7 @@ PlacementLinks: TypeAlias = LeaderLinks[PlacementLink]
 
 @dataclass(frozen=True, slots=True)
 class PlacementSettings:
-    """``answer_grace_s``: how much longer than the queue's time to live an answer may take."""
+    """``answer_grace_s``: how long after the queue time of a placement its answer may arrive."""
 
     max_pending: int = 16384
     answer_grace_s: float = 2.0
@@ -70,11 +70,11 @@ class _Pending:
     spec: PlaceSpec
     future: asyncio.Future[AnyGrant]
     deadline_s: float
-    sent_s: float | None = None  # on the present link
+    sent_s: float | None = None  # on the current link
 
 
 class MuxedPlacement:
-    """Implements ``ports.placement.PlacementClient``. Starts by itself with the first placement."""
+    """Implements ``ports.placement.PlacementClient``. The first placement starts it."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class MuxedPlacement:
         self._fallback = fallback
         self._alone_task: asyncio.Task[None] | None = None
         self._placed_alone = 0
-        self._alone = False  # and nothing was heard since
+        self._alone = False  # fallback placement was used, and no leader has responded since
         self._clock = clock
         self._supervisor = supervisor
         self._rng = rng
@@ -101,10 +101,10 @@ class MuxedPlacement:
         self._cancelled: list[int] = []
         self._granted: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._link: PlacementLink | None = None
-        self._answered_s = -math.inf  # when an outcome of whatever placement came last
+        self._answered_s = -math.inf  # when the last outcome of any placement was received
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # The link outlives the request that starts it: what it logs must not carry that request's names.
+        # The link outlives the request that starts it. Its log lines must not carry that request's context.
         self._context = contextvars.copy_context()
         self._numbers = 0
         self._last_epoch = 0
@@ -118,22 +118,22 @@ class MuxedPlacement:
 
     @property
     def connected(self) -> bool:
-        """A leader was heard on a link that is not known to be broken."""
+        """Whether a link is open on which a leader has responded."""
         return self._link is not None
 
     @property
     def placed_alone(self) -> int:
-        """How many placements were made without a leader."""
+        """Number of placements made without a leader."""
         return self._placed_alone
 
     def pressure(self, digest: str) -> float:
-        """Return how hard the leader last said that a version is pressed, 0..1; 0 when that was long ago."""
+        """Return the load pressure of a version from the leader's last report, 0..1; 0 if that is old."""
         if self._clock.monotonic_s() - self._pressed_s > _PRESSURE_AGE_S:
             return 0.0
         return self._pressures.get(digest, 0.0)
 
     def start(self) -> None:
-        """Begin to look for the leader. Idempotent."""
+        """Start to connect to the leader. Idempotent."""
         if self._task is None:
             self._task = self._context.run(self._supervisor.spawn, "placement.link", self._run())
             if self._fallback is not None:
@@ -142,7 +142,7 @@ class MuxedPlacement:
                 )
 
     async def close(self) -> None:
-        """Stop; what is pending ends with NoLeader."""
+        """Stop; pending placements end with NoLeader."""
         tasks = [task for task in (self._task, self._alone_task) if task is not None]
         self._task = self._alone_task = None
         for task in tasks:
@@ -194,8 +194,8 @@ class MuxedPlacement:
                 self._withdraw(number)
 
     def give_back(self, grant: AnyGrant) -> None:
-        """Return the room of a grant that will not be used; without effect on one of another leader, and on
-        one of nobody's, which ``over`` ends."""
+        """Return an unused grant to its leader. Has no effect on a grant of another leader, nor on a fallback
+        grant, which ``over`` ends."""
         if isinstance(grant, FallbackGrant):
             return
         found = self._granted.pop((grant.worker_id, grant.epoch, grant.sequence), None)
@@ -203,7 +203,7 @@ class MuxedPlacement:
             self._withdraw(found[0])
 
     def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None:
-        """See ``ports.placement.PlacementClient.over``. What a leader granted, its worker reports."""
+        """See ``ports.placement.PlacementClient.over``. Grants of a leader are reported by their worker."""
         if isinstance(grant, FallbackGrant) and self._fallback is not None:
             self._fallback.over(grant, refusal, self._clock.monotonic_s())
 
@@ -218,7 +218,7 @@ class MuxedPlacement:
             await self._clock.sleep(min(max(wait_s, _ALONE_TURN_S), _ALONE_LOOK_S))
 
     def _place_waiting(self, now_s: float) -> None:
-        """Place what waits, the higher class and the earlier arrival first, as far as there is room."""
+        """Place waiting requests as far as there is room, by class, then by arrival."""
         waiting = [(number, found) for number, found in self._pending.items() if not found.future.done()]
         waiting.sort(key=lambda one: (-one[1].spec.priority.rank, one[1].spec.arrival_unix_us, one[0]))
         for number, pending in waiting[:_BATCH]:
@@ -239,7 +239,7 @@ class MuxedPlacement:
         return grant
 
     def _heard(self, frame: PlacementFrame | None = None) -> None:
-        """The leader spoke."""
+        """Record that the leader responded."""
         if self._fallback is None:
             return
         now_s = self._clock.monotonic_s()
@@ -253,7 +253,7 @@ class MuxedPlacement:
     # --- inside -----------------------------------------------------------------------------------
 
     async def _outcome(self, pending: _Pending) -> AnyGrant:
-        """Wait for the scheduler's answer: it enforces the time to live, unless it stays silent."""
+        """Wait for the scheduler's answer. The scheduler enforces the queue time; here is a later limit."""
         future = pending.future
         await asyncio.wait((future,), timeout=pending.spec.queue_ttl_s)
         if not future.done() and self._link is not None:
@@ -261,16 +261,17 @@ class MuxedPlacement:
         if future.done():
             return future.result()
         spec = pending.spec
-        if self._link is None or pending.sent_s is None:  # nobody was there to ask
+        if self._link is None or pending.sent_s is None:  # no leader received it
             why = f": {self._last_error.message}" if self._last_error is not None else ""
             raise NoLeader(f"no scheduler led within {spec.queue_ttl_s:g} s{why}", retry_after_s=1.0)
         await self._give_up_deaf(self._link, pending.sent_s)
         raise QueueTimeout(f"no answer within {spec.queue_ttl_s:g} s", retry_after_s=1.0, model=spec.model)
 
     async def _give_up_deaf(self, link: PlacementLink, sent_s: float) -> None:
-        """Close a link whose leader beats and let a placement's time pass without a word.
+        """Close a link whose leader sends heartbeats but lets the queue time of a placement pass without an
+        answer.
 
-        While it answers others it is late and not deaf: another link would make it later.
+        A leader that answers other placements is only late: another link would delay it further.
         """
         if self._answered_s < sent_s:
             silent_s = self._clock.monotonic_s() - sent_s
@@ -278,14 +279,14 @@ class MuxedPlacement:
             await link.close()
 
     def _return_crossed(self, pending: _Pending) -> None:
-        """The caller was cancelled after its grant came and before it saw it."""
+        """Return a grant that arrived after its caller was cancelled."""
         future = pending.future
         if future.done() and not future.cancelled() and future.exception() is None:
             self.give_back(future.result())
             self.over(future.result())
 
     def _withdraw(self, number: int) -> None:
-        """Tell the leader, if there is one: without a link nobody knows of the placement."""
+        """Withdraw the placement from the leader. Without a link no leader has it."""
         if self._link is not None:
             self._cancelled.append(number)
             self._woken.set()
@@ -299,7 +300,7 @@ class MuxedPlacement:
         self._last_error = error
 
     async def _use(self, link: PlacementLink) -> None:
-        """Serve the pending over a new link until it breaks; note why."""
+        """Serve pending placements over a new link until it breaks; record why."""
         lost = self._last_error = await self._use_until_lost(link)
         log.info("placement.link_lost", epoch=link.epoch, reason=lost.reason, error=lost.message)
 
@@ -324,7 +325,7 @@ class MuxedPlacement:
             await link.close()
 
     def _resubmit(self, link: PlacementLink) -> None:
-        """Everything pending is unknown to the new stream, in the order in which it came."""
+        """Queue every pending placement for the new stream, in order of arrival."""
         self._last_epoch = link.epoch
         self._last_error = None
         self._cancelled.clear()
@@ -336,7 +337,7 @@ class MuxedPlacement:
         self._woken.set()
 
     async def _write(self, link: PlacementLink) -> None:
-        """The link's only writer. One that it cannot write to is closed, which ends its reader's wait."""
+        """The link's only writer. It closes a link that it cannot write to, which ends the reader's wait."""
         try:
             while True:
                 await self._woken.wait()
@@ -382,7 +383,7 @@ class MuxedPlacement:
                 pending.future.set_exception(outcome.error)
 
     def _forget_lapsed(self, now_s: float) -> None:
-        """Grants that may no longer be used need no giving back. They lapse in the order of their coming."""
+        """Drop expired grants, which need no return. They lapse in the order of arrival."""
         while self._granted:
             key = next(iter(self._granted))
             if self._granted[key][1] > now_s:

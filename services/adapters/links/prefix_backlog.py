@@ -1,4 +1,4 @@
-"""Prefix blocks that came into and left a worker's caches, and that no report of the stream carried. Pure."""
+"""Prefix blocks that a worker's caches added or evicted and that the stream has not reported. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_KEPT: Final = 1_048_576
 
 
 class PrefixBacklog:
-    """Changes by pool; a later one on the same block takes an earlier one's place.
+    """Changes by pool. A later change of a block replaces an earlier one.
 
-    Bounded: beyond ``max_kept`` changes all are dropped and ``overflowed`` holds until ``clear``, since then
-    only a whole set says what is cached.
+    Bounded: beyond ``max_kept`` changes all are dropped, and ``overflowed`` holds until ``clear``. From then
+    on only a full set describes the cache.
     """
 
     def __init__(
@@ -31,20 +31,20 @@ class PrefixBacklog:
         self._max_pool_changes = max_pool_changes
         self._max_report_changes = max_report_changes
         self._max_kept = max_kept
-        self._pools: dict[str, dict[int, bool]] = {}  # True: it came; False: it left
+        self._pools: dict[str, dict[int, bool]] = {}  # True: added; False: evicted
         self.overflowed = False
 
     def __len__(self) -> int:
         return sum(len(changes) for changes in self._pools.values())
 
     def clear(self) -> None:
-        """A stream begins: its first snapshot carries the whole set."""
+        """Drop all changes. Called when a stream begins, whose first snapshot carries the full set."""
         self._pools.clear()
         self.overflowed = False
 
     def next_pools(self, pools: Iterable[PoolSnapshot]) -> tuple[PoolSnapshot, ...]:
-        """Return the pools with what this report is to carry: their own changes as far as they fit, after
-        what earlier reports had no room for. Pools that are gone take their changes along."""
+        """Return the pools with the changes for this report: first those left over from earlier reports, then
+        the pool's own, as far as they fit. The changes of a removed pool are dropped."""
         room = self._max_report_changes
         found: list[PoolSnapshot] = []
         kept: dict[str, dict[int, bool]] = {}
@@ -69,7 +69,7 @@ class PrefixBacklog:
         return tuple(found)
 
     def _take(self, changes: dict[int, bool], room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Take the oldest changes that fit out of a pool's."""
+        """Remove and return the oldest changes of a pool that fit."""
         names = tuple(islice(changes, min(room, self._max_pool_changes)))
         added = tuple(name for name in names if changes[name])
         removed = tuple(name for name in names if not changes[name])
@@ -79,7 +79,8 @@ class PrefixBacklog:
 
 
 def _merged(changes: dict[int, bool], pool: PoolSnapshot) -> dict[int, bool]:
-    """The changes with the pool's newer ones at the end. A block in both of its lists left and came back."""
+    """Return the changes with the pool's newer ones at the end. A block in both lists was evicted, then
+    added."""
     for came, names in ((False, pool.prefix_removed), (True, pool.prefix_added)):
         for name in names:
             changes.pop(name, None)

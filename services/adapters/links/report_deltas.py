@@ -1,15 +1,16 @@
-"""What a worker told of in reports that no leader answered yet. Pure; ``Reporter`` drives it.
+"""Deltas of a worker's reports that no leader has confirmed yet. Pure; ``Reporter`` drives it.
 
-Snapshots hand deltas over: from then on they are here until an answer confirms the report that carried them.
-When the stream breaks, the unconfirmed ones go into the first reports of the next: tokens and last words as
-they were, one report's in each and under the number that they had, so that a leader that took them over knows
-them again; grants seen all together. Prefix blocks are the exception: the first report of a stream carries
-all that are cached, so what an earlier stream left is void.
+A snapshot moves its deltas here. They stay until an answer confirms the report that carried them. When the
+stream breaks, the unconfirmed deltas go into the first reports of the next stream. Tokens and final usage
+records are sent again as they were: those of one report in one report, under the same number, so that a
+leader that already applied them can detect the repeat. All grants seen are sent together. Prefix blocks are
+the exception: the first report of a stream carries all cached blocks, so earlier changes are dropped.
 
-A report has bounds. What does not fit goes into the next one; what does not fit here either is dropped, the
-oldest first: last words are counted in ``usage_dropped``, tenants' tokens in ``tokens_dropped``, prefix
-changes end the stream (``overflowed``), so that the next one begins with the whole set. It takes a leader
-that answers no report over many streams, or tens of thousands of tenants at once on one worker.
+A report has bounds. What does not fit goes into the next one. Beyond the bounds here, the oldest entries are
+dropped. Dropped usage records are counted in ``usage_dropped``, dropped tokens of tenants in
+``tokens_dropped``. Dropped prefix changes end the stream (``overflowed``), so that the next one begins with
+the full set. This takes many streams with a leader that answers no report, or tens of thousands of tenants on
+one worker.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ TenantKey = tuple[str, str, Priority]
 
 @dataclass(slots=True)
 class Deltas:
-    """Grants seen of one epoch; tokens (prefill, output, cached) by tenant, version and class; the last word
-    on each sequence by request id and choice, the oldest first. ``number`` is that of tokens and words."""
+    """Grants seen of one epoch; tokens (prefill, output, cached) by tenant, version and class; the final
+    usage record of each sequence by request id and choice, the oldest first. ``number`` identifies both."""
 
     epoch: int = 0
     number: int = 0
@@ -62,7 +63,7 @@ class Deltas:
         self.usage[key] = word
 
     def add(self, other: Deltas) -> None:
-        """Take the newer other's along. Grants of the older epoch are dropped: that leader is gone."""
+        """Add the newer deltas of ``other``. Drops grants of an older epoch, whose leader no longer leads."""
         self.add_seen(other)
         for key, tokens in other.tokens.items():
             self.add_tokens(key, *tokens)
@@ -76,11 +77,11 @@ class Deltas:
             self.seen.update(other.seen)
 
     def split_seen(self, max_seen: int) -> dict[int, None]:
-        """Take out as many grants as fit into one report."""
+        """Remove and return as many grants as fit into one report."""
         return {number: self.seen.pop(number) for number in tuple(islice(self.seen, max_seen))}
 
     def split(self, max_tenants: int, max_usage: int) -> Deltas:
-        """Take out the tokens and last words that fit into one report."""
+        """Remove and return the tokens and usage records that fit into one report."""
         fits = Deltas()
         for key in tuple(islice(self.tokens, max_tenants)):
             fits.tokens[key] = self.tokens.pop(key)
@@ -90,8 +91,8 @@ class Deltas:
 
 
 class DeltaKeeper:
-    """One owner. Reports in flight are bounded by the owner, which waits for answers, and with them what is
-    told again."""
+    """Unconfirmed deltas of one worker. Its owner bounds the reports in flight by waiting for answers, which
+    also bounds the deltas to send again."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class DeltaKeeper:
         self._max_tenants_kept = max_tenants_kept
         self._prefixes = prefixes if prefixes is not None else PrefixBacklog()
         self._unconfirmed: deque[tuple[int, Deltas]] = deque()
-        self._again: deque[Deltas] = deque()  # the oldest first; their grants are in what is carried
+        self._again: deque[Deltas] = deque()  # the oldest first; their grants are in ``_carried``
         self._carried = Deltas()
         self._deltas_number = 0
         self._number = 0
@@ -119,26 +120,26 @@ class DeltaKeeper:
 
     @property
     def unconfirmed(self) -> int:
-        """Reports of this stream without an answer."""
+        """Number of reports of this stream without an answer."""
         return len(self._unconfirmed)
 
     @property
     def behind(self) -> bool:
-        """The next report says again what an earlier stream left without an answer."""
+        """The next report repeats deltas that an earlier stream left unconfirmed."""
         return bool(self._again)
 
     @property
     def first(self) -> bool:
-        """The next report is the first of its stream, for which the snapshot has to be whole."""
+        """The next report is the first of its stream, which needs a full snapshot."""
         return self._number == 0
 
     @property
     def overflowed(self) -> bool:
-        """Prefix changes were dropped: this stream's leader cannot be told any more what is cached."""
+        """Prefix changes were dropped: this stream can no longer describe the cache to its leader."""
         return self._prefixes.overflowed
 
     def stream_opened(self) -> None:
-        """Nothing was sent on the new stream; what the last one left unanswered goes first."""
+        """Start a stream. Deltas that the previous one left unconfirmed go first."""
         seen = Deltas()
         for _, deltas in self._unconfirmed:
             seen.add_seen(deltas)
@@ -151,12 +152,12 @@ class DeltaKeeper:
         self._number = 0
 
     def keep(self, snapshot: ReportSnapshot) -> None:
-        """Keep the deltas of a snapshot that is not sent. It has to be the first of its stream."""
+        """Store the deltas of a snapshot that is not sent. It has to be the first of its stream."""
         assert self.first, "prefix changes of a snapshot that is not sent are lost"
         self._carry(snapshot)
 
     def next_report(self, snapshot: ReportSnapshot) -> tuple[int, ReportSnapshot]:
-        """Return the number of the next report and the snapshot with the deltas that it is to carry."""
+        """Return the number of the next report and the snapshot with the deltas for that report."""
         self._number += 1
         self._carry(snapshot)
         if self._again:
@@ -178,7 +179,7 @@ class DeltaKeeper:
         )
 
     def confirm(self, number: int) -> bool:
-        """Forget what reports up to ``number`` carried; whether there was any."""
+        """Drop the deltas of reports up to ``number``; return whether there were any."""
         before = len(self._unconfirmed)
         while self._unconfirmed and self._unconfirmed[0][0] <= number:
             self._unconfirmed.popleft()

@@ -1,27 +1,29 @@
-"""The worker's side of Report over any link: tells the leading scheduler what room there is, hears who leads.
+"""The worker's side of Report over any transport: reports capacity to the leading scheduler and tracks its
+epoch.
 
-The argument, in the terms of ``scheduler/fleet/view.py``:
+Why no capacity is counted twice or lost, in the terms of ``scheduler/fleet/view.py``:
 
-- A link is opened, the leader says its epoch, ``hear_leader`` fences every older leader's grants, and only
-  then the first snapshot is taken. So what an earlier leader granted has either started, and is in
+- A link is opened, the leader sends its epoch, and ``hear_leader`` fences every older leader's grants. Only
+  then the first snapshot is taken. So a grant of an earlier leader either has started, and is in
   ``kv_blocks_reserved``, or can no longer start. The levels of the first report are authoritative.
-- Snapshots hand deltas over. A delta stays here until the leader answered the report that carried it. When
-  the link breaks, the unanswered ones are told on the next. The grants that were seen under the same epoch go
-  into its first report, because that leader may still count them as outstanding; they are numbers, so a
-  second time has no effect. Tenants' tokens and the last words on sequences go into its first reports, what
-  one report carried in one again and under the number that it had: a leader that took them over drops them.
-  None is lost within the bounds of ``report_deltas``; a later leader may count those twice that the one
-  before took over and told other workers of. Prefix blocks are told as a whole in the first report of a link,
-  and as changes after it.
-- A snapshot that is never sent is not lost either: its deltas go into the next one, whose levels are newer.
-  Levels are never mixed with the grants of a later instant: both come from one ``snapshot`` call, and adding
-  *older* seen grants to it keeps every grant counted once, since the levels hold what they reserve.
+- A snapshot moves its deltas here. A delta stays until the leader answered the report that carried it. When
+  the link breaks, the unanswered ones are sent on the next link:
+  - Grants seen under the same epoch go into its first report, because that leader may still count them as
+    outstanding. They are numbers, so a repeat has no effect.
+  - Tenants' tokens and the final usage of sequences go into its first reports. What one report carried is
+    sent again in one report under the same number, so a leader that already applied it drops it. None is
+    lost within the bounds of ``report_deltas``. A later leader may count some twice: those that its
+    predecessor applied and sent on to other workers.
+  - Prefix blocks are sent as a full set in the first report of a link, and as changes after it.
+- The deltas of a snapshot that is never sent go into the next report, whose levels are newer. Levels are not
+  mixed with the grants of a later instant: both come from one ``snapshot`` call. Adding *older* seen grants
+  keeps every grant counted once, since the levels contain what those reserve.
 
-A leader that beats and answers nothing may not hear: half a connection is gone, or its reader is. Beats alone
-keep no link: one on which no answer came for ``answer_s``, over several beats, is given up.
+A leader may send heartbeats without receiving anything: half of the connection is lost, or its reader has
+stopped. So a link without an answer for ``answer_s``, over several heartbeats, is closed.
 
-Reports are sent on change, at most one per ``gap_s`` and the first of a burst at once, and at least every
-``beat_s``. While a pool is tight somebody may wait for what is freed: then the gap is ``tight_gap_s``.
+Reports are sent on change, at most one per ``gap_s``, the first of a burst at once, and at least one every
+``beat_s``. While a pool is nearly full, requests may wait for its room: then the gap is ``tight_gap_s``.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ _UNHEARD_BEATS: Final = 3
 
 
 class ReportLink(LeaderLink[ReportAnswer], Protocol):
-    """The leader hears of what is sent; an answer to report 0 is a mere heartbeat."""
+    """The report stream to a leader. An answer to report 0 is only a heartbeat."""
 
     async def send(self, number: int, report: ReportSnapshot) -> None:
-        """Send a report; ``number`` counts those of this link from 1. Raises FairwayError when broken."""
+        """Send a report; ``number`` counts from 1 on each link. Raises FairwayError when broken."""
 
 
 ReportLinks: TypeAlias = LeaderLinks[ReportLink]
@@ -63,8 +65,8 @@ ReportLinks: TypeAlias = LeaderLinks[ReportLink]
 
 @dataclass(frozen=True, slots=True)
 class ReporterSettings:
-    """``max_unanswered``: reports in flight; more are not sent, since later ones say more. ``answer_s``: for
-    how long a leader may beat without an answer to any of them; it does not hear this worker then."""
+    """``max_unanswered``: reports in flight; beyond it none is sent, since a later one contains more.
+    ``answer_s``: a leader that sends heartbeats but no answer for this long counts as unresponsive."""
 
     gap_s: float = 0.02
     tight_gap_s: float = 0.004
@@ -75,12 +77,12 @@ class ReporterSettings:
 
 
 class Reporter:
-    """Keeps one link to whichever scheduler leads, from ``start`` to ``close``.
+    """Maintains one link to the leading scheduler, from ``start`` to ``close``.
 
-    ``snapshot`` is called right before a report is sent and hands its deltas over; True asks for a whole one,
-    the first of a link. ``hear_leader`` is called with the epoch of each answer, before any snapshot for
-    that leader, ``hear_counters`` with what it says of tenants. All run in the event loop, must not block
-    and must not raise.
+    ``snapshot`` is called right before a report is sent and moves its deltas into the report. Its argument is
+    True for the first report of a link, which has to be complete. ``hear_leader`` is called with the epoch of
+    each answer, before any snapshot for that leader. ``hear_counters`` is called with the answer's tenant
+    counters. All run in the event loop, must not block and must not raise.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Reporter:
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
         self._tight = False
-        self._unheard_since_s = math.inf  # reports wait for an answer, and none has come since
+        self._unheard_since_s = math.inf  # since when reports wait without any answer
         self._unheard_beats = 0
         self._task: asyncio.Task[None] | None = None
         self._last_epoch = 0
@@ -116,25 +118,25 @@ class Reporter:
 
     @property
     def last_epoch(self) -> int:
-        """The newest leader heard of; 0 before the first."""
+        """Epoch of the newest leader that has responded; 0 before the first."""
         return self._last_epoch
 
     @property
     def leader_heard_s(self) -> float:
-        """When a leader was heard last, by the clock's monotonic seconds; minus infinity before the first."""
+        """Time of the leader's last message, in the clock's monotonic seconds; ``-inf`` before the first."""
         return self._leader_heard_s
 
     def start(self) -> None:
-        """Begin to look for the leader. Idempotent."""
+        """Start to connect to the leader. Idempotent."""
         if self._task is None:
             self._task = self._supervisor.spawn("reporter.stream", self._run())
 
     def changed(self) -> None:
-        """The worker's state changed: a report goes out soon."""
+        """Send a report soon, because the worker's state changed."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Stop reporting; the scheduler places nothing more on this worker."""
+        """Stop reporting; the scheduler makes no further placements on this worker."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -181,7 +183,7 @@ class Reporter:
             await link.close()
 
     def _heard(self, answer: ReportAnswer) -> None:
-        """Note who leads and which reports are answered. Raises NoLeader for a leader of the past."""
+        """Record the leader's epoch and the answered reports. Raises NoLeader for a former leader."""
         if answer.epoch < self._last_epoch:
             raise NoLeader(f"epoch {answer.epoch} is over; {self._last_epoch} was heard already")
         self._last_epoch = answer.epoch
@@ -197,14 +199,15 @@ class Reporter:
             self._not_answered()
 
     def _await_answer(self) -> None:
-        """An answer is due to what is unconfirmed now, and to nothing while there is none."""
+        """Restart the wait for an answer, or stop it when no report is unconfirmed."""
         self._unheard_since_s = self._clock.monotonic_s() if self._deltas.unconfirmed else math.inf
         self._unheard_beats = 0
 
     def _not_answered(self) -> None:
-        """Count a beat that answers nothing. Raises NoLeader when the leader does not seem to hear.
+        """Count a heartbeat that answers nothing. Raises NoLeader when the leader does not seem to receive
+        reports.
 
-        Several beats, since after a pause of this process the first ones are of its past.
+        Requires several heartbeats: after a pause of this process the first ones were sent during the pause.
         """
         self._unheard_beats += 1
         waited_s = self._clock.monotonic_s() - self._unheard_since_s
@@ -214,10 +217,9 @@ class Reporter:
             )
 
     async def _write(self, link: ReportLink) -> None:
-        """The link's only writer: a whole report, then reports on change and beats.
+        """The link's only writer: a full report first, then reports on change and at the heartbeat period.
 
-        A link that it cannot write to, or whose leader missed prefix changes, is closed: that ends its
-        reader's wait.
+        It closes a link that fails or that lost prefix changes. That ends the reader's wait.
         """
         try:
             while not self._deltas.overflowed:
@@ -238,7 +240,7 @@ class Reporter:
         await link.close()
 
     async def _pause(self) -> None:
-        """Return when the next report is due."""
+        """Return when the next report is to be sent."""
         settings = self._settings
         await self._clock.sleep(settings.tight_gap_s if self._tight else settings.gap_s)
         if not self._changed.is_set() and not self._deltas.behind:
@@ -247,11 +249,11 @@ class Reporter:
                     await self._changed.wait()
         while self._deltas.unconfirmed >= settings.max_unanswered:
             self._answered.clear()
-            await self._answered.wait()  # ends with the link, whose reader waits for a bounded time
+            await self._answered.wait()  # ends with the link: its reader waits for a bounded time
 
 
 def _is_tight(pool: PoolSnapshot) -> bool:
-    """Somebody may wait for what this pool sets free."""
+    """Whether requests may be waiting for room in this pool."""
     return (
         pool.kv_blocks_reserved * 4 >= pool.kv_blocks_total * 3
         or pool.running + pool.waiting >= pool.max_sequences

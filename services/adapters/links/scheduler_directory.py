@@ -1,4 +1,4 @@
-"""Where the scheduler's leader is, from the store's leader key."""
+"""The address of the leading scheduler, from the store's leader key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.runtime.fleet_state.informer import Informer
 
 @dataclass(frozen=True, slots=True)
 class KnownLeader:
-    """``epoch`` is the key's create_revision. It is a hint: only what the leader says itself counts."""
+    """``epoch`` is the key's create_revision. A hint: only the epoch that the leader itself sends counts."""
 
     leader_id: str
     address: str
@@ -24,19 +24,19 @@ class KnownLeader:
 
 
 class LeaderDirectory(Protocol):
-    """Who leads, as far as is known here; may be late."""
+    """The current leader as last observed; may be out of date."""
 
     @property
     def leader(self) -> KnownLeader | None: ...
 
     async def wait_changed(self, seen: KnownLeader | None, timeout_s: float) -> KnownLeader | None:
-        """Return the leader once it is another than ``seen``, or as it is after the timeout."""
+        """Return the leader once it differs from ``seen``, or the current one after the timeout."""
 
 
 class SchedulerDirectory:
-    """Implements ``LeaderDirectory`` over an informer on the leader key. Someone runs ``run``.
+    """Implements ``LeaderDirectory`` over an informer on the leader key. The owner runs ``run``.
 
-    While the store is away the last leader known stays.
+    While the store is unavailable, the last observed leader stays.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SchedulerDirectory:
 
     @property
     def informer(self) -> Informer[Leader]:
-        """The view that this reads."""
+        """The informer that this directory reads."""
         return self._informer
 
     @property

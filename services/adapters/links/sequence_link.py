@@ -1,4 +1,4 @@
-"""The sequences of one stream from a gateway to a worker, whatever carries it."""
+"""The sequences of one stream from a gateway to a worker, independent of the transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_WAITING_STARTS: Final = 4096
 
 
 class Outgoing:
-    """What was asked for and not sent yet: starts in order, credits added up, cancels."""
+    """Commands not sent yet: starts in order, credits added up, cancels."""
 
     def __init__(self) -> None:
         self.starts: dict[int, StartSpec] = {}
@@ -33,13 +33,13 @@ class Outgoing:
         return bool(self.starts or self.credits or self.cancels)
 
     def forget(self, handle: int) -> StartSpec | None:
-        """Return the start of a sequence that was not sent yet; it never will be."""
+        """Remove and return the start of a sequence that was not sent yet."""
         self.credits.pop(handle, None)
         return self.starts.pop(handle, None)
 
 
 class SequenceLink(ABC):
-    """One stream to one worker, from its opening until it breaks or is idle for long. Not opened twice."""
+    """One stream to one worker, from its opening until it breaks or is idle for too long. Not reopened."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class SequenceLink(ABC):
             self._outgoing.cancels.append(handle)
             self._wake()
 
-    # --- for what carries it ----------------------------------------------------------------------
+    # --- for the transport ------------------------------------------------------------------------
 
     @abstractmethod
     def _wake(self) -> None:
-        """Something is outgoing: it is sent soon, with what else is asked for until then."""
+        """Called when commands wait. The transport sends them soon, with those added until then."""
 
     async def _run(self, carried: Awaitable[str]) -> None:
-        """Wait until the stream is over, however it ends, and for why; then every sink is told."""
+        """Wait until the stream ends, for any reason; then notify every sink with the reason."""
         message = "the stream to the worker was closed"
         try:
             message = await carried
@@ -106,7 +106,7 @@ class SequenceLink(ABC):
             self._sinks.lose_all(message)
 
     def _hear(self, frame: StepFrame | None) -> None:
-        """Tell the sinks what the worker said; None is a heartbeat."""
+        """Pass a received frame to its sinks; None is a heartbeat."""
         self._health.heard(self._clock.monotonic_s())
         if frame is not None:
             self._sinks.dispatch(frame)

@@ -75,7 +75,7 @@ class MemoryBlobs:
         return tuple(gone)
 
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
-        return 0  # an interrupted write leaves nothing, and what is set aside is gone
+        return 0  # an interrupted write leaves nothing, and a blob that is set aside is removed
 
     def _set_aside(self, digest: str) -> None:
         del self._blobs[digest]

@@ -15,13 +15,13 @@ from services.ports.idempotency import (
     Ended,
     Expired,
     Hold,
+    LogTail,
     OtherBody,
     Owned,
     RecordKey,
     RecordLimits,
     RecordState,
     Running,
-    Tail,
     Written,
 )
 from services.ports.limiter import Reservation
@@ -29,18 +29,18 @@ from services.ports.limiter import Reservation
 
 @dataclass(slots=True)
 class _Record:
-    """Times are monotonic seconds. ``state`` is RUNNING, FREE, ENDED or, without its log, EXPIRED."""
+    """Times are monotonic seconds."""
 
-    fingerprint: str
-    owner: str
-    epoch: int
-    state: RecordState
-    lease_s: float
-    expire_s: float
-    body_expire_s: float = 0.0
-    watched_s: float = 0.0
-    chunks: list[bytes] = field(default_factory=list)
-    expected: int = 0  # chunks that there have to be: fewer are a log with a hole
+    fingerprint: str  # hash of the request
+    owner: str  # the gateway's run that holds the lease; empty without one
+    epoch: int  # fences earlier owners
+    state: RecordState  # RUNNING, FREE, ENDED or, without its log, EXPIRED
+    lease_s: float  # end of the owner's lease
+    expire_s: float  # the record is deleted
+    body_expire_s: float = 0.0  # the chunks are dropped
+    watched_s: float = 0.0  # a reader follows until then
+    chunks: list[bytes] = field(default_factory=list)  # the log
+    expected: int = 0  # number of chunks that the log must have; fewer mean a hole
 
     @property
     def size(self) -> int:
@@ -48,7 +48,7 @@ class _Record:
 
 
 class MemoryIdempotency:
-    """``IdempotencyStore`` in one event loop; settles with the limiter that it is given."""
+    """``IdempotencyStore`` in one event loop; settles with the given limiter."""
 
     def __init__(self, clock: Clock, limiter: MemoryLimiter, limits: RecordLimits | None = None) -> None:
         self._clock = clock
@@ -101,15 +101,15 @@ class MemoryIdempotency:
     ) -> Written:
         return await self._end(hold, chunk, RecordState.FREE, reservation, usage)
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         now_s = self._clock.monotonic_s()
         record = self._lapse(key.tenant_id, now_s).get(key.digest)
         if record is None:
-            return Tail(RecordState.GONE)
+            return LogTail(RecordState.GONE)
         if watch:
             record.watched_s = now_s + WATCH_S
         end = start + READ_CHUNKS
-        return Tail(
+        return LogTail(
             self._state(record, now_s), tuple(record.chunks[start:end]), more=len(record.chunks) > end
         )
 
@@ -146,7 +146,7 @@ class MemoryIdempotency:
             del records[hold.key.digest]
         elif fits:
             record.state = state
-        # Marked before the limiter is called: nobody comes between the record's end and its charge.
+        # Marked before the limiter is called: no other task runs between the record's end and its charge.
         record.owner = ""
         if reservation is not None:
             await self._limiter.settle(replace(reservation, record=hold.key.digest), usage)
@@ -155,7 +155,7 @@ class MemoryIdempotency:
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
-        """Whether the record has its log, now with the chunk. Older bodies make room for it."""
+        """Append the chunk; return whether the record still has its log. Drops older bodies to make room."""
         if record.state is RecordState.EXPIRED:
             return False
         if not chunk:

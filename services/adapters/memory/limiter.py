@@ -24,7 +24,7 @@ class _Bucket:
     at_us: int = 0
 
     def with_one_more(self, now_us: int, rate: int) -> tuple[int, int]:
-        """Return the content with one request more in it, and for how many us that does not fit yet."""
+        """Return the content with one more request, and the time in us until it fits."""
         elapsed_us = max(0, min(now_us - self.at_us, _REQUEST_UNITS))
         used = max(0, self.used - elapsed_us * rate) + _REQUEST_UNITS
         return used, max(0, -(-(used - rate * _REQUEST_UNITS) // rate))
@@ -32,8 +32,8 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Tenant:
-    """``slots`` and ``settled`` map a request to when it is forgotten, in us; ``charged``, the record of an
-    idempotency key to its request and what was counted of that."""
+    """``slots`` and ``settled`` map a request to its expiry, in us. ``charged`` maps the record of an
+    idempotency key to its request and the usage counted for it."""
 
     rate: _Bucket = field(default_factory=_Bucket)
     work: _Bucket = field(default_factory=_Bucket)
@@ -44,7 +44,7 @@ class _Tenant:
 
 
 class MemoryLimiter:
-    """``Limiter`` in one event loop. Beyond ``max_tenants`` the one that was idle longest is forgotten."""
+    """``Limiter`` in one event loop. Beyond ``max_tenants`` the tenant idle for longest is dropped."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class MemoryLimiter:
         max_tenants: int = 100_000,
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
-        """``local`` marks the reservations as given without the shared store. ``settled_keep_s``: for how
-        long a second settlement of a request is known as one."""
+        """``local`` marks the reservations as made without the shared store. ``settled_keep_s``: for how long
+        a second settlement of a request is detected."""
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
         self._local = local
@@ -105,10 +105,10 @@ class MemoryLimiter:
         tenant.usage = _sum(tenant.usage, usage)
 
     def _not_charged(self, tenant: _Tenant, reservation: Reservation, usage: Usage) -> Usage:
-        """Return what was not counted yet of a request under a key, and count it."""
+        """Return the usage of a request under a key that was not counted yet, and count it."""
         nothing = (reservation.request_id, Usage(0, 0))
         request_id, before = tenant.charged.pop(reservation.record, nothing)
-        if request_id != reservation.request_id:  # its key began anew
+        if request_id != reservation.request_id:  # a new request uses the key
             before = Usage(0, 0)
         due = Usage(
             max(0, usage.prompt_tokens - before.prompt_tokens),
@@ -121,25 +121,25 @@ class MemoryLimiter:
         return due
 
     def forget(self, tenant_id: str, record: str) -> None:
-        """The record of an idempotency key is no more, nor what was charged of it."""
+        """Drop the charges of a deleted idempotency record."""
         self._tenant(tenant_id).charged.pop(record, None)
 
     async def concurrency(self, tenant_id: str) -> int:
         return self.held(tenant_id)
 
     def held(self, tenant_id: str) -> int:
-        """Return what ``concurrency`` does, at once."""
+        """Return the value of ``concurrency`` without awaiting."""
         now_us = self._now_us()
         tenant = self._tenants.get(tenant_id)
         return 0 if tenant is None else sum(deadline > now_us for deadline in tenant.slots.values())
 
     async def usage(self, tenant_id: str) -> Usage:
-        """Return what was counted for the tenant so far."""
+        """Return the usage counted for the tenant so far."""
         tenant = self._tenants.get(tenant_id)
         return Usage(0, 0) if tenant is None else tenant.usage
 
     def _check(self, tenant: _Tenant, now_us: int, limits: Limits) -> int:
-        """Return the bucket's content with this request in it. Raises when a limit is reached."""
+        """Return the bucket's content with this request. Raises when a limit is reached."""
         used, rate = 0, min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
         if rate > 0:
             used, wait_us = tenant.rate.with_one_more(now_us, rate)
@@ -150,7 +150,7 @@ class MemoryLimiter:
         return used
 
     def _hold(self, tenant: _Tenant, request_id: str, now_us: int) -> None:
-        """Give the slot, or push its deadline out. Equal leases: the slots stay in the order of deadlines."""
+        """Add the slot or extend its deadline. Leases are equal, so slots stay in the order of deadlines."""
         tenant.slots.pop(request_id, None)
         tenant.slots[request_id] = now_us + self._lease_us
 

@@ -51,11 +51,11 @@ class MemoryStore:
     """``Store`` in one event loop; no threads, no tasks, nothing to close.
 
     Leases end by ``clock``: at the next call, or when a watch wakes for it. A watch waits on the event loop's
-    time, so a clock that a test turns by hand needs a call after the turn.
+    time, so a test that advances its clock by hand has to make a call afterwards.
     """
 
     def __init__(self, clock: Clock, *, history: int = 10_000, bookmark_s: float = 2.0) -> None:
-        """``history`` is how many commits watches can look back; older ones are compacted."""
+        """``history``: the number of past commits that watches can resume from. Older ones are compacted."""
         self._clock = clock
         self._history = history
         self._bookmark_s = bookmark_s
@@ -63,7 +63,7 @@ class MemoryStore:
         self._compacted = 0
         self._entries: dict[str, Entry] = {}
         self._leases: dict[int, _Lease] = {}
-        self._lease_end_s = math.inf  # no lease ends before; a keep-alive leaves it too early
+        self._lease_end_s = math.inf  # no lease ends before; after a keep-alive it may be too early
         self._next_lease_id = 1
         self._log: deque[_Commit] = deque()
         self._changed = asyncio.Event()
@@ -122,7 +122,7 @@ class MemoryStore:
             due = now_s >= bookmark_due_s
             if events or due:
                 bookmark_due_s = now_s + self._bookmark_s
-            if self._revision >= seen:  # else the reader has seen more than this store ever held
+            if self._revision >= seen:  # otherwise the reader has a revision that this store never had
                 seen = self._revision
                 if events or due:
                     yield WatchBatch(seen, events)
@@ -131,11 +131,11 @@ class MemoryStore:
 
     @property
     def compacted_revision(self) -> int:
-        """Watches that resume from before it raise Compacted."""
+        """Watches that resume from an earlier revision raise Compacted."""
         return self._compacted
 
     def compact(self, revision: int) -> None:
-        """Forget the history up to a revision: watches that resume from before it raise Compacted."""
+        """Drop the history up to a revision: watches that resume from before it raise Compacted."""
         self._compacted = max(self._compacted, min(revision, self._revision))
         while self._log and self._log[0].revision <= self._compacted:
             self._log.popleft()
@@ -160,7 +160,7 @@ class MemoryStore:
         return found == condition.revision
 
     def _apply(self, operations: Sequence[Operation]) -> None:
-        """One revision for all operations; none when nothing changes, as in etcd."""
+        """Apply all operations as one revision; no new revision when nothing changes, as in etcd."""
         revision = self._revision + 1
         events: list[Changed | Removed] = []
         for operation in operations:
@@ -210,7 +210,7 @@ class MemoryStore:
         changed.set()
 
     async def _wait_changed(self, at_most_s: float) -> None:
-        """Wait for a commit or a new lease, until the next lease ends, or for ``at_most_s``."""
+        """Wait for a commit, a new lease or the end of the next lease, at most ``at_most_s``."""
         now_s = self._clock.monotonic_s()
         lease_s = self._lease_end_s - now_s
         with contextlib.suppress(TimeoutError):

@@ -1,9 +1,14 @@
-"""Verified model files on the local disk, fetched from the registry once and kept within a bound.
+"""A cache of verified model files on the local disk, fetched once from the registry and bounded in size.
 
-What is verified, and when: every chunk while it is received, before it is written; every file's digest
-before its folder appears; every chunk of a kept folder again at its first use in a process, and whenever
-a caller is about to load it (``recheck``); presence and sizes at each use. A chunk that is found damaged is
-fetched again once, then it is an IntegrityError.
+Verification:
+
+- every chunk when it is received, before it is written;
+- every file's digest before its folder becomes visible;
+- every chunk of a stored folder again at its first use in a process, and whenever a caller is about to load
+  it (``recheck``);
+- presence and sizes at each use.
+
+A damaged chunk is fetched again once; a second failure is an IntegrityError.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ _OWNED: Final = "the folder of model files is owned by another process: give eac
 
 @dataclass(slots=True)
 class _Kept:
-    """A complete folder. ``use`` orders by last use; ``checked``: its chunks were read in this process."""
+    """A complete folder. ``use`` orders folders by last use; ``checked``: verified in this process."""
 
     size_bytes: int
     use: int
@@ -54,7 +59,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Turn:
-    """One fetch of a folder at a time; ``waiting`` counts who is in or before the lock."""
+    """Lock for one fetch of a folder at a time; ``waiting`` counts the callers that wait for or hold it."""
 
     lock: asyncio.Lock
     waiting: int = 0
@@ -63,7 +68,7 @@ class _Turn:
 class ModelFiles:
     """Owns everything below ``root``, which no other process may use at the same time.
 
-    ``max_bytes`` bounds the complete folders together; the least recently used that is not pinned goes
+    ``max_bytes`` bounds the complete folders together; the least recently used that is not pinned is evicted
     first. A returned folder stays while pinned: call ``pin`` before the next await.
     """
 
@@ -76,7 +81,7 @@ class ModelFiles:
         max_bytes: int,
         found_damaged: Callable[[], None] = lambda: None,
     ) -> None:
-        """``found_damaged`` is called for each folder that is not what it was."""
+        """``found_damaged`` is called for each folder whose content does not match its digests."""
         self._registry = registry
         self._folders = ModelFolders(root)
         self._chunks = ChunkFetcher(registry, clock)
@@ -90,7 +95,7 @@ class ModelFiles:
         self._room = asyncio.Lock()
 
     async def own(self) -> None:
-        """The root is ours, if its disk answers; a disk that does not is met again at the first fetch.
+        """Lock the root, if its disk works; a disk error is reported by the first fetch instead.
 
         Raises FailedPrecondition when another process owns it.
         """
@@ -110,12 +115,12 @@ class ModelFiles:
         progress: Progress | None = None,
         recheck: bool = False,
     ) -> Path:
-        """Return a folder with the verified files of a version, or those whose path ``only`` chooses.
+        """Return a folder with the verified files of a version, or with those whose path ``only`` selects.
 
-        Callers of one folder share one download; it resumes from the chunks that an earlier one left,
-        in this process or a killed one. ``progress`` receives 0..1 of the bytes. ``recheck``: every chunk
-        is read again, also where that was done before. Raises NotFound,
-        IntegrityError, FailedPrecondition (larger than the bound), StoreUnavailable (disk), Unavailable.
+        Callers of one folder share one download. It resumes from the chunks of an earlier one, in this
+        process or a killed one. ``progress`` receives 0..1 of the bytes. ``recheck``: every chunk is read
+        again, even if it was verified before. Raises NotFound, IntegrityError, FailedPrecondition (larger
+        than the bound), StoreUnavailable (disk), Unavailable.
         """
         if not is_digest(digest):
             raise NotFound(f"{digest[:80]} is no digest of a version", digest=digest[:80])
@@ -132,7 +137,7 @@ class ModelFiles:
             raise self._disk_error(exc) from exc
 
     async def max_context_tokens(self, model: str, digest: str) -> int:
-        """Return the context that the version's manifest allows, 0 for any. Raises as ``fetch`` does."""
+        """Return the context length that the manifest allows, 0 for any. Raises as ``fetch`` does."""
         try:
             await self._open()
             manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
@@ -141,14 +146,14 @@ class ModelFiles:
         return manifest.max_context_tokens
 
     def pin(self, folder: Path) -> None:
-        """Keep the folder until as many ``unpin`` calls. Raises NotFound when it was evicted already."""
+        """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound if evicted."""
         kept = self._kept.get(folder.name)
         if kept is None:
             raise NotFound(f"{folder.name} is not kept here any more")
         kept.pins += 1
 
     def unpin(self, folder: Path) -> None:
-        """Give one pin back."""
+        """Remove one pin."""
         kept = self._kept[folder.name]
         assert kept.pins > 0, "unpinned more often than pinned"
         kept.pins -= 1
@@ -164,7 +169,7 @@ class ModelFiles:
         assert not set(self._reserved) & set(self._kept), "a folder counts twice"
 
     def close(self) -> None:
-        """Give the root back to other processes. Nothing may be fetched any more."""
+        """Unlock the root for other processes. Nothing may be fetched afterwards."""
         self._folders.close()
 
     async def _open(self) -> None:
@@ -178,7 +183,7 @@ class ModelFiles:
             self._opened = True
 
     async def _manifest(self, model: str, digest: str) -> Manifest:
-        """The kept manifest, else the registry's: a worker restarts without the registry."""
+        """Return the stored manifest, else the registry's: a worker can restart without the registry."""
         body = await in_thread(self._folders.read_manifest, digest)
         if body is not None:
             try:
@@ -247,12 +252,12 @@ class ModelFiles:
             try:
                 await in_thread(self._folders.promote, name, files)
             finally:
-                # Cancelled just then: the folder is there all the same, and counts.
+                # The caller was cancelled after the rename: the folder exists and counts.
                 if self._folders.ready(name).exists():
                     self._uses += 1
                     self._kept[name] = _Kept(total, self._uses, checked=True)
         except OSError:
-            # A full disk keeps nothing half-made. After a kill or a lost connection verified chunks stay.
+            # On a full disk no partial file stays. After a kill or a lost connection, verified chunks do.
             await in_thread(self._folders.drop_partial, name)
             raise
         finally:
@@ -277,7 +282,7 @@ class ModelFiles:
             raise IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
 
     async def _make_room(self, name: str, size_bytes: int) -> None:
-        """Reserve the size, evicting what is least recently used. Raises when it can never fit."""
+        """Reserve the size, evicting the least recently used folders. Raises when it can never fit."""
         if size_bytes > self._max_bytes:
             raise FailedPrecondition(
                 f"the version has {size_bytes} bytes; the cache of model files holds {self._max_bytes}: "
@@ -314,7 +319,7 @@ class ModelFiles:
         try:
             await in_thread(self._folders.drop, name)
         except OSError:
-            if self._folders.ready(name).exists():  # the disk refused: it counts as before
+            if self._folders.ready(name).exists():  # the removal failed: the folder still counts
                 self._kept[name] = kept
             raise
         log.info("model_folder.evicted", folder=name)
@@ -323,7 +328,7 @@ class ModelFiles:
             await in_thread(self._folders.forget_manifest, version)
 
     async def _require_disk(self, name: str, size_bytes: int) -> None:
-        """Drop what unfinished downloads left, oldest first, while there are many or the disk is short."""
+        """Remove unfinished downloads, oldest first, while there are too many or the disk is nearly full."""
         idle = [other for other in await in_thread(self._folders.partials) if other not in self._reserved]
         for position, other in enumerate(idle):
             free = await in_thread(self._folders.free_bytes)
@@ -346,7 +351,7 @@ class ModelFiles:
 
 
 class _Meter:
-    """Turns bytes into a ratio for whoever watches."""
+    """Converts bytes into a progress ratio for the callback."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
         self._total = total_bytes

@@ -1,8 +1,7 @@
-"""Whether a folder of model files is what its manifest says, chunk by chunk, read now.
+"""Checks a folder of model files against its manifest, chunk by chunk.
 
-The bytes pass through the page cache, so that what an engine maps next is what was read here unless its pages
-are dropped and read from a disk that answers differently. A file that is written to after the check is not
-found by it.
+The bytes pass through the page cache, so an engine that maps the files next reads the same bytes. The
+exception: the pages are evicted, and the disk returns other bytes. A later write to a file is not detected.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _Chunk = tuple[Path, ManifestFile, int]
 async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
     """Return whether every chunk below ``root`` has its digest. Raises OSError for an unreadable file.
 
-    Hashing releases the interpreter, so that several threads share it. A cancelled caller waits for a chunk.
+    Hashing releases the interpreter lock, so threads share the work. A cancelled caller waits for one chunk.
     """
     chunks = [(root / file.path, file, index) for file in files for index in range(len(file.chunks))]
     count = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(chunks)))
@@ -45,7 +44,7 @@ async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
 
 
 def _all_good(chunks: Sequence[_Chunk], stop: threading.Event) -> bool:
-    """Return whether all are good; False too once one of another thread is not, or the caller is gone."""
+    """Return whether all are good; False early if another thread found a bad one, or on cancellation."""
     is_good = False
     try:
         is_good = not any(stop.is_set() or not chunk_is_good(*chunk) for chunk in chunks)

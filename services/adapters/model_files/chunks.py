@@ -1,4 +1,4 @@
-"""One verified chunk from the registry: resumed where a connection broke, asked for again when damaged."""
+"""Fetches one verified chunk from the registry: resumed after a broken connection, repeated when damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.ports.registry import VersionSource
 log = structlog.get_logger()
 
 _CHUNK_TRIES: Final = 2
-# A registry that restarts is back within that; the caller decides what comes after.
+# Long enough for a registry to restart. Beyond it the caller decides.
 _PATIENCE_S: Final = 30.0
 _BACKOFF_FIRST_S: Final = 0.2
 _BACKOFF_MOST_S: Final = 5.0
@@ -28,7 +28,7 @@ class ChunkFetcher:
         self._clock = clock
 
     async def fetch(self, file: ManifestFile, index: int) -> bytes:
-        """Return one verified chunk; damaged bytes are asked for once more, then raise IntegrityError."""
+        """Return one verified chunk. Damaged bytes are requested once more, then raise IntegrityError."""
         for attempt in range(_CHUNK_TRIES):
             data = await self._receive(file, index)
             if await in_thread(sha256_of, data) == file.chunks[index]:
@@ -42,10 +42,10 @@ class ChunkFetcher:
         )
 
     async def _receive(self, file: ManifestFile, index: int) -> bytes:
-        """Return what the registry sends, at most one byte over the chunk's size.
+        """Return the bytes that the registry sends, at most one more than the chunk's size.
 
-        A broken connection is resumed at the byte where it broke, with capped backoff, until nothing came for
-        the length of the patience.
+        A broken connection is resumed at the byte where it broke, with capped backoff, until nothing was
+        received for ``_PATIENCE_S``.
         """
         size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
         heard_s = self._clock.monotonic_s()
@@ -65,7 +65,7 @@ class ChunkFetcher:
                     chunk=index,
                     digest=file.chunks[index],
                 ) from exc
-            except (Unavailable, SlowReader) as exc:  # slow: this process stood still
+            except (Unavailable, SlowReader) as exc:  # SlowReader: this process stalled
                 if self._clock.monotonic_s() - heard_s > _PATIENCE_S:
                     raise
                 log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)

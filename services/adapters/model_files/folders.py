@@ -1,11 +1,11 @@
-"""Blocking file work of ``model_files.py``: folders of verified versions below one root.
+"""Blocking file operations of ``cache.py``: folders of verified versions below one root.
 
     root/.lock                     held by the one process that owns the root
     root/manifests/<hex>.json      canonical manifests, verified by their name
     root/partial/<folder>/<path>   files being fetched; only verified chunks are ever appended
     root/ready/<folder>/<path>     complete: a folder is renamed here at the end, never written again
 
-A folder is named by the version's hex digest, plus a hash of the chosen paths where not all are.
+A folder's name is the version's hex digest, plus a hash of the selected paths if only some were selected.
 Every function may raise OSError; the caller turns it into a domain error.
 """
 
@@ -31,12 +31,12 @@ class ModelFolders:
         self._lock = -1
 
     def open(self) -> dict[str, float]:
-        """Own the root and return the complete folders with the time each was last used (mtime).
+        """Lock the root and return the complete folders, each with the time of its last use (mtime).
 
         Raises BlockingIOError when another process owns it.
         """
         self.make()
-        if self._lock < 0:  # else a first call took it and was cancelled
+        if self._lock < 0:  # otherwise an earlier call took the lock and was cancelled
             self._lock = self._own()
         for entry in (self._root / "partial").iterdir():
             if entry.name.endswith(".gone"):
@@ -44,7 +44,7 @@ class ModelFolders:
         return {entry.name: entry.stat().st_mtime for entry in (self._root / "ready").iterdir()}
 
     def make(self) -> None:
-        """The folders of the root are there, whatever was deleted of them."""
+        """Create the folders of the root that are missing."""
         for part in ("manifests", "partial", "ready"):
             (self._root / part).mkdir(parents=True, exist_ok=True)
 
@@ -69,7 +69,7 @@ class ModelFolders:
         return self._root / "partial" / folder
 
     def partials(self) -> list[str]:
-        """Return the names of the folders that are not complete, the one changed longest ago first."""
+        """Return the names of the incomplete folders, the one changed longest ago first."""
         entries = sorted((entry.stat().st_mtime, entry.name) for entry in (self._root / "partial").iterdir())
         return [name for _, name in entries]
 
@@ -104,16 +104,16 @@ class ModelFolders:
             return False
 
     def demote(self, folder: str) -> None:
-        """Make a complete folder a partial one again, so that its leading good chunks are kept.
+        """Make a complete folder a partial one again, so that its leading good chunks are reused.
 
-        One that somebody deleted leaves what an earlier download left.
+        If the folder was deleted, the partial files of an earlier download stay.
         """
         if self.ready(folder).exists():
             self.drop_partial(folder)
             self.ready(folder).rename(self.partial(folder))
 
     def promote(self, folder: str, files: Sequence[ManifestFile]) -> Path:
-        """Make the partial folder complete in one rename, after its bytes are on the disk."""
+        """Make the partial folder complete by one rename, after its bytes are synced."""
         source, target = self.partial(folder), self.ready(folder)
         wanted = {source / file.path for file in files}
         for path in sorted(source.rglob("*"), reverse=True):
@@ -130,7 +130,7 @@ class ModelFolders:
         os.utime(self.ready(folder))
 
     def drop(self, folder: str) -> None:
-        """Remove a complete folder; a kill in between leaves no half folder that looks complete."""
+        """Remove a complete folder. A kill in between leaves no partial folder that looks complete."""
         if not self.ready(folder).exists():
             return
         gone = self.partial(folder + ".gone")
@@ -142,7 +142,7 @@ class ModelFolders:
         shutil.rmtree(self.partial(folder), ignore_errors=True)
 
     def begin_file(self, folder: str, file: ManifestFile) -> Path:
-        """Return the path of a partial file, there and not longer than it should be."""
+        """Return the path of a partial file, which exists and is no longer than the file's size."""
         path = self.partial(folder) / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -166,7 +166,7 @@ def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None
 
 
 def append_chunk(path: Path, index: int, data: bytes, whole: Hash) -> None:
-    """Write a verified chunk at its place; what lay behind that place is cut off."""
+    """Write a verified chunk at its offset and truncate the file behind it."""
     _write(path, data, index * CHUNK_BYTES)
     whole.update(data)
 

@@ -1,4 +1,4 @@
-"""What the limits do while the shared store is away."""
+"""The behaviour of limits while the shared store is unavailable."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _SETTLE_RETRY_S: Final = 1.0
 
 
 class FallbackLimiter:
-    """``Limiter`` that never raises StoreUnavailable. Per limit, while the shared store is away:
+    """``Limiter`` that never raises StoreUnavailable. While the shared store is unavailable:
 
-    requests per minute: fails open to this gateway's share of the limit, from an empty bucket.
-    max concurrency: fails open to this gateway's share; slots held in the shared store are not counted.
-    usage: what cannot be counted waits in memory and in the spool, and is counted when the store is back.
-    When no more can wait, nothing new is admitted.
+    - requests per minute: fails open to this gateway's share of the limit, from an empty bucket.
+    - max concurrency: fails open to this gateway's share; slots held in the shared store are not counted.
+    - usage: settlements wait in memory and in the spool, and are counted when the store is available again.
+      When the room for them is full, no request is admitted.
 
-    The share is the limit by the number of gateways, and at least 1. A slot is given back where it was given:
-    ``local`` says where. Tokens always count in the shared store.
+    The share is the limit divided by the number of gateways, and at least 1. A slot is released in the
+    limiter that granted it, which ``local`` names. Tokens always count in the shared store.
     """
 
     def __init__(
@@ -49,10 +49,11 @@ class FallbackLimiter:
         gateways: Callable[[], int] = lambda: 1,
         spool: SettlementSpool | None = None,
     ) -> None:
-        """``local`` is always there and marks what it gives, such as ``MemoryLimiter(clock, local=True)``.
+        """``local`` is always available and marks its reservations, such as ``MemoryLimiter(clock,
+        local=True)``.
 
-        ``gateways`` returns how many there are, as far as is known. Without a ``spool`` what waits ends with
-        the process.
+        ``gateways`` returns the last observed number of gateways. Without ``spool``, settlements that wait
+        end with the process.
         """
         self._primary = primary
         self._local = local
@@ -65,7 +66,7 @@ class FallbackLimiter:
         self._log_next_s = 0.0
 
     async def recover(self) -> None:
-        """What an earlier process could not settle waits here from now on. Raises FailedPrecondition."""
+        """Load the settlements that an earlier process left. Raises FailedPrecondition."""
         if self._spool is None:
             return
         try:
@@ -119,7 +120,7 @@ class FallbackLimiter:
             raise
 
     async def settle_forever(self) -> None:
-        """What waits is settled within seconds of the return of the store, where it holds slots."""
+        """Settle what waits within seconds after the store is available again, where it holds slots."""
         while True:
             await self._waiting.wait()
             await self._clock.sleep(_SETTLE_RETRY_S)
@@ -136,11 +137,11 @@ class FallbackLimiter:
 
     @property
     def unsettled(self) -> int:
-        """How many settlements wait for the store; ``renew`` and ``settle_forever`` try them again."""
+        """Number of settlements that wait for the store; ``renew`` and ``settle_forever`` retry them."""
         return len(self._unsettled)
 
     async def _admit_shared(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        """Admit in the shared store; first give back what ended requests hold there, should it refuse."""
+        """Admit in the shared store. If it rejects, release the slots of ended requests and try again."""
         try:
             return await self._primary.admit(tenant_id, request_id, limits)
         except ConcurrencyExceeded:
@@ -151,9 +152,9 @@ class FallbackLimiter:
         return await self._primary.admit(tenant_id, request_id, limits)
 
     async def _settle_kept(self) -> None:
-        """Return once what waited was tried. What failed waits on behind the rest, and holds none of it back.
+        """Try every waiting settlement once. A failed one moves behind the rest, so that it blocks none.
 
-        Where nothing of a batch could be settled, the store is taken to be away and the rest is not tried.
+        When a whole batch fails, the store counts as unavailable and the rest is not tried.
         """
         settled = 0
         waiting = list(self._unsettled.items())
@@ -190,7 +191,7 @@ class FallbackLimiter:
             self._spool.add(reservation, usage)
 
     def _require_room(self, tenant_id: str) -> None:
-        """Raises Unavailable when the settlement of one request more could not wait."""
+        """Raises Unavailable when there is no room for the settlement of one more request."""
         problem = self._spool.problem if self._spool is not None and self._unsettled else ""
         if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
             problem = "as many settlements wait as may"
@@ -210,7 +211,7 @@ class FallbackLimiter:
             )
 
     def _share(self, limits: Limits) -> Limits:
-        """Return this gateway's part of the limits; none stays none."""
+        """Return this gateway's share of the limits; no limit stays no limit."""
         gateways = max(1, self._gateways())
         rate, concurrency = limits.requests_per_minute, limits.max_concurrency
         return Limits(
@@ -219,7 +220,7 @@ class FallbackLimiter:
         )
 
     def _tell(self, operation: str, error: StoreUnavailable) -> None:
-        """Once in ten seconds: an outage is one event, not one per request."""
+        """Log at most once in ten seconds: an outage is one event, not one per request."""
         now_s = self._clock.monotonic_s()
         if now_s >= self._log_next_s:
             self._log_next_s = now_s + _LOG_EVERY_S

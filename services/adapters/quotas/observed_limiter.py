@@ -1,4 +1,4 @@
-"""A limiter whose calls are timed and counted."""
+"""A limiter with metrics of its calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ObservedLimiter:
-    """``Limiter`` in front of another. A refusal is an answer; only a store that is away is a failure."""
+    """A ``Limiter`` decorator. A rejection is a successful call; only an unavailable store is a failure."""
 
     def __init__(
         self,

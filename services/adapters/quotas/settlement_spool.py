@@ -1,7 +1,7 @@
-"""Settlements that wait for the shared store, on disk: an append-only file, written behind the event loop.
+"""Settlements that wait for the shared store, on disk: an append-only file, written outside the event loop.
 
-One JSON array per line. A line that was torn by a crash is left out; what is sent twice counts once. One
-process at a time owns the folder: another would rewrite the file without what this one added.
+One JSON array per line. A line torn by a crash is skipped. A settlement that is sent twice counts once. One
+process at a time owns the folder, because a second one would rewrite the file without the first one's lines.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _LINES: Final = msgspec.json.Decoder(tuple[str, str, bool, str, int, int, int])
 
 
 class SettlementSpool:
-    """Owner of the file; used in the event loop only. One write at a time runs, in a thread of its own.
+    """Owner of the file, used only in the event loop. One write at a time runs, in its own thread.
 
-    What a disk refused is tried again with the next ``add`` or ``rewrite``.
+    After a failed write, the next ``add`` or ``rewrite`` tries again.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = folder / _FILE
         self._max_bytes = max_bytes
         self._stored_bytes = 0
-        self._of_tenant: Counter[str] = Counter()  # bytes of what waits, sent ones until the next ``rewrite``
+        # bytes of waiting settlements; sent ones count until the next ``rewrite``
+        self._of_tenant: Counter[str] = Counter()
         self._added: list[bytes] = []
         self._added_bytes = 0
         self._writing: asyncio.Future[int] | None = None
@@ -53,25 +54,25 @@ class SettlementSpool:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file and of what is still to be written to it."""
+        """Bytes of the file and of the lines not written yet."""
         return self._stored_bytes + self._added_bytes
 
     @property
     def problem(self) -> str:
-        """Why no more is to be added, empty when it may be."""
+        """Why no settlement can be added; empty when one can."""
         if self._refused:
             return f"the disk does not take settlements ({self._refused})"
         return "as many settlements wait as may" if self.size_bytes >= self._max_bytes else ""
 
     @property
     def stale(self) -> bool:
-        """The file holds what was settled since, and is to be rewritten."""
+        """The file contains settlements that are already settled, and needs a rewrite."""
         return self._stale or bool(self._refused)
 
     async def load(self) -> list[Settlement]:
-        """Return what an earlier process left; the folder is this process's own from now on.
+        """Lock the folder and return the settlements that an earlier process left.
 
-        Raises BlockingIOError when another process owns it, OSError.
+        Raises BlockingIOError when another process owns the folder, or OSError.
         """
         if self._lock < 0:
             self._lock = await in_thread(_own, self._path.parent)
@@ -80,16 +81,16 @@ class SettlementSpool:
         return found
 
     def is_share_full(self, tenant_id: str) -> bool:
-        """Whether the tenant's settlements are half of what may wait, so that it adds no more."""
+        """Return whether the tenant's settlements fill half of the room, so that it may add no more."""
         return self._of_tenant[tenant_id] >= share_of(self._max_bytes)
 
     def add(self, reservation: Reservation, usage: Usage) -> None:
-        """The settlement is on disk soon."""
+        """Write the settlement to disk in the background."""
         self._put(self._counted([(reservation, usage)]))
         self._write()
 
     def rewrite(self, pending: Iterable[Settlement]) -> None:
-        """The file holds just these soon: all that wait. It stays ``stale`` while a write is under way."""
+        """Replace the file by these, all that wait, in the background. It stays ``stale`` during a write."""
         self._stale = self._writing is not None
         if not self._stale and self.size_bytes:
             self._take()
@@ -97,7 +98,7 @@ class SettlementSpool:
             self._begin(self._counted(pending), anew=True)
 
     async def close(self) -> None:
-        """Return once what was added is written, or was refused."""
+        """Return once the added settlements are written, or their write failed."""
         while self._writing is not None:
             await asyncio.wait({self._writing})
         self._thread.shutdown(wait=False)
@@ -106,7 +107,7 @@ class SettlementSpool:
             self._lock = -1
 
     def _counted(self, settlements: Iterable[Settlement]) -> list[bytes]:
-        """Return their lines, which count as their tenants' from now on."""
+        """Return their lines and count them for their tenants."""
         lines = []
         for reservation, usage in settlements:
             lines.append(_line(reservation, usage))
@@ -157,7 +158,7 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
 
 
 def _own(folder: Path) -> int:
-    """Return a descriptor that keeps other processes out of the folder until it is closed."""
+    """Return a descriptor that locks the folder against other processes until it is closed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -185,7 +186,7 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
 
 
 def _append(path: Path, data: bytes) -> int:
-    """Return the size of the file, with the data in it for good. What was cut off is cut away again."""
+    """Append and sync the data; return the size of the file. An incomplete append is truncated again."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _private(path, "ab") as file:
         size_bytes = file.tell()
@@ -210,7 +211,7 @@ def _ends_line(path: Path) -> bool:
 
 
 def _replace(path: Path, data: bytes) -> int:
-    """Return the size of the file, which holds the data and nothing else for good."""
+    """Replace the content of the file by the data and sync it; return its size."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     with _private(new, "wb") as file:

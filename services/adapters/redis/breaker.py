@@ -1,10 +1,10 @@
-"""Whether a dependency that failed is to be asked again. Pure: the caller brings the time."""
+"""Circuit breaker for a failed dependency. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
 
 class CircuitBreaker:
-    """Open from ``failed`` until ``succeeded``, with one attempt let through every ``pause_s``."""
+    """Open from ``failed`` until ``succeeded``; while open it allows one attempt every ``pause_s``."""
 
     def __init__(self, *, pause_s: float = 1.0) -> None:
         self._pause_s = pause_s
@@ -16,7 +16,7 @@ class CircuitBreaker:
         return self._open
 
     def allow(self, now_s: float) -> bool:
-        """Whether to ask now. When open, a True takes the turn of this ``pause_s``."""
+        """Return whether to try now. While open, True uses up the attempt of this ``pause_s``."""
         if not self._open:
             return True
         if now_s < self._next_attempt_s:
@@ -32,5 +32,5 @@ class CircuitBreaker:
         self._next_attempt_s = now_s + self._pause_s
 
     def retry_after_s(self, now_s: float) -> float:
-        """Return for how long it stays closed to the next caller."""
+        """Return the time until the next attempt is allowed."""
         return max(0.0, self._next_attempt_s - now_s) if self._open else 0.0

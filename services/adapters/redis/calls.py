@@ -1,4 +1,4 @@
-"""Calls of Redis that wait for a connection: in turns between tenants, and in batches of a bounded size."""
+"""Redis calls that wait for a connection: round robin between tenants, in batches of bounded size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from services.core.errors import StoreUnavailable
 
-MAX_WAITING: Final = 16_384  # of one tenant: more than a gateway runs requests
+MAX_WAITING: Final = 16_384  # per tenant: more than the requests that a gateway runs
 BATCH_CALLS: Final = 64
 BATCH_BYTES: Final = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``answer`` is the caller's: one that it cancelled wants no answer."""
+    """A call and its caller's future, ``answer``. A call whose caller cancelled the future is skipped."""
 
     tenant_id: str
     command: Sequence[str | int | bytes]
@@ -38,7 +38,7 @@ class Call:
 
 
 class CallQueue:
-    """One queue per tenant, served in turns: a tenant with many calls delays another's by one call each."""
+    """One queue per tenant, served round robin: a tenant's many calls delay another's by one call each."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Call]] = OrderedDict()
@@ -47,14 +47,14 @@ class CallQueue:
         return bool(self._waiting)
 
     def put(self, call: Call) -> None:
-        """Raises StoreUnavailable when too many of its tenant wait."""
+        """Raises StoreUnavailable when too many calls of its tenant wait."""
         calls = self._waiting.setdefault(call.tenant_id, deque())
         if len(calls) >= MAX_WAITING:
             raise StoreUnavailable(f"{MAX_WAITING} calls of this tenant wait for Redis", retry_after_s=1.0)
         calls.append(call)
 
     def take(self) -> list[Call]:
-        """Return the next batch, without calls that nobody waits for. Empty when nothing is left."""
+        """Return the next batch, without cancelled calls. Empty when the queue is empty."""
         batch: list[Call] = []
         size_bytes = 0
         while self._waiting and len(batch) < BATCH_CALLS:
@@ -72,7 +72,7 @@ class CallQueue:
         return batch
 
     def take_all(self) -> list[Call]:
-        """Return every call that waits, and forget them."""
+        """Remove and return every waiting call."""
         calls = [call for waiting in self._waiting.values() for call in waiting]
         self._waiting.clear()
         return calls

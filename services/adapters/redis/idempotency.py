@@ -1,12 +1,12 @@
-"""Idempotency records in Redis, shared by all gateways: one Lua script per operation, time by Redis.
+"""Idempotency records in Redis, shared by all gateways: one Lua script per operation, with Redis time.
 
-Keys of a tenant share a hash tag with its quotas, so that one script ends a record and settles it:
+A tenant's keys share a hash tag with its quotas, so that one script ends a record and settles it:
 
-    fw:{tenant}:idem:DIGEST      hash   head of a record; what is left of it is its tombstone
+    fw:{tenant}:idem:DIGEST      hash   head of a record; without its log it is a tombstone
     fw:{tenant}:idem:DIGEST:log  list   chunks
-    fw:{tenant}:idem.index       zset   records, and when their heads are forgotten
-    fw:{tenant}:idem.bodies      zset   records that have a log, and when it lapses
-    fw:{tenant}:idem.sizes       hash   bytes of each log, and of all of them
+    fw:{tenant}:idem.index       zset   records by the time their heads are deleted
+    fw:{tenant}:idem.bodies      zset   records that have a log, by the time it lapses
+    fw:{tenant}:idem.sizes       hash   bytes of each log, and their sum
 
 Every key expires.
 """
@@ -28,13 +28,13 @@ from services.ports.idempotency import (
     Ended,
     Expired,
     Hold,
+    LogTail,
     OtherBody,
     Owned,
     RecordKey,
     RecordLimits,
     RecordState,
     Running,
-    Tail,
     Written,
 )
 from services.ports.limiter import Reservation
@@ -108,14 +108,14 @@ class RedisIdempotency:
     ) -> Written:
         return await self._settle(hold, chunk, "i", reservation, usage)
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         state, chunks, length = await self._scripts.run(
             key.tenant_id, self._read, _record(key), (start, READ_CHUNKS, _us(WATCH_S) if watch else 0)
         )
-        return Tail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
+        return LogTail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
 
     async def connect(self) -> None:
-        """Return once Redis answered and has the scripts. Raises StoreUnavailable."""
+        """Return once Redis responded and has the scripts. Raises StoreUnavailable."""
         await self._scripts.connect()
 
     async def close(self) -> None:
@@ -196,7 +196,7 @@ def _by_tenant(additions: Sequence[Addition]) -> dict[str, list[int]]:
 
 
 def _batches(numbers: Sequence[int], additions: Sequence[Addition]) -> list[list[int]]:
-    """Return the numbers in calls of a bounded size: one script holds up everyone else's."""
+    """Split the numbers into calls of bounded size, because a script blocks all other clients of Redis."""
     batches: list[list[int]] = []
     size = 0
     for number in numbers:

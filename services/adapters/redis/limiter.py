@@ -1,11 +1,11 @@
-"""Quotas in Redis, shared by all gateways: one Lua script per operation, time by Redis.
+"""Quotas in Redis, shared by all gateways: one Lua script per operation, with Redis time.
 
-Keys of a tenant share a hash tag, so that one script may touch them in a cluster, and all expire:
+A tenant's keys share a hash tag, so that one script may use all of them in a cluster. All expire:
 
     fw:{tenant}:rate     hash   the bucket of requests per minute
     fw:{tenant}:work     hash   the bucket of other work per minute, such as counting tokens
-    fw:{tenant}:slots    zset   running requests and when their slots lapse
-    fw:{tenant}:settled  zset   requests that were counted: for ten minutes, a week while that is unconfirmed
+    fw:{tenant}:slots    zset   running requests by the time their slots lapse
+    fw:{tenant}:settled  zset   settled requests: for ten minutes, for a week while unconfirmed
     fw:{tenant}:usage    hash   counts per day, for 62 days
 """
 
@@ -22,11 +22,11 @@ from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limits, Reservation
 
-# A Redis that syncs every write answers nobody while its disk syncs: a third of a second on a busy disk.
-# A limit that opens for that is not exact.
+# A Redis that syncs every write answers no call during the sync: a third of a second on a busy disk. A limit
+# that fails open during a sync would not be exact.
 TIMEOUT_S: Final = 1.0
 USAGE_KEEP_DAYS: Final = 62
-# Calls to admit of one tenant that wait at one gateway; more are refused at once.
+# Admissions of one tenant that wait at one gateway. More are rejected at once.
 MAX_ADMITTING: Final = 256
 _UNCONFIRMED_KEEP_S: Final = 7 * 86400
 _RENEW_BATCH: Final = 200
@@ -38,8 +38,8 @@ _OVER_RATE: Final = 1
 class RedisLimiter:
     """``Limiter`` on Redis 6.2 or later. The caller closes it.
 
-    A slot lapses ``lease_s`` after it was given or last renewed. An outage costs the first few calls
-    twice ``timeout_s``; then calls fail at once, and one a second tries again.
+    A slot lapses ``lease_s`` after its admission or last renewal. In an outage the first few calls take twice
+    ``timeout_s``; then calls fail at once, and one per second tries again.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class RedisLimiter:
         lease_s: float = 60.0,
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
-        """``settled_keep_s``: for how long a settlement whose answer arrived is remembered.
+        """``settled_keep_s``: for how long a confirmed settlement is stored.
 
-        A password in the URL goes before ``password``, which keeps it out of the environment.
+        A password in the URL takes precedence over ``password``, which keeps it out of the environment.
         """
         self._lease_us = round(lease_s * 1e6)
         self._settled_keep_us = round(settled_keep_s * 1e6)
@@ -66,10 +66,11 @@ class RedisLimiter:
         self._confirm = self._scripts.script("confirm")
         self._concurrency = self._scripts.script("concurrency")
         self._admitting: Counter[str] = Counter()
-        self._unconfirmed: dict[str, list[str]] = {}  # by tenant, as many as settled within a renewal
+        # by tenant; at most the settlements between two renewals
+        self._unconfirmed: dict[str, list[str]] = {}
 
     async def connect(self) -> None:
-        """Return once Redis answered and has the scripts. Raises StoreUnavailable."""
+        """Return once Redis responded and has the scripts. Raises StoreUnavailable."""
         await self._scripts.connect()
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
@@ -142,7 +143,7 @@ class RedisLimiter:
             self._unconfirmed.setdefault(tenant_id, []).append(reservation.request_id)
 
     def _take_unconfirmed(self, tenant_id: str) -> list[str]:
-        """Return settlements to confirm. Those of a call that fails stay remembered for long."""
+        """Return settlements to confirm. If the call fails, they stay stored for the longer time."""
         ids = self._unconfirmed.pop(tenant_id, [])
         if len(ids) > _CONFIRM_BATCH:
             self._unconfirmed[tenant_id] = ids[_CONFIRM_BATCH:]
@@ -152,7 +153,7 @@ class RedisLimiter:
         return int(await self._scripts.run(tenant_id, self._concurrency, _keys(tenant_id, "slots"), ()))
 
     async def usage(self, tenant_id: str) -> Usage:
-        """Return what was counted for the tenant over the days that are kept."""
+        """Return the tenant's usage over the stored days."""
         (key,) = _keys(tenant_id, "usage")
         counts = await self._scripts.hash(tenant_id, key)
         totals = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "requests": 0}
@@ -162,7 +163,7 @@ class RedisLimiter:
 
     @property
     def breaker_open(self) -> bool:
-        """Redis counts as away: it is asked once a second only."""
+        """Redis counts as unavailable: one call per second is tried."""
         return self._scripts.breaker_open
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A timeout in time during which the event loop ran: a loop that stood still is nobody else's slowness."""
+"""A timeout that counts only time in which the event loop ran, so that a stalled loop does not cause it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _MAX_LATE: Final = 20
 
 
 class LoopTimeout:
-    """``asyncio.timeout`` of ``seconds`` in fifths, of which those do not count that the loop was late for.
+    """``asyncio.timeout`` of ``seconds``, in five parts. A part that ended late, because the loop stalled, is
+    repeated.
 
-    An answer that came while the loop stood still is therefore read before the time is over.
-    At most 20 fifths do not count, so that a loop that is always late ends the wait, too.
+    So a response that arrived while the loop stalled is read before the timeout. At most 20 parts are
+    repeated, so that the wait also ends on a loop that is always late.
     """
 
     def __init__(self, seconds: float) -> None:

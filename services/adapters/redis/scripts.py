@@ -1,9 +1,9 @@
-"""Calls of one Redis, Lua scripts above all, each within a bounded time.
+"""Calls of one Redis, mostly Lua scripts, each within a bounded time.
 
-Calls wait in one queue, in turns between tenants. A few lanes take them in batches: a lane is a task with one
-connection, which sends a batch at once and reads the answers. Only lanes touch connections, so a caller that
-is cancelled leaves nothing half-read behind. Waiting for a lane counts against nobody's time: a call fails
-only with the batch that it was sent in, or when Redis is found to be away.
+Calls wait in one queue, round robin between tenants. A few lanes take them in batches. A lane is a task with
+one connection that sends a batch at once and reads the responses. Only lanes use connections, so a cancelled
+caller leaves no response half read. Waiting for a lane is not part of the timeout: a call fails only with its
+batch, or when Redis counts as unavailable.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
 
-# What a call raises when Redis is away, whichever way the connection went. RuntimeError: a write on a
-# connection that was reset while it lay idle, by uvloop's transports.
+# Errors of a call while Redis is unavailable. RuntimeError: uvloop's transports raise it for a write on a
+# connection that was reset while idle.
 _AWAY: Final = (redis.exceptions.RedisError, OSError, TimeoutError, RuntimeError)
 _SCRIPTS: Final = Path(__file__).parent / "lua"
 _LANES: Final = 4
@@ -47,9 +47,8 @@ class Script:
 class RedisScripts:
     """The scripts of one Redis and the lanes that call them. The caller closes it.
 
-    A lane that gets no answer makes a new connection. Only if that is not answered either, Redis is away: all
-    that wait fail then, others fail at once, and one call a second tries again. Every failure is
-    StoreUnavailable.
+    A lane without a response opens a new connection. If that fails too, Redis counts as unavailable: waiting
+    calls fail, later ones fail at once, and one per second tries again. Every failure is StoreUnavailable.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class RedisScripts:
         repeatable: bool = False,
         lanes: int = _LANES,
     ) -> None:
-        """``timeout_s`` bounds each attempt to connect and each batch. ``repeatable``: a second run of any
-        script lets nothing more through, so what a broken connection left open is sent once more.
+        """``timeout_s`` bounds each connection attempt and each batch. ``repeatable``: a second run of any
+        script admits nothing more, so a batch whose connection broke is sent once more.
 
-        A password in the URL goes before ``password``, which keeps it out of the environment.
+        A password in the URL takes precedence over ``password``, which keeps it out of the environment.
         """
         self._clock = clock
         self._timeout_s = timeout_s
@@ -74,7 +73,7 @@ class RedisScripts:
         self._pool: Any = redis.asyncio.ConnectionPool.from_url(
             url,
             password=password,
-            socket_timeout=None,  # the lanes bound all that they do
+            socket_timeout=None,  # the lanes bound every operation
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
         )
@@ -86,7 +85,7 @@ class RedisScripts:
         self._tasks = Supervisor(clock)
 
     def script(self, *names: str) -> Script:
-        """Return the script of these files, one after another."""
+        """Register and return the script that joins these files."""
         text = "\n".join((_SCRIPTS / f"{name}.lua").read_text() for name in names)
         found = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
         self._scripts.append(found)
@@ -94,7 +93,7 @@ class RedisScripts:
 
     @property
     def breaker_open(self) -> bool:
-        """Redis counts as away: it is asked once a second only."""
+        """Redis counts as unavailable: one call per second is tried."""
         return self._breaker.open
 
     async def connect(self) -> None:
@@ -107,7 +106,7 @@ class RedisScripts:
         return await self._call(tenant_id, ("EVALSHA", script.sha, len(keys), *keys, *arguments))
 
     async def hash(self, tenant_id: str, key: str) -> Mapping[bytes, bytes]:
-        """Return the fields of a hash; none where there is no key."""
+        """Return the fields of a hash; empty when the key does not exist."""
         answer = await self._call(tenant_id, ("HGETALL", key))
         if isinstance(answer, dict):
             return answer
@@ -121,7 +120,7 @@ class RedisScripts:
         await self._pool.aclose()
 
     async def _call(self, tenant_id: str, command: Sequence[str | int | bytes]) -> Any:
-        """Return the answer. Fails at once while the breaker is open."""
+        """Return the response. Fails at once while the breaker is open."""
         now_s = self._clock.monotonic_s()
         if not self._breaker.allow(now_s):
             raise StoreUnavailable(
@@ -165,7 +164,7 @@ class RedisScripts:
                 _fail(batch, "the call of Redis was given up")
 
     async def _exchange(self, lane: _Lane, batch: list[Call]) -> None:
-        """Send the batch and answer its calls: each with its answer or its error."""
+        """Send the batch and complete each call with its response or its error."""
         for last in (False, True):
             if not await self._connected(lane, batch):
                 return
@@ -174,7 +173,7 @@ class RedisScripts:
                     answers = await lane.ask([call.command for call in batch])
             except _AWAY as error:
                 await lane.drop()
-                if last:  # it takes connections and gives no answers
+                if last:  # Redis accepts connections but does not respond
                     self._away(batch, error)
                 elif not self._repeatable:
                     _fail(batch, _message(error))
@@ -188,16 +187,17 @@ class RedisScripts:
                 return
 
     async def _connected(self, lane: _Lane, batch: list[Call]) -> bool:
-        """Whether the lane is connected; when no connection can be made, Redis is away.
+        """Return whether the lane is connected. When no connection can be opened, Redis counts as
+        unavailable.
 
-        A connection that lay idle may be closed by now. What cannot be repeated is not risked on it.
+        The server may have closed an idle connection, so it is tested before a batch that cannot be repeated.
         """
         idle_s = self._clock.monotonic_s() - lane.used_s
         if lane.connected and not self._repeatable and idle_s > _IDLE_S:
             await self._try_out(lane)
         if lane.connected:
             return True
-        for last in (False, True):  # one that is reset just then says little
+        for last in (False, True):  # a single reset is not enough to count as unavailable
             try:
                 async with LoopTimeout(self._timeout_s):
                     await lane.connect()
@@ -210,7 +210,7 @@ class RedisScripts:
         return False
 
     async def _try_out(self, lane: _Lane) -> None:
-        """The lane is connected if its connection still answers."""
+        """Drop the lane's connection unless it still responds."""
         try:
             async with LoopTimeout(self._timeout_s):
                 await lane.ask([("PING",)])
@@ -223,7 +223,7 @@ class RedisScripts:
 
 
 class _Lane:
-    """One connection, of one task."""
+    """One connection, used by one task."""
 
     def __init__(self, connection: Any, scripts: Sequence[Script]) -> None:
         self.wake = asyncio.Event()
@@ -237,13 +237,13 @@ class _Lane:
         return self._loaded and bool(self._connection.is_connected)
 
     async def connect(self) -> None:
-        """Return once Redis answered on a new connection and has the scripts."""
+        """Return once Redis responded on a new connection and has the scripts."""
         await self._connection.connect()
         await self._load()
         self._loaded = True
 
     async def drop(self) -> None:
-        """Give the connection up, with what is unread in it."""
+        """Close the connection, with any unread data."""
         self._loaded = False
         try:
             await self._connection.disconnect(nowait=True)
@@ -251,14 +251,14 @@ class _Lane:
             return
 
     async def ask(self, commands: Sequence[Sequence[str | int | bytes]]) -> list[Any]:
-        """Return an answer or a ResponseError for each command. Raises when the connection breaks."""
+        """Return a response or a ResponseError for each command. Raises when the connection breaks."""
         answers = await self._pipeline(commands)
         missing = [
             number
             for number, answer in enumerate(answers)
             if isinstance(answer, redis.exceptions.NoScriptError)
         ]
-        if missing:  # Redis was restarted, or its scripts were flushed; nothing of these was run
+        if missing:  # Redis was restarted or its scripts were flushed; none of these ran
             await self._load()
             again = await self._pipeline([commands[number] for number in missing])
             for number, answer in zip(missing, again, strict=True):
@@ -283,7 +283,7 @@ class _Lane:
 
 
 def _fail(calls: list[Call], message: str) -> None:
-    """End the calls that have no answer yet, each with an error of its own."""
+    """Fail the calls that have no response yet, each with its own error."""
     for call in calls:
         call.failed(StoreUnavailable(message, retry_after_s=1.0))
 

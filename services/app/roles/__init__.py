@@ -1,1 +1,1 @@
-"""One module per role: its function builds the role from its parts, and does nothing else."""
+"""One module per role: its function only builds the role from its parts."""

@@ -1,4 +1,4 @@
-"""The control plane: resources, and the reconciler of whoever leads."""
+"""The control plane: resources, and the reconciler that acts while this process leads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from services.runtime.process.health import Check
 
 
 def controlplane(environment: Environment) -> Role:
-    """The control plane: resources, and the reconciler of whoever leads."""
+    """The control plane: resources, and the reconciler that acts while this process leads."""
     settings, store, clock = environment.settings, environment.store, environment.clock
     election = open_election(environment, "controlplane", leader_record(environment))
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
@@ -37,7 +37,7 @@ def controlplane(environment: Environment) -> Role:
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
     reconciler = Reconciler(
-        store, fleet, election, leader_key("controlplane"), clock, rounds, chronicle=recorder
+        store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
     )
     identity = environment.identity()
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()))

@@ -40,7 +40,7 @@ def registry(environment: Environment) -> Role:
 
 
 def open_blobs(environment: Environment) -> BlobStore:
-    """Return the blob store of the settings. Raises ConfigError, StoreUnavailable for a folder of no use."""
+    """Return the blob store of the settings. Raises ConfigError, StoreUnavailable for an unusable folder."""
     settings = environment.settings
     if settings.blob_store == "folder":
         return FolderBlobs(settings.state_dir / "blobs")

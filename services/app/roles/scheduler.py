@@ -1,4 +1,4 @@
-"""The scheduler: places for whoever asks while it leads; a standby otherwise."""
+"""The scheduler: places requests while it leads; a standby otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIX_BLOCKS: Final = 262_144  # 35 MB
 
 
 def scheduler(environment: Environment) -> Role:
-    """The scheduler: places for whoever asks while it leads; a standby otherwise."""
+    """The scheduler: places requests while it leads; a standby otherwise."""
     settings = environment.settings
     service = SchedulerService(
         read_secret(settings.ticket_key_file).encode(),
@@ -47,8 +47,8 @@ def scheduler(environment: Environment) -> Role:
     me = leader_record(environment)
     election = open_election(environment, "scheduler", me)
 
-    async def open_doors() -> None:
-        # Only now does the address answer, and only then may others be sent to it.
+    async def start_serving() -> None:
+        # Publish this address only after the server accepts connections on it.
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("scheduler", service.run(election))
 
@@ -59,7 +59,7 @@ def scheduler(environment: Environment) -> Role:
             SchedulerServicer(service, environment.clock, leader_id=me.leader_id),
         )
     )
-    return Role(server, start=nothing, open=open_doors, checks=(Check("decisions", service.problem),))
+    return Role(server, start=nothing, open=start_serving, checks=(Check("decisions", service.problem),))
 
 
 def term_settings(settings: Settings) -> TermSettings:

@@ -1,4 +1,4 @@
-"""Parts that several roles are built with."""
+"""Parts that several roles use."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def worker(environment: Environment) -> Role:
     host.changed = reporter.changed
     environment.closing.push_async_callback(reporter.close)
 
-    async def open_doors() -> None:
+    async def start_serving() -> None:
         environment.supervisor.spawn("agent", agent.run())
         reporter.start()
         environment.closing.push_async_callback(agent.close)
@@ -81,7 +81,7 @@ def worker(environment: Environment) -> Role:
     return Role(
         server,
         start=files.own,
-        open=open_doors,
+        open=start_serving,
         drain=agent.drain,
         checks=(Check("engines", agent.problem),),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
@@ -89,7 +89,7 @@ def worker(environment: Environment) -> Role:
 
 
 def worker_identity(settings: Settings) -> WorkerIdentity:
-    """Who the worker is, from the process settings."""
+    """The worker's identity, from the process settings."""
     return WorkerIdentity(
         worker_id=settings.worker_id,
         address=settings.advertised,
@@ -104,7 +104,7 @@ def worker_identity(settings: Settings) -> WorkerIdentity:
 
 
 def engine_settings(settings: Settings) -> EngineSettings:
-    """How its engines are started, from the process settings."""
+    """The engines' start settings, from the process settings."""
     return EngineSettings(
         device=settings.device,
         dtype=settings.engine_dtype,
@@ -121,7 +121,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_proposals=settings.max_proposals,
         null_step_s=settings.null_step_s,
         request_log_per_s=settings.request_log_per_s,
-        # A request that was accepted for a version is placed within the queue's time, or ends.
+        # A request accepted for a version is placed within the queue's time to live, or it ends.
         retire_s=settings.queue_ttl_s + RETIRE_MARGIN_S,
     )
 

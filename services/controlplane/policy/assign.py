@@ -1,17 +1,17 @@
-"""Which worker runs which deployment: desired replicas to assignments.
+"""The placement planner: desired replicas to assignments of workers.
 
-Level-triggered: the answer depends on the states given, never on what changed. What is placed stays
-placed unless its worker is gone, drains, or lacks a label that the deployment asks for. A replica that
-has to move stays until the deployment has its replicas READY elsewhere, so moving costs no capacity;
-where nothing else can take it, it stays and the reason is returned. That goes for a worker that is gone
-too: a replacement is placed at once, and should the worker come back first, it finds its assignment and
-what it has loaded is of use.
+Level-triggered: the plan depends on the given states only, not on what changed. A placed replica stays unless
+its worker has no lease, drains, or lacks a label that the deployment requires. A replica that has to move
+stays until the deployment has its replicas READY elsewhere, so moving costs no capacity. If no other worker
+can take it, it stays and the reason is returned. The same holds for a worker without a lease: a replacement
+is placed at once, and if the worker returns first, its assignment and loaded versions are used again.
 
-Memory: what a version needs at least is known once a worker has tried it. A replica goes where that is free;
-where nothing has room, it takes the place of replicas of a lower priority, as few as make enough room, and
-of none when all of them would not. A replica that its worker has no memory for moves to one that has.
+Memory: the minimum of a version is recorded once a worker has tried to load it. A replica is placed where
+that much is free. If no worker has room, it replaces replicas of a lower priority: as few as make enough
+room, and none if all of them would not suffice. A replica whose worker lacks memory for it moves to a worker
+with memory.
 
-How a deployment passes to another version: see ``update``.
+For a deployment's change to another version, see ``update``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from services.controlplane.policy.host import Host, hosts_of
 from services.controlplane.policy.memory import no_memory
-from services.controlplane.policy.update import make_way, settle_before
+from services.controlplane.policy.update import free_memory_for_update, retire_previous
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class PutAssignment:
-    """Make this what the worker is to run. ``reasons`` says, per change, why."""
+    """Set the worker's assignment. ``reasons`` gives the cause of each change."""
 
     assignment: Assignment
     reasons: tuple[str, ...]
@@ -35,16 +35,16 @@ class PutAssignment:
 
 @dataclass(frozen=True, slots=True)
 class DropAssignment:
-    """Forget the assignment of a worker whose lease is gone: all of it is READY elsewhere or not wanted."""
+    """Delete the assignment of a worker without a lease: all of it is READY elsewhere or not wanted."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A deployment that cannot have all its replicas now; ``rejected`` is (worker id, why not).
+    """A deployment that cannot have all its replicas now; ``rejected`` is (worker id, reason).
 
-    A why is a stable word, after which a colon and figures may follow.
+    A reason is a stable word, optionally followed by a colon and figures.
     """
 
     deployment: str
@@ -61,9 +61,9 @@ def plan(
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
 ) -> tuple[Action, ...]:
-    """Return what moves ``assignments`` towards the deployments' replicas. Same values, same answer.
+    """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
-    ``workers`` are the live ones. Applying the actions and planning again gives no write until a state
+    ``workers`` are the live ones. After the actions are applied, another plan writes nothing until a state
     changes. Higher priority is placed first, then by name; no worker gets two replicas of one deployment.
     """
     hosts = hosts_of(deployments, workers, nodes, assignments)
@@ -85,15 +85,15 @@ def _drop_unwanted(hosts: Sequence[Host], wanted: Mapping[str, Deployment]) -> N
 
 
 def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
-    """Give one deployment its replicas. Returns what is missing when no worker can take it."""
+    """Place the replicas of one deployment. Returns the shortage when no worker can take a replica."""
     name = deployment.meta.name
     version = _version_of(deployment)
-    settle_before(deployment, version, hosts)
+    retire_previous(deployment, version, hosts)
     for host in hosts:
         if name in host.held and host.held[name] != version:
             host.held[name] = version
             host.reasons.append(f"{name}: other settings")
-    _leave_starved(deployment, hosts)
+    _remove_starved(deployment, hosts)
     placed = [host for host in hosts if name in host.held]
     moving = [host for host in placed if host.leaving or not host.matches(deployment.node_selector)]
     staying = [host for host in placed if host not in moving]
@@ -111,10 +111,10 @@ def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
     for host in staying:
-        _make_room(host, version)
-    missing = make_way(deployment, version, hosts, deployment.replicas - len(staying))
-    moving.sort(key=lambda host: not host.live)  # of those that may serve on, the live ones
-    _let_go(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
+        _evict_for(host, version)
+    missing = free_memory_for_update(deployment, version, hosts, deployment.replicas - len(staying))
+    moving.sort(key=lambda host: not host.live)  # prefer live workers among those that keep serving
+    _remove_moving(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
     return Unplaced(name, missing, rejected) if missing else None
 
 
@@ -128,10 +128,10 @@ def _version_of(deployment: Deployment) -> AssignedVersion:
     )
 
 
-def _leave_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
-    """Take replicas off workers without memory for them, as many as others have room for.
+def _remove_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
+    """Take replicas off workers without memory for them, as many as other workers have room for.
 
-    Such a replica serves nobody, so it need not wait for its replacement.
+    Such a replica serves no requests, so it need not wait for its replacement.
     """
     version = _version_of(deployment)
     name, digest, rank = version.deployment, version.version_digest, version.priority.rank
@@ -146,25 +146,25 @@ def _leave_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
     )
     for host in starved[: max(0, roomy)]:
         if host.memory.needed_bytes(version) > host.memory.free_bytes(but=digest, rank=rank):
-            host.remove(name, "no memory")  # else its worker is about to load it
+            host.remove(name, "no memory")  # the worker would otherwise load it
 
 
-def _make_room(host: Host, version: AssignedVersion) -> None:
-    """Take away what has to yield so that the worker can load this version."""
+def _evict_for(host: Host, version: AssignedVersion) -> None:
+    """Evict replicas of lower priority so that the worker can load this version."""
     if version.version_digest not in host.needs:
         return
-    for digest, size_bytes in host.memory.yielding(version):
+    for digest, size_bytes in host.memory.evictions_for(version):
         why = f"yields {size_bytes // 2**20} MiB to {version.deployment}"
-        yielding = [one for one in host.assigned if one.version_digest == digest]
-        for one in yielding:
+        evicted = [one for one in host.assigned if one.version_digest == digest]
+        for one in evicted:
             if one in host.before.get(one.deployment, ()):
                 host.remove_before(one, why)
             else:
                 host.remove(one.deployment, why)
 
 
-def _let_go(moving: Sequence[Host], name: str, *, keep: int) -> None:
-    """Remove the replicas that move, all but as many as are not READY elsewhere yet."""
+def _remove_moving(moving: Sequence[Host], name: str, *, keep: int) -> None:
+    """Remove the moving replicas, except as many as are not yet READY elsewhere."""
     for host in moving[keep:]:
         host.remove(name, "moved")
 
@@ -174,7 +174,7 @@ def _choose(
 ) -> Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
-    One where a lower priority has to yield is the last choice.
+    A worker that has to evict a lower priority is the last choice.
     """
     version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
@@ -206,7 +206,7 @@ def _in_zone(hosts: Sequence[Host], zone: str) -> int:
 def _surplus_rank(
     host: Host, version: AssignedVersion, staying: Sequence[Host]
 ) -> tuple[bool, bool, int, int, str]:
-    """Order in which replicas are given up, largest first: not READY, cordoned, crowded zone, loaded."""
+    """Sort key of surplus replicas, removed largest first: not READY, cordoned, crowded zone, loaded."""
     worker = host.worker
     return (
         not host.ready(version),

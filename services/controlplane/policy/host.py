@@ -1,4 +1,4 @@
-"""One worker while a plan is made."""
+"""One worker during planning."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ MAX_VERSIONS_PER_WORKER: Final = 16
 
 @dataclass(slots=True)
 class Host:
-    """A worker with what the plan gives it.
-
-    ``held``: by deployment, the version that it is to run. ``before``: by deployment, those that an update
-    replaces. One that is not ``live`` has an assignment and no lease. ``stored`` is its assignment as of
-    now, None without one.
-    """
+    """A worker and its planned assignment."""
 
     worker: Worker
+    # Whether it has a lease; a worker that is not live has only an assignment.
     live: bool
     node: Node
+    # Its current assignment, None without one.
     stored: tuple[AssignedVersion, ...] | None
+    # The minimum memory of a version in bytes, by digest.
     needs: Mapping[str, int]
+    # The planned version, by deployment.
     held: dict[str, AssignedVersion] = field(default_factory=dict)
+    # The versions that an update replaces, by deployment.
     before: dict[str, tuple[AssignedVersion, ...]] = field(default_factory=dict)
+    # The causes of the changes.
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -43,7 +44,7 @@ class Host:
 
     @property
     def assigned(self) -> tuple[AssignedVersion, ...]:
-        """Everything that the plan gives it, in the order in which it is stored."""
+        """The planned assignment, in stored order."""
         versions = (*self.held.values(), *(one for several in self.before.values() for one in several))
         return tuple(sorted(versions, key=lambda one: (one.deployment, one.retiring, one.version_digest)))
 
@@ -52,7 +53,7 @@ class Host:
         return MemoryView(self.worker, self.assigned, self.needs)
 
     def rejection(self, deployment: Deployment) -> str:
-        """Return why the worker may not get a replica of the deployment's version, empty when it may."""
+        """Return the reason against a replica of the deployment's version here, empty if it may be placed."""
         if deployment.meta.name in self.held:
             return "has_a_replica"
         if self.node.draining or self.worker.draining:
@@ -92,7 +93,7 @@ def hosts_of(
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
 ) -> tuple[Host, ...]:
-    """Return every worker that lives or has an assignment, by id."""
+    """Return every worker that is live or has an assignment, by id."""
     digests = {deployment.meta.name: deployment.version_digest for deployment in deployments}
     by_node = {node.worker_id: node for node in nodes}
     by_worker = {assignment.worker_id: assignment for assignment in assignments}

@@ -1,7 +1,7 @@
-"""Device memory as the planner sees it: what workers report, and what assignments will take. Pure.
+"""Device memory in the plan: what workers report, and what assignments will take. Pure.
 
 An engine serves every deployment of a version on its worker, so memory is counted by version digest, at the
-highest priority of its deployments. A worker that states no memory has no bound.
+highest priority of its deployments. A worker that reports no memory size has no bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNBOUNDED: Final = 1 << 62
 
 
 def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
-    """Return the least bytes that a version runs with, by digest, as far as a worker has found out."""
+    """Return the minimum bytes of each version, by digest, as measured by workers."""
     found: dict[str, int] = {}
     for worker in workers:
         for loaded in worker.versions:
@@ -29,7 +29,7 @@ def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView:
-    """One worker, with ``held`` assigned to it. ``needs`` is that of ``needs_of``."""
+    """The memory of one worker, with ``held`` assigned to it. ``needs`` is the result of ``needs_of``."""
 
     worker: Worker
     held: Sequence[AssignedVersion]
@@ -39,14 +39,17 @@ class MemoryView:
         loaded = self._loaded(digest)
         return 0 if loaded is None else loaded.weight_bytes + loaded.working_bytes + loaded.kv_bytes
 
-    def kept_bytes(self, digest: str, rank: int) -> int:
-        """Return what a version keeps when one of priority ``rank`` waits: it shrinks for its equals."""
+    def retained_bytes(self, digest: str, rank: int) -> int:
+        """Return the bytes that a version retains while one of priority ``rank`` waits.
+
+        It releases its spare memory to an equal or higher priority.
+        """
         loaded = self._loaded(digest)
         yields = loaded is not None and self._ranks().get(digest, 0) <= rank
         return self.granted_bytes(digest) - (loaded.spare_bytes if loaded is not None and yields else 0)
 
     def starved(self, digest: str) -> bool:
-        """Whether the worker has no memory for a version that is assigned to it."""
+        """Whether the worker lacks memory for a version that is assigned to it."""
         loaded = self._loaded(digest)
         return (
             loaded is not None
@@ -58,18 +61,19 @@ class MemoryView:
     def free_bytes(
         self, *, but: str = "", rank: int = -1, held_from_rank: int = 0, due_from_rank: int = 0
     ) -> int:
-        """Return what is left of the granted memory and of what assigned versions are still to have.
+        """Return the worker's bytes without the granted memory and the outstanding needs of assigned
+        versions.
 
-        ``but`` is left out; for one of priority ``rank`` others give back what they can spare. Grants count
-        from priority ``held_from_rank`` on, what is due from ``due_from_rank`` on. What does not fit any more
-        is not due.
+        ``but`` is left out. For a version of priority ``rank``, others release what they can spare. Grants
+        count from priority ``held_from_rank`` on, outstanding needs from ``due_from_rank`` on. A need that no
+        longer fits is not outstanding.
         """
         if not self.worker.memory_bytes:
             return UNBOUNDED
         ranks = self._ranks()
         digests = sorted((digest for digest in ranks if digest != but), key=lambda d: (-ranks[d], d))
         left = self.worker.memory_bytes - sum(
-            self.kept_bytes(digest, rank) for digest in digests if ranks[digest] >= held_from_rank
+            self.retained_bytes(digest, rank) for digest in digests if ranks[digest] >= held_from_rank
         )
         for digest in digests:
             due = self.needs.get(digest, 0)
@@ -78,19 +82,19 @@ class MemoryView:
         return left
 
     def needed_bytes(self, version: AssignedVersion) -> int:
-        """Return what a version needs at least here, 0 while unknown.
+        """Return the version's minimum here, 0 while unknown.
 
-        One that is on its way out would keep what it has: it comes back smaller only once it is gone.
+        A version that is being unloaded still needs its present memory; it can shrink only after that.
         """
         if version.executor == "null":
             return 0
         digest = version.version_digest
         return max(self.needs.get(digest, 0), self.granted_bytes(digest))
 
-    def yielding(self, version: AssignedVersion) -> tuple[tuple[str, int], ...]:
-        """Return (digest, bytes) of the versions that have to go so that ``version`` can be loaded.
+    def evictions_for(self, version: AssignedVersion) -> tuple[tuple[str, int], ...]:
+        """Return (digest, bytes) of the versions to evict so that ``version`` can be loaded.
 
-        Only lower priorities go, the lowest first, and none when all of them would not be enough.
+        Only lower priorities are evicted, the lowest first, and none when all of them would not suffice.
         """
         digest = version.version_digest
         needed_bytes = self.needed_bytes(version)
@@ -101,24 +105,24 @@ class MemoryView:
         short = needed_bytes - self.free_bytes(but=digest, rank=rank, due_from_rank=rank)
         lower = sorted(
             (
-                (ranks[other], -self.kept_bytes(other, rank), other)
+                (ranks[other], -self.retained_bytes(other, rank), other)
                 for other in ranks
                 if other != digest and ranks[other] < rank and self.granted_bytes(other)
             ),
         )
-        going: list[tuple[str, int]] = []
+        evicted: list[tuple[str, int]] = []
         for _, minus_bytes, other in lower:
             if short <= 0:
                 break
-            going.append((other, -minus_bytes))
+            evicted.append((other, -minus_bytes))
             short += minus_bytes
         if short > 0:
             return ()
-        for one in reversed(list(going)):  # the highest priority first: what is more than enough stays
+        for one in reversed(list(evicted)):  # keep the highest priorities whose eviction is not needed
             if short + one[1] <= 0:
-                going.remove(one)
+                evicted.remove(one)
                 short += one[1]
-        return tuple(going)
+        return tuple(evicted)
 
     def _ranks(self) -> dict[str, int]:
         ranks: dict[str, int] = {}
@@ -133,7 +137,7 @@ class MemoryView:
 
 
 def no_memory(memory: MemoryView, version: AssignedVersion) -> str:
-    """Return why the worker has no room for the version even if lower priorities yield, empty if it has."""
+    """Return why the worker lacks room for the version even after evictions, empty if it has room."""
     rank = version.priority.rank
     needed_bytes = memory.needed_bytes(version)
     free = memory.free_bytes(but=version.version_digest, rank=rank, held_from_rank=rank, due_from_rank=rank)

@@ -1,9 +1,10 @@
-"""How a deployment passes from one version to another without a time in which nothing serves it.
+"""The change of a deployment to another version, always with a version that serves.
 
-The new version is loaded beside the one before. That one retires once the new one takes new requests
-(``Deployment.serving_digest``), and leaves its worker when everything that was accepted for it has ended.
-Where no worker has memory for both, the one before leaves one worker at a time, and only while another
-worker serves it. Where none does, it stays: an update never ends the only version that serves.
+The new version is loaded beside the previous one. The previous version retires once the new one takes new
+requests (``Deployment.serving_digest``), and is removed from its worker when all requests accepted for it
+have ended. Where no worker has memory for both, the previous version is removed from one worker at a time,
+and only while another worker serves the deployment. If none does, it stays: an update never ends the only
+version that serves.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from services.controlplane.policy.host import Host
 from services.controlplane.policy.memory import no_memory
 from services.core.records import AssignedVersion, Deployment, VersionState, replicas_in
 
-# A version that is loaded again soon has what was placed for it wait for that.
+# RESTARTING counts: requests placed for a version that reloads soon wait for it.
 _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
 
-def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
-    """Keep the version before that takes new requests, and retire or drop the others.
+def retire_previous(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
+    """Keep the previous version that takes new requests, and retire or drop the others.
 
-    One that served nobody when the update began is replaced in its place.
+    A previous version that served no requests when the update began is replaced in place.
     """
     name = deployment.meta.name
     ready = _replicas_in(VersionState.READY, name, hosts)
@@ -37,7 +38,8 @@ def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Seque
             elif serving != old.version_digest and ready.get(serving):
                 stays = host.live and loaded is not None and (serves or old.retiring)
                 if stays and not _serves_another(old, host):
-                    _keep(host, old, replace(kept, retiring=True), "replaced")  # it leaves when it has ended
+                    # removed when its requests have ended
+                    _keep(host, old, replace(kept, retiring=True), "replaced")
                 else:
                     host.remove_before(old, "replaced")
             elif serves or old.served:
@@ -52,10 +54,12 @@ def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Seque
                 host.remove_before(old, "moved")
 
 
-def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], missing: int) -> int:
-    """Take the version before off one worker that has no memory for both, if another serves meanwhile.
+def free_memory_for_update(
+    deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], missing: int
+) -> int:
+    """Remove the previous version from one worker without memory for both, if another worker serves.
 
-    ``missing`` replicas have no worker. Returns how many have none then.
+    ``missing`` replicas have no worker. Returns how many then have none.
     """
     name = deployment.meta.name
     if any(_is_coming(version, host) for host in hosts):
@@ -65,7 +69,7 @@ def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[H
         if not host.live or not before or not _is_short(deployment, version, host, missing):
             continue
         if any(old.retiring for old in before):
-            continue  # it leaves by itself, when what was accepted for it has ended
+            continue  # removed when the requests accepted for it have ended
         states = [loaded.state for old in before if (loaded := host.worker.loaded(old)) is not None]
         if any(state in _SERVES for state in states) and not _served_elsewhere(name, host, hosts):
             continue
@@ -79,7 +83,7 @@ def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[H
 
 
 def _replicas_in(state: VersionState, name: str, hosts: Sequence[Host]) -> Mapping[str, int]:
-    """Return how many replicas of a deployment are in a state on workers that stay, by version digest."""
+    """Return, by version digest, how many replicas of a deployment are in a state on workers that stay."""
     return replicas_in(state, (host.worker for host in hosts if host.live)).get(name, {})
 
 
@@ -91,7 +95,7 @@ def _keep(host: Host, old: AssignedVersion, kept: AssignedVersion, why: str) -> 
 
 
 def _serves_another(old: AssignedVersion, host: Host) -> bool:
-    """Whether another deployment keeps the same version on the worker: then nothing leaves."""
+    """Whether another deployment uses the same version on the worker: then nothing is unloaded."""
     return any(
         one.version_digest == old.version_digest and one.deployment != old.deployment and not one.retiring
         for one in host.assigned
@@ -99,7 +103,7 @@ def _serves_another(old: AssignedVersion, host: Host) -> bool:
 
 
 def _is_coming(version: AssignedVersion, host: Host) -> bool:
-    """Whether a worker has only the new version, and is about to serve it."""
+    """Whether a worker has only the new version, and will serve it."""
     name = version.deployment
     if host.leaving or name not in host.held or name in host.before or host.ready(version):
         return False
@@ -107,7 +111,7 @@ def _is_coming(version: AssignedVersion, host: Host) -> bool:
 
 
 def _is_short(deployment: Deployment, version: AssignedVersion, host: Host, missing: int) -> bool:
-    """Whether the worker lacks memory for the new version, and has it without the one before."""
+    """Whether the worker lacks memory for the new version, and has it without the previous one."""
     name, digest = version.deployment, version.version_digest
     if name in host.held:
         short = host.memory.starved(digest)
@@ -122,7 +126,7 @@ def _is_short(deployment: Deployment, version: AssignedVersion, host: Host, miss
 
 
 def _served_elsewhere(name: str, host: Host, hosts: Sequence[Host]) -> bool:
-    """Whether another worker that stays serves the deployment in a version that this one has of it."""
+    """Whether another worker that stays serves the deployment in a version that this worker has."""
     digests = {old.version_digest for old in host.before.get(name, ())}
     staying = [one for one in hosts if one is not host and not one.node.draining]
     others = _replicas_in(VersionState.READY, name, staying)

@@ -1,4 +1,4 @@
-"""Tenants and their API keys, as operators make them."""
+"""Tenants and API keys: the operations of operators."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from services.core.errors import (
     ModelNotFound,
     UnsupportedFeature,
 )
-from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Tenant
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
-from services.runtime.requests import Request, Together
+from services.runtime.requests import Together, WriteRequest
 
 log = structlog.get_logger()
 
-# What a key, a placement and a limit can name.
+# A name that fits a key, a placement and a limit.
 _TENANT_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?")
 _DEPLOYMENT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?")
 _KEYS_OF_TENANT: Final = ROOT + "guards/tenant-keys/"
@@ -42,8 +42,8 @@ class Accounts:
         self._clock = clock
         self._sealer = sealer
         self._new_secret = new_secret
-        self._tenants = Resources(store, clock, TENANTS, Tenant, with_meta=_tenant_meta)
-        self._keys = Resources(store, clock, KEYS, ApiKey, with_meta=_key_meta)
+        self._tenants = Resources(store, clock, TENANTS, Tenant)
+        self._keys = Resources(store, clock, KEYS, ApiKey)
 
     # --- tenants ---------------------------------------------------------------------------------
 
@@ -68,11 +68,10 @@ class Accounts:
         return await self._tenants.page(size=size, token=token)
 
     async def update_tenant(self, tenant: Tenant, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
-        """Replace a tenant. Its limits hold for the next request that a gateway admits.
+        """Replace a tenant. Its limits apply from the next request that a gateway admits.
 
-        A disabled tenant's next request is refused as soon as a gateway has heard of it; what runs goes on
-        to its end. Raises ModelNotFound for a model of its policy that it did not have and that is not
-        deployed.
+        Once a gateway receives the change, it rejects new requests of a disabled tenant; running requests
+        finish. Raises ModelNotFound for a model that is new in its policy and not deployed.
         """
         _require_offered(tenant)
         request = self._tenants.request("update", tenant, request_id, etag=etag)
@@ -97,7 +96,7 @@ class Accounts:
                 name=name,
                 keys=len(owned),
             )
-        # A key made since the look at the keys moved the guard, and the commit fails.
+        # A key created after that read moved the guard; the commit then fails.
         unmoved = ModRevisionIs(_KEYS_OF_TENANT + name, guard.mod_revision if guard else 0)
         together = Together((unmoved,), (Delete(_KEYS_OF_TENANT + name),))
         await self._tenants.delete(name, request, etag=etag, together=together)
@@ -106,9 +105,10 @@ class Accounts:
     # --- keys ------------------------------------------------------------------------------------
 
     async def create_key(self, key: ApiKey, *, request_id: str = "") -> tuple[Stored[ApiKey], str]:
-        """Return a new key and its text, of which only the hash stays.
+        """Return a new key and its text; only the text's hash is stored.
 
-        For the ten minutes of a request id the text is kept sealed, so that its repetition has it again.
+        The text is stored sealed for the ten minutes of a request id, so that a repeated request returns it
+        again.
         """
         name = key.meta.name
         request = self._keys.request("create", _bare(key), request_id)
@@ -138,14 +138,14 @@ class Accounts:
         return await self._keys.page(size=size, token=token)
 
     async def delete_key(self, name: str, *, etag: str = "", request_id: str = "") -> None:
-        """Remove a key; gateways refuse it as soon as they hear of it."""
+        """Remove a key; each gateway rejects it once it receives the change."""
         await self._keys.delete(name, self._keys.request("delete", name, request_id, etag=etag), etag=etag)
         log.info("key.deleted", key=name)
 
     async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
-        """Replace a key's models, expiry and labels. Its role, tenant and secret stay; others are refused.
+        """Replace a key's models, expiry and labels. Rejects changes of its role, tenant or secret.
 
-        Raises ModelNotFound for a model that it did not have and that is not deployed.
+        Raises ModelNotFound for a model that is new and not deployed.
         """
 
         def changed(key: ApiKey) -> ApiKey:
@@ -168,10 +168,10 @@ class Accounts:
     async def rotate_key(
         self, name: str, *, grace_s: float, etag: str = "", request_id: str = ""
     ) -> tuple[Stored[ApiKey], str]:
-        """Return the key with a new text; the old one is good for ``grace_s`` more seconds.
+        """Return the key with a new text; the old text stays valid for ``grace_s`` more seconds.
 
-        The same request id again has the same text and does not rotate again, so a retry costs nobody the
-        grace of the old one. Without an id each call rotates.
+        A repeated request id returns the same text without another rotation, so a retry does not shorten the
+        old text's grace. Without an id each call rotates.
         """
         request = self._keys.request("rotate", (name, grace_s), request_id, etag=etag)
         secret = self._new_secret()
@@ -194,7 +194,7 @@ class Accounts:
         return stored, text
 
     async def _require_deployed(self, models: Iterable[str], *, field: str) -> None:
-        """Raises ModelNotFound for the first name that is no deployment's: most often it is misspelt."""
+        """Raises ModelNotFound for the first name without a deployment: most often it is misspelt."""
         for model in models:
             if not (_DEPLOYMENT.fullmatch(model) and await self._store.get(DEPLOYMENTS + model)):
                 raise ModelNotFound(
@@ -203,19 +203,19 @@ class Accounts:
                     field=field,
                 )
 
-    def _seal(self, secret: bytes, request: Request) -> str:
+    def _seal(self, secret: bytes, request: WriteRequest) -> str:
         if not request.request_id:
             return ""
         return self._sealer.seal(secret, request.key, self._new_secret())
 
-    def _unsealed(self, stored: Stored[ApiKey], request: Request) -> tuple[Stored[ApiKey], str]:
+    def _unsealed(self, stored: Stored[ApiKey], request: WriteRequest) -> tuple[Stored[ApiKey], str]:
         text, hashed = secrets.new_key(stored.record.meta.name, self._sealer.open(stored.sealed, request.key))
         if hashed != stored.record.secret_hash:
             raise IntegrityError("the sealed secret is not the one that was given: rotate the key again")
         return stored, text
 
     async def _owner_of(self, key: ApiKey) -> Together:
-        """What ties a key to its tenant: the tenant is there, and whoever deletes it learns of the key."""
+        """The condition that ties a key to its tenant: it exists, and its deletion detects the key."""
         if key.role is KeyRole.ADMIN:
             if key.tenant or key.models:
                 raise InvalidInput("an admin key has no tenant and no models", field="key.tenant")
@@ -232,7 +232,7 @@ class Accounts:
 
 
 def _require_offered(tenant: Tenant) -> None:
-    """Raises UnsupportedFeature for a limit that nothing would hold: a promise is refused, not ignored.
+    """Raises UnsupportedFeature for a limit that is not enforced: it must not be ignored.
 
     Raises InvalidInput for a policy that can never apply.
     """
@@ -257,11 +257,3 @@ def _degraded_models(tenant: Tenant) -> tuple[str, ...]:
 
 def _bare(key: ApiKey) -> ApiKey:
     return replace(key, secret_hash="", previous_secret_hash="", previous_expire_unix_s=0.0)
-
-
-def _tenant_meta(record: Tenant, meta: Meta) -> Tenant:
-    return replace(record, meta=meta)
-
-
-def _key_meta(record: ApiKey, meta: Meta) -> ApiKey:
-    return replace(record, meta=meta)

@@ -1,4 +1,4 @@
-"""The first admin key: given in a file, so that an installation can be operated at all."""
+"""The first admin key, from a file: the initial access to an installation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MAX_FILE_BYTES: Final = 1024
 
 
 async def bootstrap(store: Store, clock: Clock, admin_key_file: Path) -> str:
-    """Return the name of the admin key in the file, which the store now knows by its hash.
+    """Return the name of the admin key in the file, whose hash is now stored.
 
-    The file holds ``fw_<name>_<secret>``; it counts as the truth: another secret under that name is
-    replaced. Raises FailedPrecondition for a file that is not there, that others can read, or that holds
-    no key, and when the name is a tenant's key.
+    The file holds ``fw_<name>_<secret>`` and is authoritative: it replaces another secret under that name.
+    Raises FailedPrecondition for a file that is missing, readable by others or without a key, and when the
+    name is a tenant's key.
     """
     name, secret = _read(admin_key_file)
     hashed = secrets.secret_hash(secret)

@@ -1,4 +1,4 @@
-"""Deployments as operators make and see them."""
+"""Deployments: the operations of operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
     Deployment,
-    Meta,
     Tag,
     load,
     model_users_key,
@@ -30,12 +29,13 @@ log = structlog.get_logger()
 
 
 class Deployments:
-    """Stateless. A tag is resolved when a deployment is created or updated, never by itself: a tag that
-    moves changes what the next create or update means, and nothing that runs."""
+    """Stateless. Only a create or an update resolves a tag. A tag that moves affects the next create or
+    update, not a running deployment.
+    """
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
-        self._kind = Resources(store, clock, DEPLOYMENTS, Deployment, with_meta=_with_meta)
+        self._kind = Resources(store, clock, DEPLOYMENTS, Deployment)
 
     async def create(self, deployment: Deployment, *, request_id: str = "") -> DeploymentView:
         """Store a deployment whose version is pinned to a digest. Raises NotFound for an unknown version."""
@@ -57,7 +57,7 @@ class Deployments:
         return deployment_view(self._kind.stored(entry), snapshot, unplaced_in(snapshot.fleet))
 
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[DeploymentView, ...], str]:
-        """Return a page with what the fleet makes of each, all as of one revision."""
+        """Return a page with the fleet status of each deployment, all as of one revision."""
         snapshot = await read_snapshot(self._store)
         found = self._kind.by_name(snapshot.under(DEPLOYMENTS))
         page, following = page_of(found, lambda stored: stored.record.meta.name, size=size, token=token)
@@ -65,7 +65,7 @@ class Deployments:
         return tuple(deployment_view(stored, snapshot, unplaced) for stored in page), following
 
     async def update(self, deployment: Deployment, *, etag: str = "", request_id: str = "") -> DeploymentView:
-        """Replace a deployment. A tag is resolved again, so naming it again follows where it moved."""
+        """Replace a deployment. Resolves its tag again, so repeating the tag picks up its new version."""
         request = self._kind.request("update", deployment, request_id, etag=etag)
         stored = await self._kind.replayed(request)
         if stored is None:
@@ -79,7 +79,7 @@ class Deployments:
         return await self._view(stored)
 
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
-        """Remove a deployment; its replicas are taken off their workers."""
+        """Remove a deployment; the planner then removes its replicas from their workers."""
         await self._kind.delete(name, self._kind.request("delete", name, request_id, etag=etag), etag=etag)
         log.info("deployment.deleted", deployment=name)
 
@@ -95,7 +95,7 @@ class Deployments:
         return deployment_view(stored, snapshot, unplaced_in(snapshot.fleet))
 
     async def _pinned(self, deployment: Deployment) -> tuple[Deployment, Together]:
-        """Return the deployment with its digest, and what keeps the version from being deleted meanwhile."""
+        """Return the deployment with its digest, and the condition that the version still exists."""
         digest = deployment.version
         if not is_digest(digest):
             if not is_tag(digest):
@@ -116,7 +116,3 @@ class Deployments:
             operations=(Put(model_users_key(deployment.model), b""),),
         )
         return replace(deployment, version_digest=digest), together
-
-
-def _with_meta(record: Deployment, meta: Meta) -> Deployment:
-    return replace(record, meta=meta)

@@ -1,4 +1,4 @@
-"""Nodes: what operators say of workers."""
+"""Nodes: the operators' settings of workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.ports.store import (
     Put,
     Store,
 )
-from services.runtime.requests import Answer, Answered, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, Answered, RequestLog, Together, WriteRequest, fingerprint_of
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ _TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A verb and what it makes of a node; the etag of a node that nobody spoke of is "0"."""
+    """A verb and its change of a node; a node without operator settings has the etag "0"."""
 
     verb: str
     apply: Callable[[Node], Node]
@@ -52,7 +52,7 @@ class Nodes:
         self._requests = RequestLog(store)
 
     async def get(self, name: str) -> NodeView:
-        """Return a worker that lives, that operators spoke of or that has work. Raises NotFound."""
+        """Return a worker that is live, has operator settings or has an assignment. Raises NotFound."""
         snapshot = await read_snapshot(self._store)
         found = node_view(name, snapshot, unplaced_in(snapshot.fleet))
         if found is None:
@@ -68,19 +68,19 @@ class Nodes:
         return tuple(view for view in views if view is not None), following
 
     async def cordon(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
-        """Give a node no new work."""
+        """Stop new assignments to a node."""
         return await self._change(name, _CORDON, etag, request_id)
 
     async def uncordon(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
-        """Let a node have work again; a drain that goes on ends."""
+        """Allow new assignments to a node again; ends a drain that is under way."""
         return await self._change(name, _UNCORDON, etag, request_id)
 
     async def drain(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
-        """Give a node no new work and move what it has; returns at once, the view's drain tells how far."""
+        """Stop new assignments and start moving the replicas away; the view's drain shows the progress."""
         return await self._change(name, _DRAIN, etag, request_id)
 
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
-        """Forget a node that is gone, and its assignment.
+        """Delete a node without a lease, and its assignment.
 
         Raises NotFound, FailedPrecondition while it holds its lease, EtagMismatch, Conflict.
         """
@@ -94,7 +94,7 @@ class Nodes:
                 f"node {name} lives at {view.worker.address}: drain it, stop it, then delete it", name=name
             )
         gone: list[Operation] = [Delete(NODES + name), Delete(ASSIGNMENTS + name)]
-        # It may come back at this moment; then it keeps what it has.
+        # If the worker registers at this moment, it keeps its assignment.
         conditions: list[Condition] = [
             CreateRevisionIs(WORKERS + name, 0),
             ModRevisionIs(NODES + name, view.mod_revision),
@@ -120,15 +120,15 @@ class Nodes:
         raise Conflict(f"node {name} is being changed by others; try again", name=name)
 
     async def _again(self, name: str, found: Answered) -> NodeView:
-        """Return what was answered before, with the worker as it is now; the node may be forgotten since."""
+        """Return the earlier answer with the worker's present state; the node may be deleted since."""
         snapshot = await read_snapshot(self._store)
         node = load(found.answer.record, Node)
         view = node_view(name, snapshot, unplaced_in(snapshot.fleet)) or NodeView(node, 0, None, 0)
         return replace(view, node=node, mod_revision=found.revision)
 
 
-def _request(verb: str, name: str, request_id: str, etag: str) -> Request:
-    return Request("node", request_id, fingerprint_of(verb, name.encode(), etag))
+def _request(verb: str, name: str, request_id: str, etag: str) -> WriteRequest:
+    return WriteRequest("node", request_id, fingerprint_of(verb, name.encode(), etag))
 
 
 def _not_found(name: str) -> NotFound:

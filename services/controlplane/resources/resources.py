@@ -1,37 +1,32 @@
-"""Create, get, list, update and delete of one kind of operator-made resource, once for all kinds.
+"""Create, get, list, update and delete of operator-made resources, one implementation for all kinds.
 
-An etag is the store's mod_revision. Every write is conditional on what was read, so that two operators
-cannot overwrite each other unseen. What a request id promises is in ``runtime/requests.py``.
+An etag is the store's mod_revision. Every write is conditional on what was read, so that no operator
+overwrites another's change unseen. ``runtime/requests.py`` documents request ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from services.controlplane.fleet import readable
 from services.core.errors import AlreadyExists, Conflict, EtagMismatch, NotFound
 from services.core.paging import page_of
-from services.core.records import Meta, dump, load
+from services.core.records import ApiKey, Deployment, Tenant, dump, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
-from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
 
 _TRIES: Final = 5
 
 
-class Resource(Protocol):
-    @property
-    def meta(self) -> Meta: ...
-
-
-R = TypeVar("R", bound=Resource)
+R = TypeVar("R", Tenant, ApiKey, Deployment)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored(Generic[R]):
-    """A record as it is stored. ``sealed`` is what the answer to a repeated request id keeps of a secret."""
+    """A stored record. ``sealed`` is the part of a secret that a repeated request's answer needs."""
 
     record: R
     create_revision: int
@@ -48,25 +43,22 @@ _ALONE: Final = Together()
 
 
 class Resources(Generic[R]):
-    """One kind under one prefix. ``noun`` stands in messages. ``with_meta`` puts a Meta into a record."""
+    """One kind under one prefix."""
 
-    def __init__(
-        self, store: Store, clock: Clock, prefix: str, kind: type[R], *, with_meta: Callable[[R, Meta], R]
-    ) -> None:
+    def __init__(self, store: Store, clock: Clock, prefix: str, kind: type[R]) -> None:
         self._store = store
         self._requests = RequestLog(store)
         self._clock = clock
         self._prefix = prefix
-        self._kind = kind
-        self._noun = kind.__name__.lower()
-        self._with_meta = with_meta
+        self._kind: type[R] = kind
+        self._noun = kind.__name__.lower()  # for messages
 
-    def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> Request:
-        """Return a request of this kind; ``content`` is what it asks for, without what is drawn for it."""
-        return Request(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
+    def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> WriteRequest:
+        """Return a request of this kind; ``content`` is the caller's input, without generated values."""
+        return WriteRequest(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
 
-    async def replayed(self, request: Request) -> Stored[R] | None:
-        """Return what a create or an update with this request id was answered with."""
+    async def replayed(self, request: WriteRequest) -> Stored[R] | None:
+        """Return the earlier answer to a create or an update with this request id."""
         found = await self._requests.answered(request)
         if found is None:
             return None
@@ -78,19 +70,19 @@ class Resources(Generic[R]):
             sealed=found.answer.sealed,
         )
 
-    async def done(self, request: Request) -> bool:
-        """Whether a request with this id was answered. Raises Conflict when another one was."""
+    async def done(self, request: WriteRequest) -> bool:
+        """Whether a request with this id was answered. Raises Conflict when it had other content."""
         return await self._requests.answered(request) is not None
 
     async def create(
-        self, record: R, request: Request, *, together: Together = _ALONE, sealed: str = ""
+        self, record: R, request: WriteRequest, *, together: Together = _ALONE, sealed: str = ""
     ) -> Stored[R]:
         """Store a new record. Raises AlreadyExists, Conflict for a request id used with other content."""
         name, key = record.meta.name, self.key(record.meta.name)
         if (found := await self.replayed(request)) is not None:
             return found
         now_s = self._clock.unix_s()
-        record = self._with_meta(record, replace(record.meta, create_unix_s=now_s, update_unix_s=now_s))
+        record = replace(record, meta=replace(record.meta, create_unix_s=now_s, update_unix_s=now_s))
         data = dump(record)
         write = Together(
             [ModRevisionIs(key, 0), *together.conditions], [Put(key, data), *together.operations]
@@ -116,11 +108,11 @@ class Resources(Generic[R]):
         return page_of(await self.all(), lambda found: found.record.meta.name, size=size, token=token)
 
     async def all(self) -> tuple[Stored[R], ...]:
-        """Return every record that can be read, sorted by name."""
+        """Return every readable record, sorted by name."""
         return self.by_name((await self._store.list(self._prefix)).entries)
 
     def by_name(self, entries: Iterable[Entry]) -> tuple[Stored[R], ...]:
-        """Return those of the entries that can be read, sorted by name."""
+        """Return the readable entries, sorted by name."""
         found = [
             Stored(record, entry.create_revision, entry.mod_revision)
             for entry in entries
@@ -132,13 +124,13 @@ class Resources(Generic[R]):
         self,
         name: str,
         change: Callable[[R], R],
-        request: Request,
+        request: WriteRequest,
         *,
         etag: str = "",
         together: Together = _ALONE,
         sealed: str = "",
     ) -> Stored[R]:
-        """Apply ``change`` to what is stored; it may run again when another write comes between.
+        """Apply ``change`` to the stored record; ``change`` runs again after a concurrent write.
 
         Raises NotFound, EtagMismatch when ``etag`` is given and is not the stored one.
         """
@@ -151,7 +143,7 @@ class Resources(Generic[R]):
             record = change(old.record)
             created_s, now_s = old.record.meta.create_unix_s, self._clock.unix_s()
             meta = replace(record.meta, name=name, create_unix_s=created_s, update_unix_s=now_s)
-            data = dump(record := self._with_meta(record, meta))
+            data = dump(record := replace(record, meta=meta))
             write = Together(
                 [ModRevisionIs(key, old.mod_revision), *together.conditions],
                 [Put(key, data), *together.operations],
@@ -162,9 +154,9 @@ class Resources(Generic[R]):
         raise Conflict(f"{self._noun} {name} is being changed by others; try again", name=name)
 
     async def delete(
-        self, name: str, request: Request, *, etag: str = "", together: Together = _ALONE
+        self, name: str, request: WriteRequest, *, etag: str = "", together: Together = _ALONE
     ) -> None:
-        """Remove a record. Raises NotFound, EtagMismatch, Conflict when another write came between."""
+        """Remove a record. Raises NotFound, EtagMismatch, Conflict after a concurrent write."""
         if await self._requests.answered(request) is not None:
             return
         old = await self.get(name)
@@ -189,7 +181,7 @@ class Resources(Generic[R]):
 
 
 def require_etag(what: str, mod_revision: int, etag: str) -> None:
-    """Return if no etag is given or it is the stored one's. Raises EtagMismatch."""
+    """Return if no etag is given or it equals the stored one. Raises EtagMismatch."""
     if etag and etag != str(mod_revision):
         raise EtagMismatch(
             f"{what} has etag {mod_revision}, not {etag}; read it again",

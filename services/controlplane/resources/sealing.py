@@ -1,8 +1,8 @@
-"""Secrets that a repeated request is answered with: kept for the ten minutes of its request id, sealed.
+"""Sealed secrets: the answers to repeated requests, stored for the ten minutes of a request id.
 
 The store holds ``nonce, secret XOR pad`` where the pad is an HMAC-SHA256 over nonce and context, under a key
-derived for this purpose alone. Who reads the store and lacks the installation's key learns nothing; who
-changes it is found out by the hash that is stored with the key.
+derived for this purpose alone. A reader of the store without the installation's key learns nothing; the hash
+that is stored with the key detects a changed secret.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sealer:
         return (nonce + _xor(secret, self._pad(nonce, context))).hex()
 
     def open(self, sealed: str, context: str) -> bytes:
-        """Return what was sealed in this context. Another context or key gives another secret."""
+        """Return the secret sealed in this context. Another context or key gives another secret."""
         try:
             data = bytes.fromhex(sealed)
         except ValueError as exc:

@@ -1,4 +1,4 @@
-"""What is told of deployments and nodes: the operator's wish beside what the fleet makes of it."""
+"""The status of deployments and nodes: the operator's settings beside the fleet's state."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from services.core.records import (
 )
 
 MAX_MESSAGE_CHARS: Final = 1024
-_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)  # the message is about what is not served
+_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)  # whose message is about limited service
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView:
-    """A deployment with what the fleet makes of it. ``message`` says why it is not at its replicas, and what
-    those that are READY do not serve.
+    """A deployment with its fleet state. ``message`` explains missing replicas, and what the READY ones do
+    not serve.
 
-    ``tag_digest``: what its tag names now; empty when its version is a digest or the tag is gone.
+    ``tag_digest``: the digest that its tag names now; empty when its version is a digest or the tag was
+    deleted.
     """
 
     stored: Stored[Deployment]
@@ -43,7 +44,7 @@ class DeploymentView:
 
     @property
     def ready(self) -> int:
-        """Return how many replicas of its version serve; those that an update replaces do not count."""
+        """Return how many replicas of its version serve, without those that an update replaces."""
         return sum(replica.ready and replica not in self.before for replica in self.replicas)
 
     @property
@@ -54,8 +55,8 @@ class DeploymentView:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """How far a node is with giving up what it runs. ``waiting_for``: per assigned version, why it stays."""
+class DrainProgress:
+    """The progress of a node's drain. ``waiting_for``: per assigned version, why it stays."""
 
     assigned: int
     ending: int
@@ -68,16 +69,16 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A worker as operators see it: what they said of it, and what it says of itself while it lives.
+    """A worker as operators see it: their settings, and the worker's own report while it lives.
 
-    ``drain`` is there while the operator or the worker itself drains it.
+    ``drain`` is set while the operator or the worker itself drains it.
     """
 
     node: Node
     mod_revision: int
     worker: Worker | None
     incarnation: int
-    drain: Drain | None = None
+    drain: DrainProgress | None = None
 
 
 def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
@@ -103,7 +104,7 @@ def deployment_view(
 
 
 def _update_parts(deployment: Deployment, replicas: Sequence[Replica], *, is_unplaced: bool) -> list[str]:
-    """Return what serves while an update goes on, and what an operator can do where it cannot go on."""
+    """Return what serves during an update, and what an operator can do where the update is blocked."""
     digest, name = deployment.version_digest, deployment.meta.name
     serving = [one for one in replicas if one.assigned.version_digest != digest and one.ready]
     if not serving:
@@ -119,7 +120,7 @@ def _update_parts(deployment: Deployment, replicas: Sequence[Replica], *, is_unp
         and one.loaded.reason == DoesNotFit.reason
     }
     new = [one for one in replicas if one.assigned.version_digest == digest]
-    is_stuck = len(serving) == 1 and len(short) == len(new)  # nobody else serves, and nobody loads
+    is_stuck = len(serving) == 1 and len(short) == len(new)  # one worker serves, and none loads
     if is_stuck and (short or is_unplaced):
         parts.append(
             "no worker has memory for both and no other serves meanwhile, so nothing changes; to load it, "
@@ -130,7 +131,7 @@ def _update_parts(deployment: Deployment, replicas: Sequence[Replica], *, is_unp
 
 
 def unplaced_message(unplaced: Unplaced) -> str:
-    """Return how many replicas have no worker, and why, with the figures of the first of each reason."""
+    """Return how many replicas have no worker, and why, with the first figures of each reason."""
     counts: dict[str, int] = {}
     figures: dict[str, str] = {}
     for worker_id, why in unplaced.rejected:
@@ -138,12 +139,12 @@ def unplaced_message(unplaced: Unplaced) -> str:
         counts[word] = counts.get(word, 0) + 1
         if rest:
             figures.setdefault(word, f" ({worker_id} {rest})")
-    told = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
-    return f"no worker for {unplaced.missing} replicas: {told or 'there is none'}"
+    words = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
+    return f"no worker for {unplaced.missing} replicas: {words or 'there is none'}"
 
 
 def node_names(snapshot: Snapshot) -> list[str]:
-    """Return every worker that lives, that operators spoke of, or that something is assigned to."""
+    """Return every worker that is live, has operator settings or has an assignment."""
     return sorted(
         {
             entry.key.removeprefix(prefix)
@@ -154,9 +155,9 @@ def node_names(snapshot: Snapshot) -> list[str]:
 
 
 def node_view(name: str, snapshot: Snapshot, unplaced: Mapping[str, Unplaced]) -> NodeView | None:
-    """Return a node as it stands in the snapshot, None when nothing is known of it.
+    """Return a node as of the snapshot, None for an unknown node.
 
-    Of a record that cannot be read nothing is known.
+    Unreadable records are ignored.
     """
     node, worker, assignment = (
         snapshot.entries.get(prefix + name) for prefix in (NODES, WORKERS, ASSIGNMENTS)
@@ -178,8 +179,8 @@ def node_view(name: str, snapshot: Snapshot, unplaced: Mapping[str, Unplaced]) -
 
 def drain_of(
     assigned: Assignment, worker: Worker | None, fleet: Fleet, unplaced: Mapping[str, Unplaced]
-) -> Drain:
-    """Return what keeps a draining node from being done."""
+) -> DrainProgress:
+    """Return what prevents the end of a node's drain."""
     held = {version.version_digest for version in assigned.versions}
     ending = {version.version_digest for version in worker.versions} - held if worker is not None else set()
     waiting: list[str] = []
@@ -193,7 +194,7 @@ def drain_of(
             if replica.worker_id != assigned.worker_id
         ]
         waiting.append(f"{version.deployment}: until READY elsewhere: {', '.join(elsewhere)}"[:512])
-    return Drain(len(assigned.versions), len(ending), tuple(waiting))
+    return DrainProgress(len(assigned.versions), len(ending), tuple(waiting))
 
 
 def _tag_digest(deployment: Deployment, snapshot: Snapshot) -> str:

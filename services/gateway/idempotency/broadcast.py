@@ -1,4 +1,4 @@
-"""The output of one request under a key, in memory, and the clients of this gateway that follow it."""
+"""The output of one request with an idempotency key, in memory, and this gateway's clients that follow it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Callable
 
 from services.core.errors import FairwayError, ResultExpired, StreamBroken
 from services.gateway.events import Accepted, Finished, RequestSink
-from services.gateway.idempotency.follower import Follower
-from services.gateway.idempotency.record_codec import Pin, degraded_out
+from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.record_codec import AcceptedTerms, degraded_out
 from services.gateway.idempotency.record_log import Diverged, Piece, RecordLog
 
 
-class Audience:
-    """Keeps the whole output, so that a client may come at any time, until it is too large.
+class FollowerBroadcast:
+    """Retains the whole output, so that a client may join at any time, until the output is too large.
 
-    From then on it keeps what its clients have yet to take, and nobody else can come.
+    From then on it retains only what its clients have yet to take, and no other client can join.
     """
 
-    def __init__(self, window_tokens: int, left: Callable[[Follower, bool], None]) -> None:
-        """``left`` hears of every follower that is done, and whether it wanted the request to end."""
+    def __init__(self, window_tokens: int, left: Callable[[RecordFollower, bool], None]) -> None:
+        """``left`` is called when a follower is done, with whether it requested the request's end."""
         self.log = RecordLog()
-        self.pin: Pin | None = None
+        self.terms: AcceptedTerms | None = None
         self.whole = True
         self._window = window_tokens
         self._left = left
-        self._followers: dict[Follower, bool] = {}
+        self._followers: dict[RecordFollower, bool] = {}
         self._fresh: bool | None = None
         self._end: Finished | FairwayError | None = None
 
     def __len__(self) -> int:
         return len(self._followers)
 
-    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
-        """Return the handle of a new client. Raises ResultExpired when the beginning is not kept.
+    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
+        """Return the handle of a new client. Raises ResultExpired when the output's beginning was dropped.
 
-        It hears nothing before it is told to ``catch_up``.
+        The client receives nothing before ``catch_up``.
         """
         if not self.whole:
             raise too_large()
-        follower = Follower(
+        follower = RecordFollower(
             sink,
             self.log,
             window_tokens=self._window,
@@ -48,8 +48,8 @@ class Audience:
         self._followers[follower] = first
         return follower
 
-    def catch_up(self, follower: Follower) -> None:
-        """Tell a client that came late what was said so far."""
+    def catch_up(self, follower: RecordFollower) -> None:
+        """Send a late client everything produced so far."""
         if follower in self._followers and self._fresh is not None:
             self._accept(follower)
         if isinstance(self._end, Finished):
@@ -57,16 +57,16 @@ class Audience:
         elif self._end is not None:
             follower.failed(copy_of(self._end))
 
-    def accept(self, pin: Pin, *, fresh: bool) -> None:
-        """Tell everyone what it was accepted as. ``fresh``: just now, for the client that came first."""
-        self.pin = pin
+    def accept(self, terms: AcceptedTerms, *, fresh: bool) -> None:
+        """Send every client the acceptance. ``fresh``: accepted just now, for the first client."""
+        self.terms = terms
         if self._fresh is None:
             self._fresh = fresh
             for follower in list(self._followers):
                 self._accept(follower)
 
     def put(self, choice: int, piece: Piece) -> None:
-        """Add output and hand it on. Clients that were told otherwise by a lost run are failed."""
+        """Add output and send it. Fails clients that received a different output from a lost run."""
         found = self.log.choice(choice)
         try:
             new = found.put(piece)
@@ -79,45 +79,45 @@ class Audience:
                 follower.fresh(choice, found.pieces[-1])
 
     def finished(self, finished: Finished) -> None:
-        """Tell every client, now or when it has taken the rest, that the request ended well."""
+        """End every client with success, now or when it has taken its remaining output."""
         self._end = finished
         for follower in list(self._followers):
             follower.finished(finished)
 
     def failed(self, error: FairwayError) -> None:
-        """Fail every client, each with an error of its own: a face adds to it."""
+        """Fail every client, each with its own copy of the error: a face adds to it."""
         self._end = error
         for follower in list(self._followers):
             follower.failed(copy_of(error))
 
     def shorten(self) -> None:
-        """Keep no more than what the clients have yet to take."""
+        """Drop what every client has taken."""
         self.whole = False
         for number, choice in self.log.choices.items():
             places = [follower.place(number) for follower in self._followers]
             choice.trim(min(places, key=lambda place: place.tokens, default=choice.end))
 
     def taken(self, choice: int) -> int:
-        """Return up to which token a run may take its output for gone: all of it while the whole is kept."""
+        """Return the token up to which output counts as taken: its end while the whole is retained."""
         end = self.log.choice(choice).end.tokens
         if self.whole:
             return end
         return min((follower.place(choice).tokens for follower in self._followers), default=end)
 
-    def _accept(self, follower: Follower) -> None:
-        assert self.pin is not None
-        pin, replayed = self.pin, not (self._fresh and self._followers[follower])
+    def _accept(self, follower: RecordFollower) -> None:
+        assert self.terms is not None
+        terms, replayed = self.terms, not (self._fresh and self._followers[follower])
         follower.accepted(
             Accepted(
-                request_id=pin.request_id,
-                model=pin.model,
-                version_digest=pin.version_digest,
-                route_revision=pin.route_revision,
-                seed=pin.seed,
-                prompt_tokens=pin.prompt_tokens,
-                received_unix_us=pin.received_unix_us,
+                request_id=terms.request_id,
+                model=terms.model,
+                version_digest=terms.version_digest,
+                route_revision=terms.route_revision,
+                seed=terms.seed,
+                prompt_tokens=terms.prompt_tokens,
+                received_unix_us=terms.received_unix_us,
                 replayed=replayed,
-                degradations=degraded_out(pin.degraded),
+                degradations=degraded_out(terms.degraded),
             )
         )
 
@@ -132,7 +132,7 @@ class Audience:
                     )
                 )
 
-    def _leave(self, follower: Follower, withdrawn: bool) -> None:
+    def _leave(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._followers.pop(follower, None)
         self._left(follower, withdrawn)
 

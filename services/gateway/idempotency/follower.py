@@ -1,4 +1,4 @@
-"""One client of a request under a key: hears it from its beginning, at its own pace."""
+"""One client of a request with an idempotency key: receives the output from its start, at its own pace."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from services.gateway.idempotency.record_log import START, Piece, Place, RecordL
 
 @dataclass(slots=True)
 class _Reading:
-    """``taken``: what the transport took; ``allowed``: up to where the client's own window reaches."""
+    """``taken``: what the transport took; ``allowed``: where the client's own window ends."""
 
     place: Place = START
     taken: int = 0
 
 
-class Follower:
-    """The handle of one client, as ``Request`` is for a request without a key.
+class RecordFollower:
+    """The handle of one client; ``Request`` is the handle without a key.
 
-    Tokens are handed on while the transport takes them; leaving it costs the request nothing.
+    Tokens are sent while the transport takes them. A client that leaves does not affect the request.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Follower:
         *,
         window_tokens: int,
         client_window: int | None,
-        leave: Callable[[Follower, bool], None],
+        leave: Callable[[RecordFollower, bool], None],
     ) -> None:
-        """``leave`` hears once that this client is gone, and whether it asked for the request to end."""
+        """``leave`` is called once when this client leaves, with whether it requested the request's end."""
         self.done = False
         self._sink = sink
         self._log = log
@@ -46,7 +46,7 @@ class Follower:
         self._end: Finished | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    # --- what its face calls -----------------------------------------------------------------------
+    # --- calls from its face -----------------------------------------------------------------------
 
     def credit(self, choice: int, tokens: int) -> None:
         """The transport took tokens of a choice."""
@@ -56,34 +56,34 @@ class Follower:
             self.pump()
 
     def allow(self, tokens: int) -> None:
-        """The client takes that many tokens more of every choice."""
+        """The client takes ``tokens`` more of every choice."""
         if self._allowed is not None:
             self._allowed += tokens
             self.pump()
 
     def cancel(self, error: FairwayError | None = None) -> None:
-        """The client left; what it followed runs on for a while."""
+        """The client disconnected; the request runs on for a grace period."""
         self._depart(error, withdrawn=False)
 
     def withdraw(self) -> None:
-        """The client wants the request to end; it does, unless others follow it too."""
+        """The client requests the end of the request; it ends unless other clients follow it."""
         self._depart(None, withdrawn=True)
 
-    # --- what the request calls --------------------------------------------------------------------
+    # --- calls from the request --------------------------------------------------------------------
 
     def limit_to(self, timeout_s: float) -> None:
-        """Fail this client, and no other, when its time is over."""
+        """Fail this client, and no other, when its deadline passes."""
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def accepted(self, accepted: Accepted) -> None:
-        """Tell the client what the request was accepted as, once."""
+        """Send the client the acceptance, once."""
         if self._accepted is None and not self.done:
             self._accepted = accepted
             self._sink.on_accepted(accepted)
             self.pump()
 
     def fresh(self, choice: int, piece: Piece) -> None:
-        """A piece was added to the log: the way of every token to a client that keeps up."""
+        """Send a piece that was just added to the log: the path of every token while the client keeps up."""
         reading = self._reading(choice)
         room = self._room(reading)
         if self._accepted is not None and reading.place == piece.at and room >= len(piece.ids):
@@ -93,7 +93,7 @@ class Follower:
             self.pump()
 
     def pump(self) -> None:
-        """Hand on what the log has and the client takes; then the end, if that is all."""
+        """Send what the log has and the client takes; then the end, if nothing remains."""
         if self._accepted is None or self.done:
             return
         caught_up = True
@@ -104,22 +104,22 @@ class Follower:
             self._sink.on_finished(self._end)
 
     def finished(self, finished: Finished) -> None:
-        """The request ended well: the client hears it after the rest of its tokens."""
+        """The request succeeded: the client receives the end after its remaining tokens."""
         self._end = finished
         self.pump()
 
     def failed(self, error: FairwayError) -> None:
-        """Fail the client now. The error is its own: a face may add to it."""
+        """Fail the client now, with its own copy of the error: a face may add to it."""
         if not self.done:
             self._finish()
             self._sink.on_failed(error)
 
     def place(self, choice: int) -> Place:
-        """Where the client is in a choice."""
+        """The client's position in a choice."""
         return self._reading(choice).place
 
     def _pump_choice(self, choice: int) -> bool:
-        """Whether the client has all of the choice that there is."""
+        """Whether the client has all available output of the choice."""
         log, reading = self._log.choices[choice], self._reading(choice)
         while not self.done and (piece := log.next_piece(reading.place)) is not None:
             room = self._room(reading)

@@ -1,7 +1,7 @@
-"""What a request's record says, as chunks of MessagePack: acceptance, resumptions, tokens, the end.
+"""The format of a request's record, in chunks of MessagePack: acceptance, resumptions, tokens, the end.
 
-A chunk is a sequence of entries, so that what came between two writes is one chunk. Entries may repeat what
-an earlier one said, as after a write whose answer was lost: each carries its offsets.
+A chunk is a sequence of entries; all entries between two writes form one chunk. An entry may repeat an
+earlier one, as after a write whose answer was lost: each entry carries its offsets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.gateway.policy.degrade import Degradation, DegradationKind
 
 
 class Degraded(msgspec.Struct, array_like=True, frozen=True):
-    """One thing in which the request is served otherwise than it was asked for."""
+    """One difference between the request and how it is served."""
 
     kind: str
     original: str
@@ -26,26 +26,28 @@ class Degraded(msgspec.Struct, array_like=True, frozen=True):
     pressure_ratio: float
 
 
-class Pin(msgspec.Struct, array_like=True, tag="a", frozen=True):
-    """What a request was accepted as, and what every later run of it keeps.
+class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
+    """The acceptance of a request, which every later run of it keeps.
 
-    ``model`` and ``max_output_tokens`` are what is served, ``degraded`` how that differs from the request.
-    Fields are added at the end, with a default: gateways of two releases read each other's records.
+    New fields are added at the end, with a default: gateways of two releases read each other's records.
     """
 
     request_id: str
+    # The served model.
     model: str
     version_digest: str
     route_revision: int
     seed: int
     prompt_tokens: int
+    # The served limit.
     max_output_tokens: int
     received_unix_us: int
+    # How the served values differ from the request.
     degraded: tuple[Degraded, ...] = ()
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):
-    """Another run goes on from here."""
+    """Another run continues from this position."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -57,7 +59,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True, tag="t", frozen=True):
-    """Tokens of one choice from output offset ``offset`` on; ``chars`` of its text came before them."""
+    """Tokens of one choice from output offset ``offset`` on, preceded by ``chars`` characters of its text."""
 
     choice: int
     offset: int
@@ -74,7 +76,7 @@ class End(msgspec.Struct, array_like=True, tag="f", frozen=True):
     resumes: int
 
 
-class Failure(msgspec.Struct, array_like=True, tag="e", frozen=True):
+class RecordedFailure(msgspec.Struct, array_like=True, tag="e", frozen=True):
     """An error that every retry would meet again."""
 
     reason: str
@@ -84,7 +86,7 @@ class Failure(msgspec.Struct, array_like=True, tag="e", frozen=True):
 
 _KINDS: Final = frozenset(kind.value for kind in DegradationKind)
 
-Entry = Pin | Resumed | Output | End | Failure
+Entry = AcceptedTerms | Resumed | Output | End | RecordedFailure
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(tuple[Entry, ...])
 
@@ -122,7 +124,7 @@ def degraded_in(values: Sequence[Degradation]) -> tuple[Degraded, ...]:
 
 
 def degraded_out(values: Sequence[Degraded]) -> tuple[Degradation, ...]:
-    """Return those of a kind that is known; a later release may write others."""
+    """Return the entries of a supported kind; a later release may write other kinds."""
     return tuple(
         Degradation(DegradationKind(one.kind), one.original, one.applied, one.pressure_ratio)
         for one in values
@@ -152,5 +154,5 @@ def end_out(end: End) -> Finished:
     )
 
 
-def failure_in(error: FairwayError) -> Failure:
-    return Failure(error.reason, error.message, error.metadata)
+def failure_in(error: FairwayError) -> RecordedFailure:
+    return RecordedFailure(error.reason, error.message, error.metadata)

@@ -1,4 +1,6 @@
-"""What was said of one request under a key so far, in memory: what followers read and the record gets."""
+"""The output so far of one request with an idempotency key, in memory: the source for followers and the
+record.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ _LOGPROBS_BYTES: Final = 100
 
 
 class Diverged(Exception):
-    """A run that should have continued an output came to another one.
+    """A run produced other output than the run that it continues.
 
-    Where the arithmetic is exact this does not happen; elsewhere two candidates may be as good as equal.
+    Where the arithmetic is exact this does not happen; elsewhere two candidates may be nearly equal.
     """
 
 
@@ -49,12 +51,12 @@ class Piece:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory, estimated."""
+        """The estimated memory size."""
         tops = sum(1 + len(each.top_ids) for each in self.logprobs)
         return _ENTRY_BYTES + _TOKEN_BYTES * len(self.ids) + len(self.text) + _LOGPROBS_BYTES * tops
 
     def beyond(self, place: Place) -> Piece:
-        """Return what lies beyond a place within it."""
+        """Return the part of the piece beyond a place within it."""
         skip = place.tokens - self.at.tokens
         if skip <= 0:
             return self
@@ -62,7 +64,7 @@ class Piece:
         return Piece(place, self.ids[skip:], text, self.logprobs[skip:])
 
     def first(self, tokens: int) -> Piece:
-        """Return its first tokens. The text comes with the last one: it is not known token by token."""
+        """Return its first tokens. The text is attached to the last token: its split by token is unknown."""
         if tokens >= len(self.ids):
             return self
         return Piece(self.at, self.ids[:tokens], "", self.logprobs[:tokens])
@@ -70,7 +72,7 @@ class Piece:
 
 @dataclass(slots=True)
 class ChoiceLog:
-    """Pieces of one choice, one after another; ``recorded`` is how far the record has them."""
+    """Consecutive pieces of one choice; ``recorded`` is the position up to which the record has them."""
 
     pieces: list[Piece] = field(default_factory=list)
     end: Place = START
@@ -78,7 +80,7 @@ class ChoiceLog:
     size_bytes: int = 0
 
     def put(self, piece: Piece) -> bool:
-        """Whether something new came. What was there already must be the same. Raises Diverged."""
+        """Add a piece; return whether it has new output. Repeated output must be equal. Raises Diverged."""
         if piece.at.tokens > self.end.tokens:
             raise IntegrityError(f"token {piece.at.tokens} came where {self.end.tokens} was due")
         if piece.at.tokens < self.end.tokens:
@@ -92,7 +94,7 @@ class ChoiceLog:
         return True
 
     def pieces_from(self, place: Place) -> Iterator[Piece]:
-        """Yield what lies beyond a place."""
+        """Yield the output beyond a place."""
         first = bisect_right(self.pieces, place.tokens, key=_end_tokens)
         for index in range(first, len(self.pieces)):
             yield self.pieces[index].beyond(place)
@@ -101,13 +103,13 @@ class ChoiceLog:
         return next(self.pieces_from(place), None)
 
     def trim(self, place: Place) -> None:
-        """Forget the pieces before a place."""
+        """Drop the pieces before a place."""
         keep = bisect_right(self.pieces, place.tokens, key=_end_tokens)
         self.size_bytes -= sum(piece.size_bytes for piece in self.pieces[:keep])
         del self.pieces[:keep]
 
     def cut(self, place: Place) -> None:
-        """Forget what lies behind a place."""
+        """Drop the output beyond a place."""
         kept = bisect_right(self.pieces, place.tokens, key=_end_tokens)
         after = self.pieces[kept:]
         self.size_bytes -= sum(piece.size_bytes for piece in after)
@@ -126,16 +128,16 @@ class ChoiceLog:
         return tuple(found[: place.tokens])
 
     def unrecorded(self, *, all_of_it: bool) -> list[Piece]:
-        """Return what the record lacks; the last piece only if asked for.
+        """Return what the record lacks; the last piece only with ``all_of_it``.
 
-        Its last token may be the one that ends the choice: a run that resumed behind it would go on beyond
-        the end. So the record gets it with what follows, or with the end.
+        The last token of that piece may end the choice: a run that resumed behind it would continue beyond
+        the end. So the record receives it with the next piece, or with the end.
         """
         found = list(self.pieces_from(self.recorded))
         return found if all_of_it else found[:-1]
 
     def _compare(self, piece: Piece) -> None:
-        """Known ids must be the same; what was trimmed is not compared."""
+        """Retained ids must be equal; trimmed output is not compared."""
         known = bisect_right(self.pieces, piece.at.tokens, key=_end_tokens)
         for index in range(known, len(self.pieces)):
             held = self.pieces[index]
@@ -178,7 +180,7 @@ class RecordLog:
 
 
 def outputs(pieces: dict[int, list[Piece]]) -> Iterable[Output]:
-    """Yield pieces as entries of a record, those that follow each other as one."""
+    """Yield pieces as entries of a record; consecutive pieces form one entry."""
     for choice, found in pieces.items():
         yield Output(
             choice,

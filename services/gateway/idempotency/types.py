@@ -1,19 +1,19 @@
-"""What the parts of the gateway that serve idempotency keys hand each other."""
+"""Types that the parts of the idempotency service exchange."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.generation import GenerationSpec, Usage
+from services.core.generation import Usage
 from services.gateway.events import RequestSink
-from services.gateway.idempotency.record_codec import Pin
+from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.policy.degrade import Degradation
+from services.gateway.requests.admission import Record
 from services.gateway.requests.choice import Produced
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import Request, Settle
 from services.ports.clock import Clock
 from services.ports.idempotency import Hold, IdempotencyStore
 from services.ports.limiter import Limiter, Reservation
@@ -21,49 +21,47 @@ from services.ports.limiter import Limiter, Reservation
 
 @dataclass(frozen=True, slots=True)
 class KeyedLimits:
-    """Bounds of one gateway. Times in seconds; sizes are of what is kept in memory, estimated.
+    """Bounds of one gateway. Times in seconds; sizes are estimates of memory in use."""
 
-    ``detach_grace_s``: for how long a request runs on without a client; 0: not at all.
-    """
-
+    # How long a request runs on without a client; 0: it ends at once.
     detach_grace_s: float = 30.0
+    # The interval between writes behind the runs.
     flush_s: float = 0.1
+    # The interval between lease renewals.
     renew_s: float = 1.5
+    # The interval between reads of a followed record.
     poll_s: float = 0.05
+    # The output of one request that is retained whole.
     max_log_bytes: int = 16 * 1024**2
+    # The retained output of all requests together.
     max_logs_bytes: int = 512 * 1024**2
+    # The clients of one tenant that follow requests with keys.
     max_tenant_followers: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """What an earlier run left: what it was accepted as, and its tokens by choice."""
+class EarlierRun:
+    """The result of an earlier run in the record: its acceptance, and its tokens by choice."""
 
-    pin: Pin
+    terms: AcceptedTerms
     produced: tuple[Produced, ...]
 
 
-class Record(Protocol):
-    """Writes down what a request is accepted as, and in what that differs from what was asked for."""
-
-    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
-
-
 class Launch(Protocol):
-    """Starts the request. ``record`` is awaited with what it is accepted as, before anything comes of it."""
+    """Starts the request. ``settle`` receives its settlement, which becomes part of the record's end."""
 
     def __call__(
         self,
         sink: RequestSink,
-        limiter: Limiter,
-        resume: Resume | None,
+        earlier: EarlierRun | None,
         record: Record,
+        settle: Settle,
     ) -> tuple[Request, asyncio.Task[None]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The last write to a record. ``ended``: it is final; else another run may go on from there."""
+    """The last write to a record. ``ended``: it is final; otherwise another run may continue from there."""
 
     hold: Hold
     chunk: bytes
@@ -74,13 +72,15 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class KeyedPorts:
-    """What requests under keys act through."""
+    """What requests with keys use outside this package."""
 
     store: IdempotencyStore
     limiter: Limiter
     clock: Clock
     telemetry: KeyedTelemetry
     new_incident: Callable[[], str]
+    # This gateway's id in the records.
     owner: str
+    # Tokens that may be under way to a client and untaken.
     window_tokens: int
     limits: KeyedLimits

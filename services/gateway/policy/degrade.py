@@ -1,7 +1,7 @@
-"""Less than what was asked for, where the tenant prefers that to nothing. Pure.
+"""Degraded service, for tenants that prefer it to a rejection. Pure.
 
 From ``cap_from_ratio`` of pressure on, outputs end earlier; from ``smaller_from_ratio`` on, a smaller model
-answers. A request whose meaning is tied to one vocabulary keeps its model.
+answers. A request that depends on one vocabulary keeps its model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class DegradationKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """What was asked for and what is given: a number of tokens or a model. ``pressure_ratio``: of the model
-    that was asked for."""
+    """The requested and the served value: tokens or a model. ``pressure_ratio``: of the requested model."""
 
     kind: DegradationKind
     original: str
@@ -32,7 +31,7 @@ class Degradation:
 
 @dataclass(frozen=True, slots=True)
 class DegradeLevels:
-    """Pressure, 0..1, from which on each measure is taken where a tenant allows it."""
+    """Pressure, 0..1, from which each measure applies where a tenant allows it."""
 
     cap_from_ratio: float = 0.6
     smaller_from_ratio: float = 0.85
@@ -45,13 +44,13 @@ class DegradeLevels:
 def smaller_model(
     spec: GenerationSpec, policy: Degrade, pressure_ratio: float, levels: DegradeLevels, *, by_ids: bool
 ) -> str | None:
-    """Return the model that is to answer instead, None for the one that was asked for.
+    """Return the smaller model that is to answer, None for the requested model.
 
-    ``by_ids``: the prompt came as token ids.
+    ``by_ids``: the prompt consists of token ids.
     """
     if pressure_ratio < levels.smaller_from_ratio:
         return None
-    if by_ids or spec.stop_token_ids or spec.sampling.logit_bias:  # they name tokens of one vocabulary
+    if by_ids or spec.limits.stop_token_ids or spec.sampling.logit_bias:  # they name tokens of one vocabulary
         return None
     found = policy.smaller_models.get(spec.model)
     return found if found != spec.model else None
@@ -62,12 +61,12 @@ def output_cap(
 ) -> int | None:
     """Return after how many tokens the output ends, None where that changes nothing.
 
-    Never before the least that was asked for.
+    Never less than the requested minimum.
     """
     if pressure_ratio < levels.cap_from_ratio or not policy.max_output_tokens:
         return None
-    cap = max(policy.max_output_tokens, spec.min_output_tokens, 1)
-    return cap if cap < spec.max_output_tokens else None
+    cap = max(policy.max_output_tokens, spec.limits.min_tokens, 1)
+    return cap if cap < spec.limits.max_tokens else None
 
 
 def header_value(degradations: Sequence[Degradation]) -> str:

@@ -1,9 +1,9 @@
-"""Where a gateway places a sequence by itself while nobody leads. Pure: no clock, no I/O.
+"""A gateway's own placement of a sequence while no scheduler leads. Pure: no clock, no I/O.
 
 Of two workers drawn at random, the one with more room (Mitzenmacher, The Power of Two Choices in Randomized
-Load Balancing, 2001): every gateway has the same old snapshot, and the best worker in it would be everyone's.
-Room is what the snapshot says, less what was placed since. What others had there ends meanwhile and nobody
-tells: where no worker has room by that count, one is *guessed* among those that may have it by now.
+Load Balancing, 2001): every gateway has the same old snapshot, and would otherwise choose the same best
+worker. Room is the snapshot's figure, less what was placed since. Other sequences end meanwhile without a
+report: where no worker has room by that count, one is *guessed* among those that may have room by now.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.core.fleet import PoolMember
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """``reserved_tokens``: the prompt and its predicted output; ``worst_case_tokens``: with all of it."""
+    """``reserved_tokens``: prompt and predicted output; ``worst_case_tokens``: prompt and maximum output."""
 
     reserved_tokens: int
     worst_case_tokens: int
@@ -27,7 +27,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What this gateway placed on a worker since the snapshot, and what of it has not ended."""
+    """This gateway's placements on a worker since the snapshot, and the unfinished part of them."""
 
     kv_blocks: int = 0
     sequences: int = 0
@@ -37,17 +37,17 @@ NOTHING: Final = Placed()
 
 
 def blocks_of(need: Need, member: PoolMember) -> int:
-    """Return how many of the member's blocks the sequence is to hold."""
+    """Return how many of the member's blocks the sequence reserves."""
     return -(-need.reserved_tokens // max(1, member.block_size))
 
 
 def room_tokens(member: PoolMember, placed: Placed) -> int:
-    """Return the member's room as far as it is known here; below zero after a guess."""
+    """Return the member's estimated room in tokens; below zero after a guess."""
     return member.kv_tokens_room - placed.kv_blocks * member.block_size
 
 
 def may_take(need: Need, member: PoolMember, placed: Placed) -> bool:
-    """Whether the worker has the room if all has ended there but what was placed since the snapshot."""
+    """Whether the worker has room if everything has ended there except placements since the snapshot."""
     if member.worker_id in need.excluded_workers:
         return False
     if member.max_model_len and need.worst_case_tokens > member.max_model_len:
@@ -57,13 +57,13 @@ def may_take(need: Need, member: PoolMember, placed: Placed) -> bool:
 
 
 def takes(need: Need, member: PoolMember, placed: Placed) -> bool:
-    """Whether the worker has the room, by the snapshot less what was placed since."""
+    """Whether the worker has room by the snapshot, less the placements since."""
     if member.slots - placed.sequences <= 0 or not may_take(need, member, placed):
         return False
     return blocks_of(need, member) * member.block_size <= room_tokens(member, placed)
 
 
-def choose_alone(
+def choose_by_snapshot(
     need: Need,
     members: Iterable[PoolMember],
     placed: Mapping[str, Placed],
@@ -72,8 +72,8 @@ def choose_alone(
     closed: Callable[[str], bool] = lambda _: False,
     check: Callable[[Need, PoolMember, Placed], bool] = takes,
 ) -> PoolMember | None:
-    """Return the worker, None when none takes it. ``closed`` says which workers are left alone for now;
-    ``check=may_take`` is a guess.
+    """Return the worker, None when none has room. ``closed`` returns whether a worker is excluded for now;
+    ``check=may_take`` makes the choice a guess.
 
     The same arguments and the same state of ``rng`` give the same answer.
     """

@@ -1,7 +1,8 @@
-"""What becomes of a sequence that its worker gave back, refused or lost, and how fast that goes on.
+"""Retries of a sequence that its worker returned, rejected or lost, and their pace; which failures of a
+request with a key leave it open for another run.
 
-The budget is one of retries (AWS Builders' Library), spent by pacing: what a lost worker leaves behind has
-clients that wait for it, so that it is spread out rather than broken.
+The budget is one of retries (AWS Builders' Library). It delays retries and does not reject them: clients wait
+for the sequences of a lost worker.
 """
 
 from __future__ import annotations
@@ -9,21 +10,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    OverQuota,
+    PermissionDenied,
+    RequestCancelled,
+    Unauthenticated,
+    Unavailable,
+)
 from services.core.generation import NotAdmittedReason
 
 MAX_LOSSES: Final = 3
 MAX_REFUSALS: Final = 64
-# How long a sequence is kept away from the worker that lost it while no other takes it.
+# How long a sequence avoids the worker that lost it while no other worker takes it.
 EXCLUDED_S: Final = 2.0
 _FIRST_DELAY_S: Final = 0.002
 _MAX_DELAY_S: Final = 0.2
 _FIRST_UNREACHED_S: Final = 0.05
 _MAX_UNREACHED_S: Final = 0.5
+# Another run of a request with a key may succeed: it continues from the produced tokens. Another caller may
+# have permissions that this one lacks.
+_PASSING: Final = (
+    Unavailable,
+    DeadlineExceeded,
+    RequestCancelled,
+    OverQuota,
+    InternalError,
+    PermissionDenied,
+    Unauthenticated,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetPolicy:
-    """``ratio`` of the requests, and ``floor_per_s`` besides, at most ``burst`` saved up."""
+    """The budget: ``ratio`` of the requests, plus ``floor_per_s``; at most ``burst`` accumulate."""
 
     ratio: float = 0.1
     floor_per_s: float = 10.0
@@ -35,10 +57,10 @@ class BudgetPolicy:
 
 
 class RetryBudget:
-    """Paces what one gateway places again after a loss.
+    """Paces one gateway's placements after losses.
 
-    Over any span in which n requests began and t seconds passed, at most ``burst + ratio * n +
-    floor_per_s * t`` go. Single writer; time is an argument, in monotonic seconds.
+    Over any span in which n requests began and t seconds passed, it permits at most ``burst + ratio * n +
+    floor_per_s * t`` retries. Single writer; time is an argument, in monotonic seconds.
     """
 
     def __init__(self, policy: BudgetPolicy | None = None) -> None:
@@ -48,14 +70,14 @@ class RetryBudget:
 
     @property
     def balance(self) -> float:
-        """How many may go at once; below zero, how many wait."""
+        """How many retries may start at once; below zero, how many wait."""
         return self._balance
 
     def request_began(self, now_s: float) -> None:
         self._fill(now_s, self._policy.ratio)
 
     def take(self, now_s: float) -> float:
-        """Take one and return how long it has to wait for its turn, seconds."""
+        """Take one retry and return how long it has to wait, in seconds."""
         self._fill(now_s, 0.0)
         self._balance -= 1.0
         return max(0.0, -self._balance) / self._policy.floor_per_s
@@ -68,7 +90,7 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAgain:
-    """Ask the scheduler again, after a delay, without the named worker."""
+    """Request another placement, after a delay, without the named worker."""
 
     delay_s: float = 0.0
     exclude_worker: str = ""
@@ -84,8 +106,8 @@ def after_refusal(
 ) -> PlaceAgain | GiveUp:
     """Decide after NOT_ADMITTED number ``refusals`` (from 1). ``jitter`` is uniform in 0..1.
 
-    A refusal is no retry: nothing ran. The delay grows so that a scheduler with a stale view is not
-    asked in a tight loop; a worker that is not ready or drains is left alone.
+    A refusal is no retry: nothing ran. The delay grows, to avoid a tight loop of requests to a scheduler with
+    a stale view. A worker that is not ready or drains is excluded.
     """
     if refusals >= MAX_REFUSALS:
         return GiveUp(f"{refusals} grants in a row were refused, the last with {reason.value}")
@@ -97,7 +119,7 @@ def after_refusal(
 def after_loss(worker_id: str, losses: int, jitter: float) -> PlaceAgain | GiveUp:
     """Decide after the engine or the worker died under the sequence for the ``losses``-th time.
 
-    Bounded, since a request that kills whatever runs it must not walk through the fleet.
+    Bounded: a request that kills its workers must not kill one after another.
     """
     if losses >= MAX_LOSSES:
         return GiveUp(f"the worker was lost under this request {losses} times")
@@ -107,12 +129,17 @@ def after_loss(worker_id: str, losses: int, jitter: float) -> PlaceAgain | GiveU
 def after_unreached(
     worker_id: str, attempts: int, waited_s: float, patience_s: float, jitter: float
 ) -> PlaceAgain | GiveUp:
-    """Decide after a worker went away before it accepted the sequence, the ``attempts``-th time in a row.
+    """Decide after a worker disconnected before it accepted the sequence, the ``attempts``-th time in a row.
 
-    Nothing ran, so it is no loss: the network between is to blame, or a worker that just ended. Bounded by
-    time, since an attempt takes as long as the network lets it.
+    Nothing ran, so it is no loss: the cause is the network, or a worker that just ended. Bounded by time,
+    since the network determines the duration of an attempt.
     """
     if waited_s > patience_s:
         return GiveUp(f"no worker could be reached for {waited_s:.0f} s")
     delay_s = min(_FIRST_UNREACHED_S * 2 ** min(attempts - 1, 16), _MAX_UNREACHED_S)
     return PlaceAgain(delay_s * (0.5 + 0.5 * jitter), worker_id)
+
+
+def ends_record(error: FairwayError) -> bool:
+    """Whether every retry of an accepted request would meet this error again."""
+    return error.retry_after_s is None and not isinstance(error, _PASSING)

@@ -1,13 +1,15 @@
-"""From a request to one that may run: within its tenant's quotas, validated, and written down under a key.
+"""Admission: from a request to a runnable one, within its tenant's quotas and validated.
 
-What costs next to nothing is checked first. Then the quotas are asked, and only what they admit is tokenised:
-a request that is refused after that gives its slot back, and counts against the rate.
+The cheapest checks run first, then the quotas; only requests within them are tokenised. A request that is
+rejected after that releases its slot, but still counts against the rate.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -17,11 +19,9 @@ from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.records import Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.idempotency.record_codec import degraded_out
-from services.gateway.idempotency.types import Record, Resume
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
-from services.gateway.requests.choice import RunContext
-from services.gateway.requests.request import Admitted
+from services.gateway.requests.choice import Produced, RunContext
+from services.gateway.requests.request import Admitted, Settle
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
@@ -33,21 +33,38 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class RunTerms:
-    """How one request came and may run. ``client_window`` is in tokens, None without one.
+class Resume:
+    """The state from which a run continues an earlier one: its terms, and its output by choice."""
 
-    Under a key: what an earlier run left, and what writes down what the request is accepted as.
-    """
+    version: PinnedVersion
+    produced: tuple[Produced, ...]
+    degradations: tuple[Degradation, ...]
+
+
+class Record(Protocol):
+    """Writes the acceptance of a request, including its differences from the client's."""
+
+    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """The terms of one request."""
 
     received: Received
     timeout_s: float
+    # Tokens that the client takes before it grants credit itself, None for any number.
     client_window: int | None = None
+    # The result of an earlier run, which this run continues.
     resume: Resume | None = None
+    # Awaited with the acceptance, before the request has any effect.
     record: Record | None = None
+    # Settles the reservation in place of the limiter.
+    settle: Settle | None = None
 
 
-class Admission:
-    """The way of every request to its slot. What it took and cannot use, it gives back."""
+class RequestAdmission:
+    """Acquires the slot of every request. It releases what it acquired and cannot use."""
 
     def __init__(
         self, validator: Validator, identity: KeyDirectory, ports: Ports, limits: GatewayLimits
@@ -66,13 +83,11 @@ class Admission:
         telemetry: RequestTelemetry,
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
-        pinned = None
-        if resume is not None:
-            pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
+        pinned = resume.version if resume is not None else None
         checked = self._validator.check(principal, generation, pinned=pinned)
         tenant = self._identity.still_valid(principal)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-        # What goes on was counted against the rate when it began.
+        # A resumed request was counted against the rate when it began.
         rate = tenant.requests_per_minute if resume is None else 0
         reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
         try:
@@ -80,23 +95,24 @@ class Admission:
             spec = await self._validator.resolve(principal, generation, request_id, checked)
             if resume is None:
                 spec, degradations = await self._degraded(principal, generation, spec, tenant)
-            else:  # it goes on as it began, whatever the pressure is by now
-                degradations = degraded_out(resume.pin.degraded)
+            else:  # a resumed request keeps its terms, regardless of the present pressure
+                degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
         except BaseException:
-            # Before the error is known outside: the client's next request finds the slot free.
-            giving_back = self._ports.supervisor.spawn(f"undo {request_id}", self._give_back(reservation))
-            await asyncio.shield(giving_back)
+            # The slot is released before the error is returned, so that the client's next request finds it
+            # free.
+            releasing = self._ports.supervisor.spawn(f"undo {request_id}", self._release(reservation))
+            await asyncio.shield(releasing)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
         produced = resume.produced if resume is not None else ()
         return Admitted(spec, reservation, self._context(tenant, terms, telemetry), produced, degradations)
 
     async def spend(self, principal: Principal) -> None:
-        """Return if the tenant's rate of other work has room. Raises RequestRateExceeded."""
+        """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
         tenant = self._identity.still_valid(principal)
         await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
 
@@ -127,7 +143,7 @@ class Admission:
     async def _degraded(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
     ) -> tuple[GenerationSpec, tuple[Degradation, ...]]:
-        """Return what is served while the model is under pressure, and how that differs from the request."""
+        """Return what is served while the model is under pressure, and its differences from the request."""
         pressure_ratio, levels = self._ports.pressure(spec.version_digest), self._limits.degrade
         found: list[Degradation] = []
         by_ids = generation.WhichOneof("input") == "token_ids"
@@ -141,32 +157,32 @@ class Admission:
                 spec = instead
         cap = output_cap(spec, tenant.degrade, pressure_ratio, levels)
         if cap is not None:
-            asked = str(spec.max_output_tokens)
+            asked = str(spec.limits.max_tokens)
             found.append(Degradation(DegradationKind.OUTPUT_CAPPED, asked, str(cap), pressure_ratio))
-            spec = replace(spec, max_output_tokens=cap)
+            spec = replace(spec, limits=replace(spec.limits, max_tokens=cap))
         return spec, tuple(found)
 
     async def _by_model(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, model: str
     ) -> GenerationSpec | None:
-        """Return the request for another model; None where that is no better or cannot be."""
+        """Return the request for another model; None where that brings no relief or is impossible."""
         asked = inference_pb2.Generation()
         asked.CopyFrom(generation)
         asked.model = model
         try:
             checked = self._validator.check(principal, asked)
             found = await self._validator.resolve(principal, asked, spec.request_id, checked)
-        except FairwayError as error:  # not deployed, not for this key, or too short for the prompt
+        except FairwayError as error:  # not deployed, not allowed for this key, or too short for the prompt
             log.info("request.not_degraded", model=model, reason=error.reason)
             return None
         eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
         return found if eased else None
 
     async def _reserve(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        """Return the slot. A call that is cancelled while the store answers gives it back afterwards."""
+        """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", self._ask_limiter(tenant_id, request_id, limits)
+            f"admit {request_id}", self._call_limiter(tenant_id, request_id, limits)
         )
         try:
             outcome = await asyncio.shield(admission)
@@ -179,7 +195,7 @@ class Admission:
         ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
         return outcome
 
-    async def _ask_limiter(
+    async def _call_limiter(
         self, tenant_id: str, request_id: str, limits: Limits
     ) -> Reservation | FairwayError:
         """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
@@ -191,9 +207,9 @@ class Admission:
     async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
         outcome = await admission
         if not isinstance(outcome, FairwayError):
-            await self._give_back(outcome)
+            await self._release(outcome)
 
-    async def _give_back(self, reservation: Reservation) -> None:
+    async def _release(self, reservation: Reservation) -> None:
         try:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:

@@ -53,7 +53,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class StartRefused:
     reason: NotAdmittedReason
 
 
@@ -62,39 +62,45 @@ class Lost:
     message: str
 
 
-Outcome = SequenceEnd | Refused | Lost
+Outcome = SequenceEnd | StartRefused | Lost
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What every choice of a request shares."""
+    """The context that all choices of a request share."""
 
     placement: PlacementClient
     workers: WorkerClient
     clock: Clock
     rng: Random
+    # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
     tenant_id: str
+    # Signed: tenant, request id and expiry.
     ticket: bytes
+    # When the request arrived, in microseconds of Unix time.
     arrival_unix_us: int
+    # The longest time in the scheduler's queue.
     queue_ttl_s: float
+    # The request's deadline in monotonic seconds, None without one.
     deadline_s: float | None
-    # Tokens that may be on their way to the client, untaken; and how many it takes before it gives credit
-    # itself, None for any number.
+    # Tokens that may be under way to the client and untaken.
     window_tokens: int
     telemetry: RequestTelemetry
+    # Tokens that the client takes before it grants credit itself, None for any number.
     client_window: int | None = None
-    # How many blocks of the prompt the scheduler is told of, so that it places where they are cached.
+    # How many blocks of the prompt a placement names, so that it finds workers that cache them.
     placed_prefix_blocks: int = 0
     tenant_weight: float = 1.0
     committed_tokens_per_minute: int = 0
+    # How often the client sent the request before.
     attempt: int = 0
     retries: RetryBudget = field(default_factory=RetryBudget)
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """Output of an earlier run of a choice: its tokens, and how many characters of text they gave."""
+    """Output of an earlier run of a choice: its tokens, and the number of characters of their text."""
 
     ids: tuple[int, ...] = ()
     chars: int = 0
@@ -103,8 +109,8 @@ class Produced:
 _NOTHING: Final = Produced()
 
 
-class SequenceRun:
-    """The sink of its sequence on whichever worker runs it; keeps what a resume needs.
+class ChoiceRun:
+    """The sink of its sequence on any worker that runs it; stores what a resume needs.
 
     ``run`` is the only task that writes the control state; the token path only appends.
     """
@@ -118,7 +124,7 @@ class SequenceRun:
         timer: StageTimer,
         produced: Produced = _NOTHING,
     ) -> None:
-        """``produced``: the sequence goes on behind it, and its sink hears what follows."""
+        """``produced``: the sequence continues it, and its sink receives only the later output."""
         self.spec = spec
         self.choice = choice
         self.timer = timer
@@ -128,16 +134,16 @@ class SequenceRun:
         self._sink = sink
         self._pace = context.telemetry.pace()
         self._refusals = 0
-        self._first_run = True  # the worker that has it computes the prompt for the first time
-        self._accepted = False  # by the worker that it was given to last
-        self._granted = bool(produced.ids)  # a place, now or before
-        self._unreached = 0  # starts in a row whose worker went away before it accepted, and since when
+        self._first_run = True  # the worker computes the prompt for the first time
+        self._accepted = False  # by the worker that was started last
+        self._granted = bool(produced.ids)  # whether it ever had a placement
+        self._unreached = 0  # consecutive starts whose worker disconnected before acceptance, and since when
         self._unreached_since_s = 0.0
         self._produced = list(produced.ids)
         self._chars = produced.chars
         self._running: RunningSequence | None = None
         self._outcome: asyncio.Future[Outcome] | None = None
-        # Output offsets: what the transport took, what the client allows, what the worker may send up to.
+        # Output offsets: what the transport took, what the client permits, and the limit sent to the worker.
         self._taken = len(produced.ids)
         self._allowed = context.client_window
         self._limit = 0
@@ -148,11 +154,11 @@ class SequenceRun:
 
     @property
     def buffered_tokens(self) -> int:
-        """Tokens that came and that the transport has not taken."""
+        """Tokens that arrived and that the transport has not taken."""
         return len(self._produced) - self._taken
 
     async def run(self) -> ChoiceResult:
-        """Return once the choice ended for good. Raises the error that ended it otherwise."""
+        """Return once the choice ended successfully. Raises the error that ended it otherwise."""
         excluded: tuple[str, ...] = ()
         while True:
             grant = await self._place(excluded)
@@ -169,21 +175,23 @@ class SequenceRun:
                 await self._context.clock.sleep(again.delay_s)
 
     def credit(self, tokens: int) -> None:
-        """The transport took ``tokens``: the worker may send as many more, told in quarters of the window."""
+        """The transport took ``tokens``: the worker earns as much credit, sent in quarters of the window."""
         self._taken += tokens
         window = self._context.window_tokens
         if (self._taken + window - self._limit) * 4 >= window:
             self._extend()
 
     def allow(self, tokens: int) -> None:
-        """The client's own window grew. Without one there is nothing to grow."""
+        """The client's own window grew. Without a client window this has no effect."""
         if self._allowed is not None:
             self._allowed += tokens
             self._extend()
 
     def _open_to(self) -> int:
-        """The output offset up to which tokens may come. A client's window never widens ours: what it does
-        not read is kept here."""
+        """The output offset up to which tokens may arrive.
+
+        Unread tokens of a wide client window are buffered here, so it never widens this process's own window.
+        """
         limit = self._taken + self._context.window_tokens
         return limit if self._allowed is None else min(limit, self._allowed)
 
@@ -194,9 +202,9 @@ class SequenceRun:
             self._limit = limit
 
     async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
-        """Return a grant, without an excluded worker if another is to be had soon.
+        """Return a grant, without an excluded worker if another becomes available soon.
 
-        A worker that was lost may be the only one, and come back: after a while it is as good as any.
+        A lost worker may be the only one, and return: after a while it is no longer excluded.
         """
         context = self._context
         self.timer.enter(Stage.QUEUE, context.clock.monotonic_s())
@@ -225,13 +233,13 @@ class SequenceRun:
             model=spec.model,
             version_digest=spec.version_digest,
             route_revision=spec.route_revision,
-            prompt_tokens=len(spec.prompt_ids) + len(self._produced),
-            max_output_tokens=spec.max_output_tokens - len(self._produced),
+            prompt_tokens=len(spec.prompt.ids) + len(self._produced),
+            max_output_tokens=spec.limits.max_tokens - len(self._produced),
             arrival_unix_us=context.arrival_unix_us,
             queue_ttl_s=self._patience_s(),
             ticket=context.ticket,
             traceparent=self.timer.traceparent,
-            prefix_hashes=spec.prefix_hashes[: context.placed_prefix_blocks],
+            prefix_hashes=spec.prompt.prefix_hashes[: context.placed_prefix_blocks],
             deadline_left_s=None
             if context.deadline_s is None
             else max(0.001, context.deadline_s - context.clock.monotonic_s()),
@@ -242,20 +250,20 @@ class SequenceRun:
         )
 
     def _patience_s(self) -> float:
-        """How long to queue. A stream that has begun waits until its deadline rather than break."""
+        """How long to queue. A stream that has begun waits until its deadline, to avoid a broken stream."""
         context = self._context
         if not self._produced or context.deadline_s is None:
             return context.queue_ttl_s
         return max(context.queue_ttl_s, context.deadline_s - context.clock.monotonic_s())
 
     async def _execute(self, grant: AnyGrant) -> Outcome:
-        """Start under a grant and wait for what becomes of it. Leaving early frees the worker's KV."""
+        """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""
         context = self._context
         time_left_s = None
         if context.deadline_s is not None:
             time_left_s = max(context.deadline_s - context.clock.monotonic_s(), 0.001)
-        # A start has at least one token of credit: resumed at the very end of the client's window, a stream
-        # is that one token ahead of it.
+        # A start has at least one token of credit. A stream that resumes at the end of the client's window
+        # exceeds it by that token.
         self._limit = max(self._open_to(), len(self._produced) + 1)
         start = StartSpec(
             generation=self.spec,
@@ -269,7 +277,7 @@ class SequenceRun:
             traceparent=self.timer.traceparent,
         )
         if isinstance(grant, FallbackGrant):
-            context.telemetry.placed_alone()
+            context.telemetry.placed_by_fallback()
         self._accepted = False
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
@@ -287,9 +295,9 @@ class SequenceRun:
             self._running = self._outcome = None
 
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
-        """Return how to place it again. Raises the error that ends it."""
+        """Return the next placement. Raises the error that ends the choice."""
         jitter = self._context.rng.random()
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, StartRefused):
             if outcome.reason is NotAdmittedReason.INVALID:
                 raise InternalError(f"{grant.worker_id} took the start for out of bounds")
             self._refusals += 1
@@ -322,7 +330,7 @@ class SequenceRun:
         return decision
 
     def _after_end(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp:
-        """Count a loss, unless the worker never had the sequence."""
+        """Count a loss, unless the worker never accepted the sequence."""
         if self._accepted or not isinstance(outcome, Lost):
             self.losses += 1
             return after_loss(grant.worker_id, self.losses, jitter)
@@ -347,7 +355,7 @@ class SequenceRun:
         )
 
     def _note_cached(self, end: SequenceEnd) -> None:
-        """What a resume finds in a cache may be what this request itself computed: that is no saving."""
+        """A resume may find cached blocks that this request itself computed: they do not count as cached."""
         if self._first_run:
             self.cached_tokens = end.cached_tokens
 
@@ -376,7 +384,7 @@ class SequenceRun:
         self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self._resolve(Refused(reason))
+        self._resolve(StartRefused(reason))
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -412,4 +420,4 @@ def _refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:
     if not outcome.done() or outcome.cancelled():
         return None
     found = outcome.result()
-    return found.reason if isinstance(found, Refused) else None
+    return found.reason if isinstance(found, StartRefused) else None

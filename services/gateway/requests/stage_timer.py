@@ -5,8 +5,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+from opentelemetry.trace import Span, SpanKind
+
 from services.core.generation import StageClock
-from services.gateway.requests.stage_trace import StageTrace
+from services.gateway.events import Received
+from services.runtime.telemetry.tracing import Attributes, Tracing, parse_traceparent, traceparent_of
 
 
 class Stage(Enum):
@@ -24,12 +27,12 @@ _ORDER: Final = tuple(Stage)
 
 
 class StageTimer:
-    """Moves through the stages; entering one again (after a loss) adds to it."""
+    """Measures the stages; entering a stage again (after a loss) adds to it."""
 
     __slots__ = ("_current", "_entered_s", "_seconds", "_trace", "_unix_us")
 
     def __init__(self, received_unix_us: int, now_s: float, trace: StageTrace | None = None) -> None:
-        """``trace``: what makes a span of each stage, None for a request that is not recorded."""
+        """``trace``: records a span per stage, None for a request that is not recorded."""
         self._trace = trace
         if trace is not None:
             trace.entered(Stage.VALIDATE.name.lower(), now_s)
@@ -55,7 +58,7 @@ class StageTimer:
         self._current, self._entered_s = stage, now_s
 
     def fork(self) -> StageTimer:
-        """Return a timer of its own for one choice, with what was measured so far."""
+        """Return a separate timer for one choice, with the stages measured so far."""
         child = StageTimer(self._unix_us, self._entered_s)
         child._trace = None if self._trace is None else self._trace.fork()
         child._current = self._current
@@ -63,10 +66,10 @@ class StageTimer:
         return child
 
     def split_wait(self, engine_wait_s: float) -> None:
-        """Divide accepted-to-first-token by what the worker measured.
+        """Divide accepted-to-first-token by the worker's measurement.
 
-        The wait before the prefill is the worker's figure, never more than was observed here; the rest
-        is prefill and the way back.
+        The wait before the prefill is the worker's figure, never more than was observed here; the rest is
+        prefill and the transfer to the gateway.
         """
         observed_s = self._seconds[Stage.ENGINE_WAIT] + self._seconds[Stage.PREFILL]
         wait_s = min(max(engine_wait_s, 0.0), observed_s)
@@ -75,7 +78,7 @@ class StageTimer:
 
     @property
     def traceparent(self) -> str:
-        """What another process continues the current stage by; empty for a request that is not recorded."""
+        """The current stage's trace context for another process; empty for an unrecorded request."""
         return "" if self._trace is None else self._trace.traceparent
 
     def leave(self, now_s: float) -> None:
@@ -88,3 +91,50 @@ class StageTimer:
         self.enter(self._current, now_s)
         micros = {stage.value: round(seconds * 1e6) for stage, seconds in self._seconds.items()}
         return StageClock(received_unix_us=self._unix_us, **micros)
+
+
+class StageTrace:
+    """A span for the request, and below it one for each of its stages.
+
+    Each choice has a fork. Forks share the span of the stage in which they were created; the first to leave
+    it ends it.
+    """
+
+    __slots__ = ("_root", "_stage", "_tracing")
+
+    def __init__(self, tracing: Tracing, root: Span, stage: Span | None) -> None:
+        self._tracing = tracing
+        self._root = root
+        self._stage = stage
+
+    @classmethod
+    def open(cls, tracing: Tracing, received: Received) -> StageTrace | None:
+        """Return the trace of a request, None when it is not recorded."""
+        if not tracing.on:
+            return None
+        parent = parse_traceparent(received.traceparent) if received.traceparent else None
+        root = tracing.start("request", received.monotonic_s, parent, kind=SpanKind.SERVER)
+        return cls(tracing, root, None) if root.is_recording() else None
+
+    @property
+    def traceparent(self) -> str:
+        """The trace context of the current stage for another process."""
+        return traceparent_of(self._stage if self._stage is not None else self._root)
+
+    def entered(self, stage: str, now_s: float) -> None:
+        """End the previous stage's span and begin this stage's."""
+        self.left(now_s)
+        self._stage = self._tracing.start(stage, now_s, self._root.get_span_context())
+
+    def left(self, now_s: float) -> None:
+        if self._stage is not None:
+            self._tracing.end(self._stage, now_s)
+            self._stage = None
+
+    def fork(self) -> StageTrace:
+        return StageTrace(self._tracing, self._root, self._stage)
+
+    def close(self, now_s: float, attributes: Attributes, *, error: str) -> None:
+        """End the request's span."""
+        self.left(now_s)
+        self._tracing.end(self._root, now_s, attributes, error)

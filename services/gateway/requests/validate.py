@@ -1,8 +1,8 @@
-"""The one validator of every face: what leaves it can run, or never could have been accepted.
+"""The validator of every face: its output can run, every other request is rejected.
 
-Order: bounds of every field, then who may, then the model: what costs next to nothing, and is done before the
-tenant's quotas are asked. Then, within them, text into tokens and limits in tokens. Sizes are checked before
-anything of that size is made. Every error names its ``field``.
+Order: bounds of every field, permissions, then the model. These checks are cheap and run before the tenant's
+quotas. Tokenisation and token limits follow, within the quotas. Sizes are checked before anything of that
+size is allocated. Every error names its ``field``.
 """
 
 from __future__ import annotations
@@ -14,38 +14,31 @@ from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
-from services.core.generation import GenerationSpec, Principal, SamplingParams
+from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.text.prefix_names import PrefixNames
-from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.gateway.text.tokenise import Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
 
-# A nucleus of no mass is taken as the single most likely token.
+# A nucleus without mass means the most likely token alone.
 _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
 
 
 @dataclass(frozen=True, slots=True)
-class _Lengths:
-    choices: int
-    max_output_tokens: int
-    min_output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
-    """A generation whose fields make sense: where it leads, in which class."""
+    """A generation with valid fields: its route and its class."""
 
     route: Route
     priority: Priority
 
 
 class Validator:
-    """Turns what a client asked for into a GenerationSpec."""
+    """Converts a client's generation into a GenerationSpec."""
 
     def __init__(
         self,
@@ -56,8 +49,9 @@ class Validator:
         max_fanout_tokens: int = _MAX_FANOUT_TOKENS,
         prefixes: PrefixNames | None = None,
     ) -> None:
-        """``max_fanout_tokens`` bounds the output of all choices of a request together. Without ``prefixes``
-        no cached prefix is named."""
+        """``max_fanout_tokens`` bounds the output of all choices together. Without ``prefixes`` the specs
+        name no cached prefix.
+        """
         self._catalog = catalog
         self._identity = identity
         self._rng = rng
@@ -72,14 +66,14 @@ class Validator:
         *,
         pinned: PinnedVersion | None = None,
     ) -> Checked:
-        """Return what is known of the generation before anything is made of its text.
+        """Return the route and class of the generation, before its text is processed.
 
-        ``pinned`` is the version that an earlier run of it had. Raises VersionGone when it is served no more,
+        ``pinned`` is the version of an earlier run. Raises VersionGone when it is no longer served,
         InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable without a replica that can serve.
         """
         bounds.check(generation)
         route = self._route(principal, generation.model, pinned)
-        self._catalog.require_hope(route)
+        self._catalog.require_servable(route)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
@@ -94,32 +88,29 @@ class Validator:
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
-        Raises InvalidInput, PromptTooLong, or what fetching the model's tokenizer raises.
+        Raises InvalidInput, PromptTooLong, or the errors of fetching the model's tokenizer.
         """
         route = checked.route
         model = await self._catalog.text_model(route.version_digest)
         context = self._context(route, model)
         _check_ids(generation, model.vocab_size)
-        prompt_ids = await self._prompt_ids(principal, generation, model)
-        lengths = self._lengths(generation, len(prompt_ids), context)
-        spec = GenerationSpec(
+        ids = await self._prompt_ids(principal, generation, model)
+        limits = self._limits(generation, len(ids), context)
+        prompt = Prompt(ids)
+        if self._prefixes is not None:
+            prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
+        return GenerationSpec(
             request_id=request_id,
             model=route.model,
             version_digest=route.version_digest,
             route_revision=route.route_revision,
-            prompt_ids=prompt_ids,
-            sampling=self._sampling(generation.sampling, model.defaults),
-            max_output_tokens=lengths.max_output_tokens,
-            min_output_tokens=lengths.min_output_tokens,
-            stop=tuple(generation.stop),
-            stop_token_ids=tuple(generation.stop_token_ids),
-            choices=lengths.choices,
-            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+            prompt=prompt,
+            sampling=self._sampling(generation, model.defaults),
+            limits=limits,
+            choices=_choices(generation),
             priority=checked.priority,
-            ignore_eos=generation.ignore_eos,
             session_key=generation.session_key or principal.key_id,
         )
-        return spec if self._prefixes is None else await self._prefixes.named(spec, principal.tenant_id)
 
     def check_count(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
@@ -138,25 +129,26 @@ class Validator:
     async def count_tokens(
         self, principal: Principal, generation: inference_pb2.Generation, route: Route
     ) -> int:
-        """Return how many prompt tokens a generation that was checked has."""
+        """Return the number of prompt tokens of a checked generation."""
         model = await self._catalog.text_model(route.version_digest)
         try:
             return len(await self._prompt_ids(principal, generation, model))
         except PromptTooLong as error:
             if (counted := error.metadata.get("prompt_tokens")) is None:
                 raise
-            return int(counted)  # more than the context holds is a count as well
+            return int(counted)  # a count beyond the context is valid too
 
     def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
-        """What an earlier run had is not authorised again: a smaller model may answer for the one that the
-        caller named, and may use. Who may go on with it was asked before its record was read."""
+        """The model of an earlier run is not authorised again: a smaller model may answer for the permitted
+        one. The caller's permission to continue was checked before the record was read.
+        """
         if pinned is not None:
             return self._catalog.resolve_pinned(model, pinned)
         self._identity.authorise_model(principal, model)
         return self._catalog.resolve(model)
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
-        """The class that was asked for; else the standard one, or the tenant's highest if that is lower."""
+        """The requested class; by default the standard one, or the tenant's highest if that is lower."""
         highest = self._identity.tenant(principal.tenant_id).max_priority
         if asked == common_pb2.PRIORITY_UNSPECIFIED:
             return min(Priority.STANDARD, highest, key=lambda priority: priority.rank)
@@ -181,7 +173,7 @@ class Validator:
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
         if kind == "chat":
-            messages = [Message(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
+            messages = [ChatMessage(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
             ids = await self._tokeniser.chat(model, principal.tenant_id, messages)
         else:
             ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)
@@ -189,9 +181,8 @@ class Validator:
             raise InvalidInput("the prompt has no tokens", field="prompt")
         return ids
 
-    def _lengths(self, generation: inference_pb2.Generation, prompt_tokens: int, context: int) -> _Lengths:
-        room = context - prompt_tokens
-        choices = generation.choices if generation.HasField("choices") else 1
+    def _limits(self, generation: inference_pb2.Generation, prompt_tokens: int, context: int) -> OutputLimits:
+        room, choices = context - prompt_tokens, _choices(generation)
         if room < 1:
             raise PromptTooLong(
                 f"the prompt has {prompt_tokens} tokens; the context of {context} leaves no room for output",
@@ -227,12 +218,19 @@ class Validator:
                 min_output_tokens=generation.min_output_tokens,
                 max_output_tokens=longest,
             )
-        return _Lengths(choices, longest, generation.min_output_tokens)
+        return OutputLimits(
+            longest,
+            generation.min_output_tokens,
+            tuple(generation.stop),
+            tuple(generation.stop_token_ids),
+            generation.ignore_eos,
+        )
 
-    def _sampling(self, asked: common_pb2.Sampling, defaults: SamplingDefaults) -> SamplingParams:
+    def _sampling(self, generation: inference_pb2.Generation, defaults: SamplingDefaults) -> Sampling:
+        asked = generation.sampling
         top_p = asked.top_p if asked.HasField("top_p") else defaults.top_p
         repetition = asked.HasField("repetition_penalty")
-        return SamplingParams(
+        return Sampling(
             seed=asked.seed if asked.HasField("seed") else self._rng.getrandbits(63),
             temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
             top_p=max(top_p, _LEAST_TOP_P),
@@ -242,7 +240,12 @@ class Validator:
             frequency_penalty=asked.frequency_penalty,
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
+            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
         )
+
+
+def _choices(generation: inference_pb2.Generation) -> int:
+    return generation.choices if generation.HasField("choices") else 1
 
 
 def _input_field(generation: inference_pb2.Generation) -> str:
@@ -270,7 +273,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_ids(generation: inference_pb2.Generation, vocab_size: int) -> None:
-    """Every id that will index the vocabulary is within it."""
+    """Check that every id that will index the vocabulary is within it."""
     for field, ids in (
         ("token_ids", generation.token_ids.ids),
         ("stop_token_ids", generation.stop_token_ids),

@@ -1,4 +1,4 @@
-"""The gateway's end of one text process: started, asked, killed, reaped."""
+"""The gateway's end of one text process: starts it, sends orders within cost limits, kills and reaps it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
 
-from services.core.errors import Unavailable
+from services.core.errors import FailedPrecondition, FairwayError, InvalidInput, Unavailable
 from services.gateway.text.messages import (
     EXIT_MEMORY,
     EXIT_PANIC,
@@ -36,10 +37,10 @@ TEXT_MODULE: Final = ("-m", "services.gateway.text.process")
 class Cause(StrEnum):
     """Why a text process ended."""
 
-    CPU = "cpu"  # the text took more processor time than it is given
-    MEMORY = "memory"  # it took more memory; a native library that is refused some aborts
+    CPU = "cpu"  # the text exceeded its processor time
+    MEMORY = "memory"  # the text exceeded its memory; some native libraries abort on a failed allocation
     PANIC = "panic"  # a library failed on it
-    HUNG = "hung"  # no answer, without the processor time being used up
+    HUNG = "hung"  # no answer, although processor time is left
     CRASHED = "crashed"
     STOPPED = "stopped"  # it was not needed
 
@@ -53,7 +54,7 @@ class ProcessEnded(Exception):
 
 
 class TextProcess(asyncio.Protocol):
-    """One process from ``start`` to the return of ``wait``. It has one order at a time."""
+    """One process from ``start`` to the return of ``wait``. It takes one order at a time."""
 
     def __init__(self, clock: Clock, *, nice: bool) -> None:
         self.nice = nice
@@ -77,10 +78,10 @@ class TextProcess(asyncio.Protocol):
         return self.ready and self._answer is None and self._cause is None
 
     def start(self) -> None:
-        """Start the process; the event loop is blocked for about half a millisecond. Raises Unavailable.
+        """Start the process; this blocks the event loop for about half a millisecond. Raises Unavailable.
 
-        From here on one task awaits ``wait``, which ends and reaps the process.
-        ``Popen`` uses vfork: ``worker/slots/engine_process.py`` states why nothing else and no thread may.
+        From here on one task awaits ``wait``, which ends and reaps the process. ``Popen`` uses vfork:
+        ``worker/slots/engine_process.py`` states why nothing else and no thread may.
         """
         command = [sys.executable, *TEXT_MODULE, *(("--nice",) if self.nice else ())]
         try:
@@ -91,7 +92,7 @@ class TextProcess(asyncio.Protocol):
                         [*command, "--fd", str(theirs.fileno())],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,  # what a library says of its failure may hold a prompt
+                        stderr=subprocess.DEVNULL,  # a library's error output may contain a prompt
                         pass_fds=(theirs.fileno(),),
                         start_new_session=True,
                         env=bare_environment() | {"TOKENIZERS_PARALLELISM": "false"},
@@ -106,7 +107,7 @@ class TextProcess(asyncio.Protocol):
     async def connect(self) -> None:
         """Open the transport to the started process. Raises Unavailable, or ProcessEnded.
 
-        Cancelled, the loop closes the socket; before that ``discard`` does.
+        On cancellation the loop closes the socket; before ``connect``, ``discard`` does.
         """
         ours, self._socket = self._socket, None
         assert ours is not None, "the text process is not started, or connected"
@@ -119,8 +120,8 @@ class TextProcess(asyncio.Protocol):
             self._transport.abort()
             raise ProcessEnded(self._cause)
 
-    def ask(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
-        """Send an order and return its answer to come, or ProcessEnded; ``overdue`` after ``patience_s``."""
+    def send_order(self, order: Order, *, patience_s: float) -> asyncio.Future[Answer]:
+        """Send an order; return the future of its answer or of ProcessEnded; overdue after ``patience_s``."""
         assert self._answer is None, "a text process has one order at a time"
         assert self._transport is not None, "the text process is not started"
         self._answer = asyncio.get_running_loop().create_future()
@@ -133,14 +134,14 @@ class TextProcess(asyncio.Protocol):
         return self._answer is not None and now_s > self._due_s
 
     def kill(self, cause: Cause) -> None:
-        """End the process now; ``wait`` returns the first cause that was given."""
+        """End the process now; ``wait`` returns the cause of the first call."""
         self._cause = self._cause or cause
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def wait(self) -> Cause:
-        """Return why the process ended, once it did and is reaped. Cancelled, it kills the process."""
+        """Return why the process ended, once it ended and is reaped. Cancellation kills the process."""
         process = self._process
         if process is None:
             return Cause.STOPPED
@@ -152,10 +153,10 @@ class TextProcess(asyncio.Protocol):
             self.discard()
 
     def discard(self) -> None:
-        """End and reap the process now, whoever waits for what: no zombie is left. Idempotent.
+        """End and reap the process now, regardless of waiters: no zombie remains. Idempotent.
 
-        Blocks while a process that did not end yet gives its memory back: only a process that shuts down does
-        this to one. Elsewhere it is killed, and ``wait`` returns when it ended.
+        Blocks while a running process releases its memory, so it is only for a gateway that shuts down.
+        Elsewhere ``kill`` ends the process, and ``wait`` returns when it ended.
         """
         self.kill(Cause.STOPPED)
         if self._process is not None:
@@ -185,7 +186,7 @@ class TextProcess(asyncio.Protocol):
 
     def _answered(self, data: bytearray) -> None:
         answer, self._answer = self._answer, None
-        if answer is None or answer.done():  # cancelled: nobody waits for it
+        if answer is None or answer.done():  # cancelled: no task waits for it
             return
         self.idle_since_s = self._clock.monotonic_s()
         try:
@@ -196,9 +197,10 @@ class TextProcess(asyncio.Protocol):
 
 
 def own(supervisor: Supervisor, name: str, process: TextProcess, reaping: Coroutine[Any, Any, None]) -> None:
-    """Have ``reaping``, which awaits ``wait``, end with the started process, at the latest at shutdown.
+    """Ensure that ``reaping``, which awaits ``wait``, ends with the started process, at the latest at
+    shutdown.
 
-    Raises RuntimeError, and the process is gone, when this process shuts down already.
+    Raises RuntimeError, with the process ended, when this process already shuts down.
     """
     try:
         task = supervisor.spawn(f"{name} {process.pid}", reaping)
@@ -218,3 +220,55 @@ _CAUSES: Final = {
     EXIT_MEMORY: Cause.MEMORY,
     EXIT_PANIC: Cause.PANIC,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """The cost limits of one order, and the error of an order that exceeds them.
+
+    ``memory_bytes`` is added to the memory of the loaded version.
+    """
+
+    load_cpu_s: float = 20.0
+    read_cpu_s: float = 2.0
+    read_cpu_s_per_mib: float = 4.0
+    memory_bytes: int = 1024 * 1024 * 1024
+    patience_s: float = 10.0  # the wait for an answer, plus ten times the processor time
+    idle_s: float = 60.0
+
+    def cpu_s(self, size_bytes: int) -> float:
+        return self.read_cpu_s + self.read_cpu_s_per_mib * size_bytes / 2**20
+
+    def wait_s(self, cpu_s: float) -> float:
+        """The longest wait for an answer, with allowance for a busy machine."""
+        return self.patience_s + 10 * cpu_s
+
+    def read_error(self, cause: Cause, size_bytes: int) -> FairwayError:
+        """Return the error of a text on which the process ended."""
+        if cause is Cause.PANIC:
+            return FailedPrecondition("this model's tokenizer or chat template fails on this text")
+        took = self._took(cause, self.cpu_s(size_bytes))
+        if took:
+            return InvalidInput(
+                f"this model's tokenizer or chat template takes {took} for this text: shorten it or send "
+                "token ids",
+                field="prompt",
+                cause=cause.value,
+            )
+        return Unavailable("the process that read the text was lost", retry_after_s=1.0)
+
+    def load_error(self, cause: Cause, version_digest: str) -> FairwayError:
+        """Return the error of a version on whose files the process ended."""
+        took = "the library fails on it" if cause is Cause.PANIC else self._took(cause, self.load_cpu_s)
+        if took:
+            return FailedPrecondition(
+                f"the version's tokenizer or chat template cannot be loaded: {took}",
+                version_digest=version_digest,
+                cause=cause.value,
+            )
+        return Unavailable("the process that loaded the version's tokenizer was lost", retry_after_s=1.0)
+
+    def _took(self, cause: Cause, cpu_s: float) -> str:
+        if cause is Cause.CPU:
+            return f"more than {cpu_s:.1f} s of processor time"
+        return f"more than {self.memory_bytes // 2**20} MiB of memory" if cause is Cause.MEMORY else ""

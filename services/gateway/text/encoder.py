@@ -1,4 +1,4 @@
-"""A model version's tokenizer and chat template at work: text and messages into token ids.
+"""Encodes text and messages into token ids, by a model version's tokenizer and chat template.
 
 Everything is read from the version's verified files and is immutable afterwards.
 """
@@ -6,7 +6,7 @@ Everything is read from the version's verified files and is immutable afterwards
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,14 +24,20 @@ from services.core.errors import (
     UnsupportedFeature,
 )
 from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens
-from services.gateway.text.template.probe import open_template
-from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES
-from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 2**31 - 1
 _SHORT_CHARS: Final = 1024
+# A template may require or forbid a system message without any declaration.
+_PROBES: Final = (
+    (ChatMessage("user", "Hi"),),
+    (ChatMessage("system", "Hi"), ChatMessage("user", "Hi")),
+    (ChatMessage("user", "Hi"), ChatMessage("assistant", "Hi"), ChatMessage("user", "Hi")),
+)
+_MAX_SHOWN: Final = 200
 _TEMPLATE_TOKENS: Final = (
     "bos_token",
     "eos_token",
@@ -53,8 +59,8 @@ _BOUNDS: Final = {
 class TextEncoder:
     """One version's tokenizer and template. One caller at a time.
 
-    Both come from whoever published the version and may take any time and memory, or crash: only a process
-    that is bounded and can be lost runs them.
+    The version's publisher controls both. They may take any time and memory, or crash: they run only in a
+    process that is bounded and may crash.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class TextEncoder:
         control: ControlTokens,
         unknown: str,
     ) -> None:
-        """``unknown`` is the token that stands for text that has none, which makes it no control token."""
+        """``unknown`` is the token for text without a token of its own; it is not a control token."""
         self.model = model
         self.template = template
         self._tokenizer = tokenizer
@@ -77,17 +83,17 @@ class TextEncoder:
         )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a raw prompt, with what the tokenizer puts around one.
+        """Return the ids of a raw prompt, with the tokenizer's own prefix and suffix.
 
-        Control tokens that it spells are taken as such: a raw prompt is all the client's, it has no turns.
+        Control tokens in its text count as such: a raw prompt has no turns, and all of it is the client's.
         """
         return self._in_vocabulary(self._ids(text, special=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids of a conversation up to where the assistant speaks.
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Return the ids of a conversation up to the assistant's turn.
 
-        No message becomes a control token, whatever it spells. Raises UnsupportedFeature without a
-        template, FailedPrecondition with one that renders nothing, InvalidInput when it refuses the messages,
+        No message text becomes a control token. Raises UnsupportedFeature without a template,
+        FailedPrecondition with one that renders nothing, InvalidInput when it rejects the messages,
         PromptTooLong beyond its bound.
         """
         if self.model.template_fault:
@@ -130,7 +136,7 @@ class TextEncoder:
 def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder:
     """Return the encoder of a folder of verified files. Blocks on the disk.
 
-    Raises FailedPrecondition that names the file that cannot be used.
+    Raises FailedPrecondition that names the unusable file.
     """
     config = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json")
@@ -139,9 +145,9 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     added = tokenizer.get_added_tokens_decoder().values()
     control = ControlTokens(token.content for token in added if token.special)
     texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
-    # One that is not set is undefined in the template, as in transformers.
+    # An unset token is undefined in the template, as in transformers.
     tokens = {name: text for name, text in texts.items() if text is not None}
-    template, fault = open_template(
+    template, fault = _open_template(
         partial(_template_source, folder, settings), control=control, tokens=tokens, clock=clock
     )
     text_config = config.get("text_config", config)
@@ -157,7 +163,7 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         template_fault=fault,
     )
     if unknown in (tokens.get("bos_token"), tokens.get("eos_token")):
-        unknown = ""  # it begins or ends something, too
+        unknown = ""  # it is also a start or end token
     return TextEncoder(model, tokenizer, template, control, unknown)
 
 
@@ -179,13 +185,13 @@ class _TokenizerModel(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What the library does not show of tokenizer.json."""
+    """The parts of tokenizer.json that the library does not expose."""
 
     model: _TokenizerModel
 
 
 def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
-    """Return the tokenizer and its token for text that it has no token for, empty where there is none."""
+    """Return the tokenizer and its token for unknown text, empty without one."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise FailedPrecondition(f"tokenizer.json of the version is larger than {_MAX_JSON_BYTES} bytes")
@@ -199,7 +205,7 @@ def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
     except Exception as exc:  # the library raises nothing narrower
         raise FailedPrecondition("tokenizer.json of the version is malformed") from exc
     unknown = model.unk_token or (None if model.unk_id is None else tokenizer.id_to_token(model.unk_id))
-    # What a training script left on: a prompt is refused, never cut.
+    # A training script may leave truncation on: a prompt is rejected, never truncated.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, unknown or ""
@@ -254,3 +260,38 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
             )
         found[name] = int(value) if name == "top_k" else float(value)
     return SamplingDefaults(**found)
+
+
+def _open_template(
+    read: Callable[[], str], *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
+) -> tuple[ChatTemplate | None, str]:
+    """Return the template that ``read`` returns, and why it renders no conversation: empty if it renders one.
+
+    An empty source is no template. FailedPrecondition of ``read`` counts as a fault too.
+    """
+    try:
+        source = read()
+        if not source:
+            return None, ""
+        template = ChatTemplate(source, control=control, tokens=tokens, clock=clock)
+    except FailedPrecondition as error:
+        return None, _shown(error)
+    faults: list[str] = []
+    for messages in _PROBES:
+        try:
+            template.render(messages, max_chars=MAX_TEMPLATE_BYTES)
+        except (FailedPrecondition, InvalidInput) as error:
+            if isinstance(error.__cause__, TemplateRefused):  # a deliberate rejection: the template works
+                return template, ""
+            if isinstance(error.__cause__, BudgetExceeded):  # other conversations would take as long
+                return template, _shown(error)
+            faults.append(_shown(error))
+        else:
+            return template, ""
+    return template, faults[0]
+
+
+def _shown(error: FailedPrecondition | InvalidInput) -> str:
+    """Return an error with its cause, which contains no client text here."""
+    cause = str(error.__cause__ or "")[:_MAX_SHOWN]
+    return error.message if not cause or cause in error.message else f"{error.message}: {cause}"

@@ -1,9 +1,9 @@
-"""The text processes of a gateway: which there are, and whose text is read next.
+"""The text processes of a gateway: their number, and the order in which texts are encoded.
 
-Each version has processes of its own: what its tokenizer or template does harms no other version. The first
-one is there while the version is loaded and reads short texts only. Further ones start when a long text comes
-or short ones wait, run at a lower priority, and end when idle. A tenant has one short text of a version and
-one long text of all versions read at a time; tenants take turns.
+Each version has its own processes: its tokenizer or template cannot harm other versions. The first process
+runs while the version is loaded and reads short texts only. Further ones start when a long text arrives or
+short ones wait, run at a lower priority, and end when idle. Per tenant, one short text of a version and one
+long text of all versions are read at a time; tenants alternate.
 """
 
 from __future__ import annotations
@@ -26,31 +26,28 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.shares import share_of
-from services.gateway.policy.text_bans import Strikes
-from services.gateway.policy.turns import Turns
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
-from services.gateway.text.limits import TextLimits
+from services.gateway.policy.text_turns import Strikes, TenantRoundRobin
+from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
     EncodeChat,
     Encoded,
     EncodePrompt,
-    Load,
     Loaded,
+    LoadText,
     Order,
-    Refused,
+    TextRefused,
     error_of,
     ids_of,
 )
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Tokens
+from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
 
-# A short text takes some 20 ms of a processor at most: for so long it may hold up another tenant's.
+# A short text takes at most about 20 ms of a processor: the longest delay of another tenant's.
 SHORT_BYTES: Final = 16 * 1024
 MAX_LONG: Final = 2  # long texts that are read at a time, of all versions
 MAX_VERSION_PROCESSES: Final = 4
@@ -59,7 +56,7 @@ MAX_LOADS: Final = 2
 MAX_PENDING: Final = 4096
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 TICK_S: Final = 0.05
-RETRY_S: Final = (1.0, 60.0)  # before a process that could not be started is started again: first, most
+RETRY_S: Final = (1.0, 60.0)  # the delay before a failed start is retried: first, maximum
 MAX_FAILED: Final = 256
 _GIVEN_UP: Final = "the version's tokenizer was given up; send the request again"
 
@@ -67,9 +64,9 @@ _GIVEN_UP: Final = "the version's tokenizer was given up; send the request again
 @dataclass(eq=False, slots=True)
 class _Job:
     tenant_id: str
-    text: str | Sequence[Message]
+    text: str | Sequence[ChatMessage]
     size_bytes: int
-    future: asyncio.Future[Tokens]
+    future: asyncio.Future[EncodedText]
     retried: bool = False
 
     @property
@@ -79,20 +76,29 @@ class _Job:
 
 @dataclass(eq=False, slots=True)
 class _Version:
-    """``reading``: whose short text is being read. ``pressed``: short texts waited at the last look."""
+    """The processes and waiting texts of one version."""
 
     digest: str
+    # Opens the version's files.
     folder: OpenFolder
+    # Running and starting processes; at most one, the first, has normal priority.
     processes: list[TextProcess] = field(default_factory=list)
-    short: Turns[_Job] = field(default_factory=Turns)
-    long: Turns[_Job] = field(default_factory=Turns)
+    # Waiting short texts, by tenant.
+    short: TenantRoundRobin[_Job] = field(default_factory=TenantRoundRobin)
+    # Waiting long texts, by tenant.
+    long: TenantRoundRobin[_Job] = field(default_factory=TenantRoundRobin)
+    # The tenants whose short text is being read.
     reading: set[str] = field(default_factory=set)
+    # Ended processes, by tenant.
     strikes: Strikes = field(default_factory=Strikes)
+    # Whether short texts waited at the last check.
     pressed: bool = False
+    # Failed starts in a row.
     failures: int = 0
+    # When the next start may be tried.
     retry_at_s: float = 0.0
 
-    def queue(self, job: _Job) -> Turns[_Job]:
+    def queue(self, job: _Job) -> TenantRoundRobin[_Job]:
         return self.long if job.is_long else self.short
 
 
@@ -116,7 +122,7 @@ class TextProcesses:
         self._failed: OrderedDict[str, _Failure] = OrderedDict()
         self._loads = asyncio.Semaphore(MAX_LOADS)
         self._long: set[str] = set()  # the tenants whose long text is being read
-        self._pending: dict[str, tuple[int, int]] = {}  # texts and their bytes, by tenant
+        self._pending: dict[str, tuple[int, int]] = {}  # waiting texts and their bytes, by tenant
         self._ended = metrics.counter(
             "fairway_gateway_text_processes_ended_total",
             "Tokenizer processes that ended, by cause",
@@ -140,7 +146,7 @@ class TextProcesses:
         )
 
     async def run(self) -> None:
-        """Look after the processes until cancelled."""
+        """Start and end processes as needed until cancelled."""
         while True:
             await self._clock.sleep(TICK_S)
             now_s = self._clock.monotonic_s()
@@ -151,7 +157,7 @@ class TextProcesses:
                 self._tend(version, now_s)
 
     async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
-        """See ``Texts``. A version that failed is not tried again for a while."""
+        """See ``Texts``. A version that failed is retried only after a delay."""
         failure = self._failed.get(version_digest)
         if failure is not None and self._clock.monotonic_s() < failure.until_s:
             raise type(failure.error)(failure.error.message, version_digest=version_digest)
@@ -170,7 +176,7 @@ class TextProcesses:
         return model
 
     def unload(self, version_digest: str) -> None:
-        """See ``Texts``. What waits or is being read ends with Unavailable."""
+        """See ``Texts``. Texts that wait or are being read end with Unavailable."""
         version = self._versions.pop(version_digest, None)
         if version is not None:
             self._refuse_waiting(version, _GIVEN_UP)
@@ -178,8 +184,8 @@ class TextProcesses:
                 process.kill(Cause.STOPPED)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
-    ) -> Tokens:
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
         """See ``Texts``."""
         version = self._versions.get(model.version_digest)
         if version is None:
@@ -205,7 +211,7 @@ class TextProcesses:
             assert len(version.processes) <= MAX_VERSION_PROCESSES
             assert sum(not process.nice for process in version.processes) <= 1
 
-    # --- whose turn it is -----------------------------------------------------------------------
+    # --- the order of texts ----------------------------------------------------------------------
 
     def _check(self, version: _Version, tenant_id: str, size_bytes: int, now_s: float) -> None:
         """Raises ShareExceeded or Unavailable where a text may not wait here."""
@@ -232,7 +238,7 @@ class TextProcesses:
             )
 
     def _dispatch(self, version: _Version) -> None:
-        """Give each idle process the text whose turn it is."""
+        """Give each idle process the next text."""
         for process in version.processes:
             if process.idle and (job := self._next(version, process)) is not None:
                 self._ask(version, process, job)
@@ -257,7 +263,7 @@ class TextProcesses:
         order: Order = (
             EncodePrompt(job.text, cpu_s) if isinstance(job.text, str) else EncodeChat(job.text, cpu_s)
         )
-        answer = process.ask(order, patience_s=self._limits.wait_s(cpu_s))
+        answer = process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
         answer.add_done_callback(partial(self._answered, version, job))
 
     def _answered(self, version: _Version, job: _Job, answer: asyncio.Future[Answer]) -> None:
@@ -268,16 +274,16 @@ class TextProcesses:
         elif not job.future.done():
             match answer.result():
                 case Encoded(count=count) as found:
-                    job.future.set_result(Tokens(count, ids_of(found)))
-                case Refused() as found:
+                    job.future.set_result(EncodedText(count, ids_of(found)))
+                case TextRefused() as found:
                     job.future.set_exception(error_of(found))
         self._dispatch(version)
-        if job.is_long:  # others may have waited for its turn
+        if job.is_long:  # other long texts may have waited for this one
             for other in self._versions.values():
                 self._dispatch(other)
 
     def _lost(self, version: _Version, job: _Job, cause: Cause) -> None:
-        """The process ended on a text: read it again elsewhere once, or say whose fault it was."""
+        """The process ended on a text: read it again elsewhere once, or fail it with its cause."""
         if cause is Cause.CRASHED and not job.retried and self._versions.get(version.digest) is version:
             job.retried = True
             if not job.future.done():
@@ -288,7 +294,7 @@ class TextProcesses:
         _fail(job, self._limits.read_error(cause, job.size_bytes))
 
     def _forget(self, version: _Version, job: _Job, _: object) -> None:
-        """A text is read, refused or not waited for any more."""
+        """Remove a text that is read, rejected or abandoned."""
         texts, size = self._pending[job.tenant_id]
         if texts == 1:
             del self._pending[job.tenant_id]
@@ -301,10 +307,10 @@ class TextProcesses:
             while (job := queue.take(())) is not None:
                 _fail(job, Unavailable(message, retry_after_s=1.0))
 
-    # --- which processes there are --------------------------------------------------------------
+    # --- the set of processes --------------------------------------------------------------------
 
     def _tend(self, version: _Version, now_s: float) -> None:
-        """Start the processes that a version needs and lacks, end those that were idle for long."""
+        """Start missing processes of a version, end those that were idle for long."""
         if self._versions.get(version.digest) is not version:
             return
         starting = any(not process.ready for process in version.processes)
@@ -323,7 +329,7 @@ class TextProcesses:
         if len(version.processes) >= MAX_VERSION_PROCESSES:
             return
         further = [one for each in self._versions.values() for one in each.processes if one.nice]
-        if len(further) >= MAX_FURTHER:  # the one that was idle for longest makes room, at a later look
+        if len(further) >= MAX_FURTHER:  # the process that was idle for longest ends at a later check
             idle = [process for process in further if process.idle]
             if idle:
                 min(idle, key=lambda process: process.idle_since_s).kill(Cause.STOPPED)
@@ -352,28 +358,28 @@ class TextProcesses:
             self._dispatch(version)
 
     async def _open(self, version: _Version, process: TextProcess) -> TextModel:
-        """Start a process and load its version. Raises FairwayError; the process is ended then."""
+        """Start a process and load its version. Raises FairwayError, with the process ended."""
         cpu_s = self._limits.load_cpu_s
         try:
             async with version.folder() as folder:
                 process.start()
                 own(self._supervisor, "text process", process, self._reap(version, process))
                 await process.connect()
-                order = Load(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
-                answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
+                order = LoadText(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
+                answer = await process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
         except ProcessEnded as ended:
             raise self._limits.load_error(ended.cause, version.digest) from None
-        except BaseException:  # cancelled, or without its files
+        except BaseException:  # cancelled, or its files are missing
             process.kill(Cause.STOPPED)
             raise
         if not isinstance(answer, Loaded):
             process.kill(Cause.STOPPED)
-            raise error_of(answer) if isinstance(answer, Refused) else InternalError("no answer to Load")
+            raise error_of(answer) if isinstance(answer, TextRefused) else InternalError("no answer to Load")
         process.ready = True
         return answer.model
 
     async def _reap(self, version: _Version, process: TextProcess) -> None:
-        """Own a started process until it is gone."""
+        """Own a started process until it has ended."""
         cause = await process.wait()
         self._ended.add(cause.value)
         if cause is not Cause.STOPPED:

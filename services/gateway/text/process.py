@@ -1,9 +1,9 @@
 """The text process: ``python -m services.gateway.text.process --fd N``.
 
-It has one version's tokenizer and chat template and answers one order at a time. What they cost is bounded by
-the kernel: processor time by a timer whose signal ends the process, memory by a limit. Whatever goes wrong
-beyond a domain error ends the process, and the exit code says what it was. It writes nothing: a library's
-message may hold a prompt.
+It loads one version's tokenizer and chat template and answers one order at a time. The kernel bounds their
+cost: a timer's signal ends the process after its processor time, and memory has a limit. Every failure except
+a domain error ends the process; the exit code is the cause. It writes no output: a library's message may
+contain a prompt.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from services.gateway.text.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
     EncodePrompt,
-    Load,
     Loaded,
+    LoadText,
     Order,
     decode_order,
     encoded,
@@ -39,7 +39,7 @@ from services.gateway.text.messages import (
 from services.runtime.clock import SystemClock
 from services.runtime.process.child_process import die_with_parent
 
-# Text beyond the quick turns is work for a processor that has nothing else to do.
+# Further processes run at a lower priority: they use otherwise idle processor time.
 NICENESS: Final = 5
 
 
@@ -52,16 +52,16 @@ def main(arguments: list[str]) -> NoReturn:
     options = parser.parse_args(arguments)
     if options.nice:
         os.nice(NICENESS)
-    with contextlib.suppress(OSError):  # without memory left, this process is the one to lose
+    with contextlib.suppress(OSError):  # when memory runs out, the kernel should kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     channel = socket.socket(fileno=options.fd)
     try:
         _serve(channel)
-    except OSError:  # the gateway is gone
+    except OSError:  # the gateway has disconnected
         os._exit(0)
     except MemoryError:
         os._exit(EXIT_MEMORY)
-    except BaseException:  # a panic of a native library is no Exception
+    except BaseException:  # a panic in a native library is no Exception
         os._exit(EXIT_PANIC)
 
 
@@ -71,7 +71,7 @@ def _serve(channel: socket.socket) -> NoReturn:
         order = decode_order(_receive(channel))
         signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
         try:
-            if isinstance(order, Load):
+            if isinstance(order, LoadText):
                 encoder = _load(order)
                 answer: Answer = Loaded(encoder.model)
             else:
@@ -83,17 +83,17 @@ def _serve(channel: socket.socket) -> NoReturn:
         channel.sendall(framed(answer))
 
 
-def _load(order: Load) -> TextEncoder:
+def _load(order: LoadText) -> TextEncoder:
     _limit_memory(order.memory_bytes)
     encoder = load_encoder(Path(order.folder), order.version_digest, SystemClock())
     gc.freeze()
-    # What a text may take comes on top of what the version itself takes.
+    # A text's memory is added to the version's own.
     _limit_memory(order.memory_bytes + _data_bytes())
     return encoder
 
 
 def _encode(encoder: TextEncoder, order: Order) -> Answer:
-    assert not isinstance(order, Load)
+    assert not isinstance(order, LoadText)
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)
     else:
@@ -108,7 +108,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _data_bytes() -> int:
-    """Return what the limit counts of this process now; 0 where the system does not say."""
+    """Return this process's bytes under the limit; 0 where the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[5])
     except OSError:

@@ -1,26 +1,29 @@
-"""The text side of a model version as the gateway's requests see it: limits and sampling defaults.
+"""The text facts of a model version, and the port that encodes texts by its tokenizer and chat template.
 
-What its tokenizer and template do happens in processes of their own: see ``text/``.
+The tokenizer and template run in separate processes: see ``text/``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
 from fairway.formats.names import GATEWAY_FILES
 
-# Some 4 s of a text process at most, which costs nobody else: see ``text/limits.py``.
+# At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
 
 
 def is_text_file(path: str) -> bool:
-    """Return whether a file of a version is one that the gateway reads."""
+    """Return whether the gateway reads this file of a version."""
     return path in GATEWAY_FILES
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """One turn, as the client sent it."""
 
     role: str
@@ -30,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a version's generation_config.json sets; else the neutral values of ``Sampling``."""
+    """The defaults of a version's generation_config.json; otherwise the neutral values of ``Sampling``."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,25 +44,56 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What one version's files say about its text. ``depends_on_time``: the chat template reads the clock.
-
-    ``template_fault``: why the chat template renders no conversation, so that the version takes prompts only.
-    """
+    """The text facts from one version's files."""
 
     version_digest: str
     vocab_size: int
     max_context_tokens: int
     longest_token_bytes: int
     defaults: SamplingDefaults
+    # Whether the chat template reads the clock.
     depends_on_time: bool
+    # Why the chat template renders no conversation, so that the version takes prompts only.
     template_fault: str = ""
 
     @property
     def max_prompt_bytes(self) -> int:
-        """More text than this is not read.
+        """The byte bound for reading a text.
 
-        A token stands for at most ``longest_token_bytes`` of what the tokenizer keeps, but what it drops or
-        merges (blanks, unknown words) is no token at all. So a text that is short enough to be read at
-        little cost is read and counted, whatever the context.
+        A token stands for at most ``longest_token_bytes`` of the text that the tokenizer keeps. Text that it
+        drops or merges (blanks, unknown words) has no token. So a text that is short enough to be read
+        cheaply is read and counted for every context size.
         """
         return max(MIN_PROMPT_BYTES, self.max_context_tokens * self.longest_token_bytes)
+
+
+# Provides the folder of a version's verified files.
+OpenFolder = Callable[[], AbstractAsyncContextManager[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """The tokens of a text. ``ids`` is empty where ``count`` is more than the model's context."""
+
+    count: int
+    ids: tuple[int, ...]
+
+
+class Texts(Protocol):
+    async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
+        """Return the text facts of a version; its texts can be read from then on.
+
+        Raises FailedPrecondition for unusable files, Unavailable, and the errors of ``folder``.
+        """
+
+    def unload(self, version_digest: str) -> None:
+        """Release a version's resources."""
+
+    async def read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
+        """Return the tokens of a prompt or of a conversation with ``size_bytes`` of text.
+
+        Raises InvalidInput (PromptTooLong, UnsupportedFeature) for text that the version does not accept,
+        FailedPrecondition where its files fail on it, Unavailable where a retry may help.
+        """

@@ -1,7 +1,7 @@
-"""Text into token ids, in processes beside the event loop, and from a cache.
+"""Tokenises text in processes beside the event loop, with a cache.
 
-The cache is per tenant: with one for all, the time to the first token would tell a tenant what another
-one sent. Its keys are digests, its size is counted in tokens.
+The cache is per tenant: with a shared cache, a tenant could infer another's prompts from its time to the
+first token. Its keys are digests, its size is counted in tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.core.errors import PromptTooLong
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import Texts
+from services.gateway.text.text_model import ChatMessage, TextModel, Texts
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
-# Longer texts have more tokens than an entry may, nearly always.
+# Longer texts nearly always have more tokens than an entry may.
 MAX_CACHED_BYTES: Final = 1024 * 1024
 
 Ids = tuple[int, ...]
 
 
 class Tokeniser:
-    """Owner of the cache. Event loop only; the work itself runs in ``texts``."""
+    """Owner of the cache. Event loop only; ``texts`` does the work."""
 
     def __init__(self, texts: Texts, *, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
         self._texts = texts
@@ -35,8 +34,8 @@ class Tokeniser:
     async def prompt(self, model: TextModel, tenant_id: str, text: str) -> Ids:
         """Return the ids of a raw prompt.
 
-        Raises PromptTooLong, by its bytes where they are more than ``max_prompt_bytes``, else with its
-        ``prompt_tokens``; and what ``Texts.read`` raises.
+        Raises PromptTooLong, by its bytes where they are more than ``max_prompt_bytes``, otherwise with its
+        ``prompt_tokens``; and the errors of ``Texts.read``.
         """
         size = len(text.encode())
         _check_bytes(model, size, "prompt")
@@ -45,7 +44,7 @@ class Tokeniser:
         key = _key(model.version_digest, tenant_id, "prompt", (text,))
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
 
-    async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[Message]) -> Ids:
+    async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[ChatMessage]) -> Ids:
         """Return the ids of a conversation. Raises as ``prompt`` does."""
         size = sum(len(message.content.encode()) for message in messages)
         _check_bytes(model, size, "messages")
@@ -61,7 +60,7 @@ class Tokeniser:
         assert len(self._cache) <= MAX_CACHED_ENTRIES
 
     async def _read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], size_bytes: int
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], size_bytes: int
     ) -> Ids:
         tokens = await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
         if tokens.count > model.max_context_tokens:
@@ -74,7 +73,7 @@ class Tokeniser:
         return tokens.ids
 
     def _cached(self, key: bytes) -> Ids:
-        """Return what is cached, nothing where nothing is."""
+        """Return the cached ids, empty without an entry."""
         found = self._cache.get(key)
         if found is None:
             return ()
@@ -107,7 +106,7 @@ def _key(version_digest: str, tenant_id: str, kind: str, fields: Sequence[str]) 
     digest = hashlib.sha256()
     for field in (version_digest, tenant_id, kind, *fields):
         data = field.encode()
-        # Lengths, so that no two lists of fields are one text.
+        # The length prefix makes different lists of fields distinct.
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.digest()

@@ -94,7 +94,7 @@ def key_from_proto(message: pb.Key) -> ApiKey:
 
 
 def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
-    """Return a key as operators see it: neither secret nor hash."""
+    """Return a key for operators, without secret and hash."""
     return pb.Key(
         metadata=_meta_to(key.meta, etag),
         role=_ROLES_OUT[key.role],
@@ -105,7 +105,7 @@ def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
 
 
 def deployment_from_proto(message: pb.Deployment) -> Deployment:
-    """Return what was asked for; ``version_digest`` is empty until the version is resolved."""
+    """Return the requested deployment; ``version_digest`` is empty until the version is resolved."""
     return Deployment(
         meta=_meta_from(message.metadata),
         model=message.model,
@@ -137,7 +137,7 @@ def deployment_to_proto(
 def replica_to_proto(
     worker_id: str, loaded: LoadedVersion | None, *, version_digest: str
 ) -> pb.ReplicaStatus:
-    """Return one replica; a worker that has not spoken of it yet leaves its state unspecified."""
+    """Return one replica. Its state is unspecified until a worker has reported it."""
     if loaded is None:
         return pb.ReplicaStatus(worker_id=worker_id, message="assigned", version_digest=version_digest)
     return pb.ReplicaStatus(
@@ -155,7 +155,7 @@ def replica_to_proto(
 def node_to_proto(
     node: Node, etag: str, worker: Worker | None, incarnation: int, drain: pb.DrainProgress | None = None
 ) -> pb.Node:
-    """Return a node; one whose worker is not alive has no address and no versions."""
+    """Return a node. If its worker is not alive, it has no address and no versions."""
     found = pb.Node(
         metadata=pb.Metadata(name=node.worker_id, etag=etag),
         incarnation=incarnation,
@@ -210,7 +210,7 @@ def event_to_proto(name: str, record: EventRecord) -> pb.Event:
 
 
 def event_kinds(kinds: Iterable[pb.ResourceKind.ValueType]) -> frozenset[EventKind]:
-    """Return the kinds of events. Raises InvalidInput for one that no event has."""
+    """Return the kinds of events. Raises InvalidInput for an invalid one."""
     found: set[EventKind] = set()
     for kind in kinds:
         if kind not in _KINDS_BACK:

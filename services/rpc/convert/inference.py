@@ -18,7 +18,7 @@ PRIORITIES: Final = {
     Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
     Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
 }
-# By number, since a message's field is one.
+# Keyed by number, as in message fields.
 PRIORITY_OF: Final[Mapping[int, Priority]] = {
     common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
     **{number: priority for priority, number in PRIORITIES.items()},

@@ -8,12 +8,12 @@ from fairway.v1 import scheduler_pb2
 from services.core.errors import FairwayError, InvalidInput
 from services.core.fleet import (
     Granted,
-    LiveSequence,
     PlacementFrame,
+    PlacementRefused,
     PoolMember,
     PoolPressure,
     PoolSnapshot,
-    Refused,
+    ReportedSequence,
     ReportSnapshot,
     SequenceUsage,
     TenantCounter,
@@ -29,7 +29,7 @@ def _ms(seconds: float) -> int:
 
 
 def place_to_proto(placement_id: int, spec: PlaceSpec, queue_ttl_s: float) -> scheduler_pb2.PlaceRequest:
-    """Return the request; ``queue_ttl_s`` is what is left of the spec's when it is sent again."""
+    """Return the request; ``queue_ttl_s`` is the remaining queue time when it is sent again."""
     return scheduler_pb2.PlaceRequest(
         placement_id=placement_id,
         request_id=spec.request_id,
@@ -95,7 +95,7 @@ def connect_request(
 
 
 def grant_to_proto(grant: Grant, placement_id: int = 0) -> scheduler_pb2.Grant:
-    """Return the grant; a gateway that passes it on to its worker names no placement."""
+    """Return the grant. A gateway that forwards it to a worker sets no placement id."""
     return scheduler_pb2.Grant(
         placement_id=placement_id,
         worker_id=grant.worker_id,
@@ -129,7 +129,7 @@ def leadership(epoch: int, leader_id: str) -> scheduler_pb2.Leadership:
 
 
 def frame_to_proto(frame: PlacementFrame) -> scheduler_pb2.ConnectResponse:
-    """Return the message of what a frame says, its leadership apart."""
+    """Return the message of a frame, without its leadership."""
     grants: list[scheduler_pb2.Grant] = []
     refusals: list[scheduler_pb2.Refusal] = []
     for outcome in frame.outcomes:
@@ -155,9 +155,9 @@ def frame_to_proto(frame: PlacementFrame) -> scheduler_pb2.ConnectResponse:
 
 
 def frame_from_proto(message: scheduler_pb2.ConnectResponse, epoch: int) -> PlacementFrame:
-    """Return what ended; ``epoch`` is the stream's, for messages without a leadership of their own."""
+    """Return the frame; ``epoch`` is the stream's, for messages without leadership."""
     granted = [Granted(found.placement_id, grant_from_proto(found)) for found in message.grants]
-    refused = [Refused(found.placement_id, _error_of(found)) for found in message.refusals]
+    refused = [PlacementRefused(found.placement_id, _error_of(found)) for found in message.refusals]
     beat = message.HasField("leadership")
     return PlacementFrame(
         message.leadership.epoch if beat else epoch,
@@ -215,7 +215,7 @@ def _error_of(message: scheduler_pb2.Refusal) -> FairwayError:
 
 
 def report_to_proto(snapshot: ReportSnapshot, number: int, *, full: bool) -> scheduler_pb2.ReportRequest:
-    """Return the report. ``full``: live sequences are listed, as in the first of a stream."""
+    """Return the report. ``full``: live sequences are listed, as in the first report of a stream."""
     return scheduler_pb2.ReportRequest(
         worker_id=snapshot.worker_id,
         incarnation=snapshot.incarnation,
@@ -277,7 +277,7 @@ def report_from_proto(message: scheduler_pb2.ReportRequest) -> ReportSnapshot:
         cost_per_hour=message.cost_per_hour,
         deltas_number=message.deltas_number,
         live=tuple(
-            LiveSequence(
+            ReportedSequence(
                 request_id=live.request_id,
                 choice=live.choice,
                 tenant=live.tenant_id,
@@ -399,7 +399,7 @@ def counters_from_proto(messages: Iterable[scheduler_pb2.TenantCounter]) -> tupl
     )
 
 
-def _live_to_proto(sequence: LiveSequence) -> scheduler_pb2.LiveSequence:
+def _live_to_proto(sequence: ReportedSequence) -> scheduler_pb2.LiveSequence:
     return scheduler_pb2.LiveSequence(
         request_id=sequence.request_id,
         choice=sequence.choice,

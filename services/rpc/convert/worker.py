@@ -1,6 +1,6 @@
 """Worker messages to and from domain types.
 
-The two converters of frames are on the token path: columns go over as whole lists, no object per token.
+The two converters of frames are on the token path: columns are copied as lists, without an object per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from services.core.generation import (
     FallbackGrant,
     GenerationSpec,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -50,27 +52,28 @@ Value = TypeVar("Value")
 
 def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
     generation, grant = spec.generation, spec.grant
+    prompt, limits = generation.prompt, generation.limits
     message = worker_pb2.StartSequence(
         handle=handle,
         request_id=generation.request_id,
         choice=spec.choice,
         tenant_id=spec.tenant_id,
-        prompt_ids=generation.prompt_ids,
+        prompt_ids=prompt.ids,
         produced_ids=spec.produced_ids,
         delivered_chars=spec.delivered_chars,
         sampling=sampling_to_proto(generation.sampling),
-        max_output_tokens=generation.max_output_tokens,
-        min_output_tokens=generation.min_output_tokens,
-        stop=generation.stop,
-        stop_token_ids=generation.stop_token_ids,
-        logprobs=generation.logprobs,
-        ignore_eos=generation.ignore_eos,
+        max_output_tokens=limits.max_tokens,
+        min_output_tokens=limits.min_tokens,
+        stop=limits.stop,
+        stop_token_ids=limits.stop_token_ids,
+        logprobs=generation.sampling.logprobs,
+        ignore_eos=limits.ignore_eos,
         priority=PRIORITIES[generation.priority],
         initial_credit_tokens=spec.initial_credit_tokens,
         route_revision=generation.route_revision,
         traceparent=spec.traceparent,
-        prefix_hashes=generation.prefix_hashes,
-        prefix_root=generation.prefix_root,
+        prefix_hashes=prompt.prefix_hashes,
+        prefix_root=prompt.prefix_root,
     )
     if isinstance(grant, FallbackGrant):
         message.fallback.CopyFrom(_fallback_to_proto(grant))
@@ -82,24 +85,25 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
 
 
 def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
-    """Return what to start. Raises InvalidInput for a start without a grant of either kind."""
+    """Return the start. Raises InvalidInput for a start without a grant of either kind."""
     grant = _admission_from_proto(message)
     generation = GenerationSpec(
         request_id=message.request_id,
-        model="",  # the version says it
+        model="",  # implied by the version
         version_digest=grant.version_digest,
         route_revision=message.route_revision,
-        prompt_ids=list(message.prompt_ids),
-        sampling=sampling_from_proto(message.sampling),
-        max_output_tokens=message.max_output_tokens,
-        min_output_tokens=message.min_output_tokens,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt=Prompt(list(message.prompt_ids), tuple(message.prefix_hashes), message.prefix_root),
+        sampling=sampling_from_proto(
+            message.sampling, message.logprobs if message.HasField("logprobs") else None
+        ),
+        limits=OutputLimits(
+            message.max_output_tokens,
+            message.min_output_tokens,
+            tuple(message.stop),
+            tuple(message.stop_token_ids),
+            message.ignore_eos,
+        ),
         priority=PRIORITY_OF[message.priority],
-        ignore_eos=message.ignore_eos,
-        prefix_hashes=tuple(message.prefix_hashes),
-        prefix_root=message.prefix_root,
     )
     return StartSpec(
         generation=generation,
@@ -140,7 +144,7 @@ def _fallback_to_proto(grant: FallbackGrant) -> worker_pb2.FallbackGrant:
     )
 
 
-def sampling_to_proto(params: SamplingParams) -> common_pb2.Sampling:
+def sampling_to_proto(params: Sampling) -> common_pb2.Sampling:
     return common_pb2.Sampling(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -154,9 +158,9 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.Sampling:
     )
 
 
-def sampling_from_proto(message: common_pb2.Sampling) -> SamplingParams:
-    """Every field that is absent has the default of ``SamplingParams``."""
-    return SamplingParams(
+def sampling_from_proto(message: common_pb2.Sampling, logprobs: int | None = None) -> Sampling:
+    """Every field that is absent has the default of ``Sampling``."""
+    return Sampling(
         seed=message.seed,
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
@@ -166,10 +170,11 @@ def sampling_from_proto(message: common_pb2.Sampling) -> SamplingParams:
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        logprobs=logprobs,
     )
 
 
-# --- what comes back -----------------------------------------------------------------------------
+# --- frames --------------------------------------------------------------------------------------
 
 
 def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
@@ -194,7 +199,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
 
 
 def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
-    """Raises InvalidInput when the columns do not fit each other or a reason is unknown."""
+    """Raises InvalidInput when the columns differ in length or a reason is unknown."""
     tokens = message.tokens
     frame = StepFrame(
         accepted=[accepted.handle for accepted in message.accepted],

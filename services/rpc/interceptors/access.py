@@ -1,4 +1,4 @@
-"""Who may call what, by the (access) option beside each method in the protos. Deny by default."""
+"""Access control by the (access) option of each method in the protos. Deny by default."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from services.rpc.strangers import Strangers
 
 Authenticate = Callable[[str | None], Principal]
 
-# Third-party services that every server carries, and their rule.
+# Third-party services that every server has, and their rule.
 PUBLIC_SERVICES: Final = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 
 _PUBLIC_STREAMS: Final = (
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
-# RPCs that run at once: of one tenant or operator, and of all; other services have no bound but their number.
+# Limits of concurrent RPCs: of one tenant or operator, and of all. Services are bounded by their number.
 MAX_CALLS_OF_CALLER: Final = 4096
 MAX_CALLS: Final = 16_384
 
@@ -47,7 +47,7 @@ _caller: ContextVar[str | None] = ContextVar("caller", default=None)
 
 
 def principal() -> Principal:
-    """Return who calls the RPC that runs in this task. Raises Unauthenticated outside of one."""
+    """Return the caller of the RPC that runs in this task. Raises Unauthenticated outside of one."""
     found = _principal.get(None)
     if found is None:
         raise Unauthenticated("no API key was given")
@@ -55,7 +55,7 @@ def principal() -> Principal:
 
 
 def caller() -> str | None:
-    """Return whose limits the RPC of this task counts against: "" for a service, None without credentials."""
+    """Return the key of the limits for the RPC of this task: "" for a service, None without credentials."""
     return _caller.get()
 
 
@@ -100,7 +100,7 @@ class AccessControl(AroundInterceptor):
             (self._strangers.enter_stream if method in _PUBLIC_STREAMS else self._strangers.enter)(peer)
             try:
                 return await call()
-            except (DeadlineExceeded, OverQuota):  # its message did not come, or came too late
+            except (DeadlineExceeded, OverQuota):  # its message did not arrive in time
                 self._strangers.refuse(peer)
                 raise
         try:
@@ -124,7 +124,7 @@ class AccessControl(AroundInterceptor):
         return options_pb2.ACCESS_PUBLIC in allowed
 
     async def _counted(self, who: Principal, name: str, call: Call) -> Any:
-        """Run the call of a tenant or an operator, who have a share of what runs at once."""
+        """Run the call of a tenant or an operator within its share of concurrent calls."""
         mine = self._running.get(name, 0)
         if mine >= MAX_CALLS_OF_CALLER:
             text = f"{mine} calls of this caller are running, the most that may; wait until some have ended"

@@ -1,4 +1,4 @@
-"""When an RPC arrived, and the trace that its caller continues. Outermost, so that the clock starts first."""
+"""Arrival time of an RPC and its trace context. The outermost interceptor, so that the clock starts first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ATTEMPT_KEYS: Final = ("x-fairway-attempt", "grpc-previous-rpc-attempts")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RpcArrival:
     """``at_s``: monotonic, before the request message was read; None where an RPC carries many requests.
 
-    ``attempt``: how often the caller sent it before, as far as it or gRPC's own retries say so.
+    ``attempt``: how often the caller sent it before, as reported by the caller or by gRPC's own retries.
     """
 
     at_s: float | None = None
@@ -29,18 +29,18 @@ class Arrival:
     attempt: int = 0
 
 
-NOWHERE: Final = Arrival()
-_arrival: ContextVar[Arrival] = ContextVar("arrival", default=NOWHERE)
+NOWHERE: Final = RpcArrival()
+_arrival: ContextVar[RpcArrival] = ContextVar("arrival", default=NOWHERE)
 
 
-def arrival() -> Arrival:
-    """Return when the RPC of this task arrived."""
+def arrival() -> RpcArrival:
+    """Return the arrival of the RPC of this task."""
     return _arrival.get()
 
 
 def many_requests() -> None:
-    """The RPC of this task is a stream of requests: each of them arrives when it is read."""
-    _arrival.set(Arrival(None, _arrival.get().traceparent))
+    """Mark the RPC of this task as a stream of requests, each of which arrives when it is read."""
+    _arrival.set(RpcArrival(None, _arrival.get().traceparent))
 
 
 class NoteArrival(AroundInterceptor):
@@ -53,9 +53,9 @@ class NoteArrival(AroundInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        # grpc.aio runs this and the handler in one task, so the variable is the RPC's own.
+        # grpc.aio runs this and the handler in one task, so the variable belongs to the RPC.
         metadata = handler_call_details.invocation_metadata
-        _arrival.set(Arrival(self._clock.monotonic_s(), _traceparent(metadata), _attempt(metadata)))
+        _arrival.set(RpcArrival(self._clock.monotonic_s(), _traceparent(metadata), _attempt(metadata)))
         return await continuation(handler_call_details)
 
 
@@ -67,7 +67,7 @@ def _traceparent(metadata: Any) -> str:
 
 
 def _attempt(metadata: Any) -> int:
-    """The larger of what the client says of its attempts and what gRPC says of its own."""
+    """Return the larger of the client's count of attempts and gRPC's own."""
     found = [
         int(value)
         for key, value in metadata or ()

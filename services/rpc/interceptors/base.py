@@ -1,4 +1,4 @@
-"""What every interceptor needs: one `around` for all four shapes of RPC."""
+"""The base of every interceptor: one `around` for all four shapes of RPC."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Call = Callable[[], Awaitable[Any]]
 class AroundInterceptor(grpc.aio.ServerInterceptor):
     """Subclasses override ``around``.
 
-    Whatever the shape, the inner behaviour becomes one awaitable: a streaming response is written by
-    ``context.write`` inside it, so that its ``finally`` blocks run when the client goes away.
+    For every shape the inner behaviour is one awaitable. It writes a streaming response by ``context.write``,
+    so that its ``finally`` blocks run when the client disconnects.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[str, Any] = {}  # by method: no more than there are
+        self._handlers: dict[str, Any] = {}  # by method, so bounded by their number
 
     async def around(self, method: str, call: Call, context: Context) -> Any:
         """Run ``call`` and return its result. ``method`` is "/package.Service/Method"."""

@@ -1,4 +1,4 @@
-"""Domain errors become rich statuses, bugs become INTERNAL with an incident id and no text."""
+"""Maps domain errors to rich statuses, and bugs to INTERNAL with an incident id and no text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_OURS: Final = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, Sy
 
 class ErrorStatus(AroundInterceptor):
     def __init__(self, new_incident: Callable[[], str], lines: LineBudget | None = None) -> None:
-        """``lines`` bounds what refusals write to the log: anybody can cause them."""
+        """``lines`` bounds the log lines about rejections, because any client can cause them."""
         super().__init__()
         self._new_incident = new_incident
         self._lines = lines
@@ -30,7 +30,7 @@ class ErrorStatus(AroundInterceptor):
         try:
             return await self._answered(method, call, context)
         except cygrpc.ExecuteBatchError:
-            # The caller has gone, and grpc has not cancelled this task yet: it would log the error.
+            # The caller has disconnected, and grpc has not cancelled this task yet: grpc would log the error.
             if self._lines is None or self._lines.take():
                 log.info("rpc.undelivered", method=method)
             raise asyncio.CancelledError from None
@@ -46,13 +46,13 @@ class ErrorStatus(AroundInterceptor):
             await context.abort_with_status(to_grpc_status(error))
         except (grpc.aio.AbortError, grpc.aio.UsageError, cygrpc.ExecuteBatchError, *_NOT_OURS):
             raise
-        except NotImplementedError:  # a method that the generated base class answers
+        except NotImplementedError:  # raised by the generated base class
             await context.abort_with_status(to_grpc_status(Unimplemented(f"{method} is not implemented")))
-        except BaseException as error:  # a native library's panic is no Exception
+        except BaseException as error:  # a native library's panic is not an Exception
             await self._crashed(method, error, context)
 
     async def _crashed(self, method: str, error: BaseException, context: Context) -> None:
-        """End the RPC with an incident id that stands in the log beside what happened. Always raises."""
+        """End the RPC with an incident id, which is logged with the error. Always raises."""
         incident = self._new_incident()
         log.error("rpc.crashed", method=method, incident=incident, exc_info=error)
         bug = InternalError("internal error; quote the incident id to the operator", incident=incident)

@@ -1,4 +1,4 @@
-"""A request message is read, measured, decoded and checked: after its caller is known, before a servicer."""
+"""Reads, measures, decodes and checks a request message, after its caller is authenticated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.rpc.interceptors.access import caller
 from services.rpc.interceptors.base import Context, run_behaviour
 from services.rpc.message_size import MALFORMED, PUBLIC, MessageLimits, check_raw
 
-# One bad entry of these streams ends that entry alone, so their servicers check the messages themselves.
+# In these streams an invalid entry fails alone, so their servicers check the messages themselves.
 CHECKED_BY_SERVICER: Final = frozenset(
     {
         "/fairway.v1.InferenceService/Session",
@@ -24,16 +24,16 @@ CHECKED_BY_SERVICER: Final = frozenset(
     }
 )
 MESSAGE_WITHIN_S: Final = 10.0
-# Calls of one caller whose message is under way. Each may hold the largest message of the transport, so
-# strangers, who all count as one caller, have few. A message usually comes with its call.
+# Calls of one caller whose message has not arrived yet. Each may hold the transport's largest message. All
+# unauthenticated callers count as one, so they have few. A message usually arrives with its call.
 MAX_WAITING: Final = 128
 MAX_WAITING_STRANGERS: Final = 8
 MAX_WAITING_SERVICES: Final = 4096
 MAX_PUBLIC_MESSAGES: Final = 256
 
 
-class Waiting:
-    """The calls that wait for a message, by caller. Above the bound the one that waited longest ends."""
+class PendingMessages:
+    """The calls that wait for a message, by caller. Above the bound, the one that has waited longest ends."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
@@ -71,19 +71,19 @@ class Waiting:
 
 
 class ReadMessages(grpc.aio.ServerInterceptor):
-    """The innermost layer.
+    """The innermost interceptor.
 
-    To grpc.aio every method takes a stream of bytes. So the layers around this one run when the headers have
-    come, and the message of a caller whom they refuse is neither read nor decoded.
+    It declares every method to grpc.aio as a stream of bytes. So the interceptors around it run once the
+    headers have arrived, and the message of a caller that they reject is neither read nor decoded.
     """
 
     def __init__(
         self, limits: Mapping[str, MessageLimits], *, message_within_s: float = MESSAGE_WITHIN_S
     ) -> None:
-        """``limits`` by "/package.Service/Method"; a method without is public and takes small messages."""
+        """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones."""
         self._limits = limits
-        self._waiting = Waiting(message_within_s)
-        self._handlers: dict[str, Any] = {}  # by method: no more than there are
+        self._waiting = PendingMessages(message_within_s)
+        self._handlers: dict[str, Any] = {}  # by method, so bounded by their number
 
     async def intercept_service(
         self,

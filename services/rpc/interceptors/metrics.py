@@ -1,4 +1,4 @@
-"""Counts RPCs by method and status. Around the error mapping, so that it sees what the caller gets."""
+"""Counts RPCs by method and status. Placed around the error mapping, to count the caller's status."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RpcMetrics:
 
 
 class CountRpcs(AroundInterceptor):
-    """``services``: whose methods with one response are timed; streams last as long as their clients wish."""
+    """``services``: their methods with one response are timed. Clients decide how long streams last."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], instruments: RpcMetrics, clock: Clock) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class CountRpcs(AroundInterceptor):
 
 
 def status_name(read: Callable[[], Any]) -> str:
-    """Return the name of the status that was set; an error that set none reaches the caller as UNKNOWN."""
+    """Return the name of the status; without one the caller receives UNKNOWN."""
     found = read()
     if isinstance(found, grpc.StatusCode):
         return found.name

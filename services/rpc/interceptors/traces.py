@@ -1,4 +1,4 @@
-"""A span per RPC, where the RPCs are the work itself. A gateway's requests have spans of their own."""
+"""A span per RPC, for services whose RPCs are the work itself. A gateway records its own spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.runtime.telemetry.tracing import Tracing, parse_traceparent
 
 
 class TraceRpcs(AroundInterceptor):
-    """``services``: whose methods with one response are traced; others last as long as a client wishes."""
+    """``services``: their methods with one response are traced. Clients decide how long streams last."""
 
     def __init__(self, services: Iterable[ServiceDescriptor], tracing: Tracing, clock: Clock) -> None:
         super().__init__()

@@ -1,14 +1,15 @@
-"""A store that is the one of before, or refuses: no role reads from or writes to another one by mistake.
+"""A store that verifies its identity: no role reads from or writes to another store by mistake.
 
-The control plane writes a generation record with a random id once. A process remembers the first id that
-it sees, in memory and in a file. A store without the record, or with another id, is not read and not
-written: every call raises StoreReplaced until the store of before is back. etcd's own cluster id does not
-serve: a wiped member computes the same one again, and a restored one may have another.
+The control plane writes a generation record with a random id once. A process remembers the first id that it
+reads, in memory and in a file. A store without the record, or with another id, is neither read nor written:
+every call raises StoreReplaced until the original store is back. etcd's own cluster id is not sufficient: a
+wiped member computes the same one again, and a restored one may have another.
 
 A store restored from a backup has the same id and a lower revision. Revisions are epochs, incarnations and
-points to resume from, so they must not go back. Whoever observes a restore raises ``base_revision`` in the
-record above all that it has seen; every process adds the base to each revision that it reads. Old revisions
-then name nothing in the restored store: watches list again, leases and leaders begin anew, with newer epochs.
+points to resume from, so they must not decrease. The process that observes a restore raises ``base_revision``
+in the record above every revision that it has seen. Every process adds the base to each revision that it
+reads. Then old revisions refer to nothing in the restored store: watches list again, and leases and leaders
+start again with newer epochs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ log = structlog.get_logger()
 
 FILE_NAME: Final = "store-generation"
 LOOK_S: Final = 2.0
-_SLACK: Final = 2**20  # revisions that another process may have seen and this one has not
+_SLACK: Final = 2**20  # revisions that another process may have seen but this one has not
 _TRIES: Final = 4
 _MAX_FILE_BYTES: Final = 256
 _NEXT: Final = (
@@ -57,10 +58,10 @@ _NEXT: Final = (
 
 
 class GuardedStore:
-    """``Store`` over another one. Until a generation record was seen, it passes everything on.
+    """``Store`` decorator. Until it reads a generation record, it passes every call on.
 
-    ``run`` looks at the record every ``LOOK_S``, so that ``problem`` is current without calls. With a
-    ``folder`` that exists the generation is remembered there across restarts.
+    ``run`` checks the record every ``LOOK_S``, so that ``problem`` is current without calls. With an existing
+    ``folder``, the generation is remembered there across restarts.
     """
 
     def __init__(self, inner: Store, clock: Clock, *, folder: Path | None = None) -> None:
@@ -70,16 +71,16 @@ class GuardedStore:
         self._generation = _read(self._file)
         self._record = b""  # as stored: the fence of every write
         self._base = 0
-        self._seen = 0  # highest revision given out
+        self._seen = 0  # highest revision returned
         self._problem = ""
         self.restores = 0
 
     def problem(self) -> str:
-        """Return why the store is refused; empty while it is the one of before, or away."""
+        """Return why the store is rejected; empty while it is the original one or unavailable."""
         return self._problem
 
     async def run(self) -> None:
-        """Look at the record now and then, until cancelled."""
+        """Check the record periodically, until cancelled."""
         while True:
             try:
                 await self.verify()
@@ -88,9 +89,9 @@ class GuardedStore:
             await self._clock.sleep(LOOK_S)
 
     async def found(self, generation: str) -> None:
-        """The store has a generation record, this one if it had none.
+        """Create the generation record, unless the store already has one.
 
-        Raises StoreReplaced when this process belongs to another store, StoreUnavailable.
+        Raises StoreReplaced when this process belongs to another store, or StoreUnavailable.
         """
         await self.verify()
         if not self._record:
@@ -99,9 +100,9 @@ class GuardedStore:
             await self.verify()
 
     async def verify(self) -> None:
-        """The store is the one of before, and its base is known. Raises StoreReplaced, StoreUnavailable."""
+        """Check that this is the original store and read its base. Raises StoreReplaced, StoreUnavailable."""
         for _ in range(_TRIES):
-            base, seen = self._base, self._seen  # before the question: others may see more meanwhile
+            base, seen = self._base, self._seen  # before the read: other tasks may see more during it
             listing = await self._inner.list(STORE_GENERATION)
             value = listing.entries[0].value if listing.entries else b""
             if base != self._base:
@@ -149,7 +150,7 @@ class GuardedStore:
             checked.append(ValueIs(STORE_GENERATION, self._record))
         outcome = await self._inner.commit(operations, checked)
         if isinstance(outcome, ConditionFailed) and self._record:
-            await self._unmoved(base)  # else it failed for what the caller asked
+            await self._unmoved(base)  # otherwise one of the caller's conditions failed
         return type(outcome)(self._note(outcome.revision + base))
 
     async def grant_lease(self, ttl_s: int) -> int:
@@ -172,8 +173,8 @@ class GuardedStore:
         verified = False
         async with aclosing(self._inner.watch(prefix, after_revision - base)) as batches:
             async for batch in batches:
-                # A stream is one connection to one member, so a verified one stays what it is, except when
-                # somebody deletes everything.
+                # A stream is one connection to one member, so once verified it stays valid unless all keys
+                # are deleted.
                 if not verified or any(isinstance(event, Removed) for event in batch.events):
                     await self.verify()
                     verified = True
@@ -189,19 +190,20 @@ class GuardedStore:
     # --- inside ---------------------------------------------------------------------------------
 
     async def _ready(self) -> int:
-        """Return the base that revisions are read with."""
+        """Return the current base of revisions."""
         if self._problem or not self._record:
             await self.verify()
         return self._base
 
     async def _unmoved(self, base: int) -> None:
-        """What was just read is of the store of before. Raises StoreReplaced, StoreUnavailable."""
+        """Check that the last read was of the original store and base. Raises StoreReplaced,
+        StoreUnavailable."""
         await self.verify()
         if base != self._base:
             raise StoreUnavailable("the store was restored: ask again", retry_after_s=1.0)
 
     def _rightful(self, value: bytes) -> StoreGeneration | None:
-        """Return the record, None while no store was ever known and this one has none.
+        """Return the record; None if neither this process nor the store has a generation.
 
         Raises StoreReplaced.
         """
@@ -225,7 +227,7 @@ class GuardedStore:
         return StoreReplaced(problem, generation=self._generation)
 
     async def _raise_base(self, value: bytes, record: StoreGeneration, seen: int) -> None:
-        """The record has a base above everything seen, unless another process was first."""
+        """Raise the base above every revision seen, unless another process changed the record first."""
         raised = replace(record, base_revision=seen + _SLACK)
         fence = ValueIs(STORE_GENERATION, value)
         if isinstance(await self._inner.commit([Put(STORE_GENERATION, dump(raised))], [fence]), Committed):
@@ -247,7 +249,7 @@ class GuardedStore:
 
 
 def _raw(condition: Condition, base: int) -> Condition:
-    """Return the condition in the store's own revisions; one from before a restore never holds."""
+    """Return the condition in the store's own revisions. A revision from before a restore never matches."""
     if isinstance(condition, ValueIs) or not condition.revision or not base:
         return condition
     return replace(condition, revision=condition.revision - base if condition.revision > base else -1)
@@ -268,7 +270,7 @@ def _shifted_event(event: Changed | Removed, base: int) -> Changed | Removed:
 
 
 def _read(path: Path | None) -> str:
-    """Return the generation that an earlier process remembered, empty without one."""
+    """Return the generation that an earlier process remembered; empty if there is none."""
     if path is None:
         return ""
     try:
@@ -286,5 +288,5 @@ def _write(path: Path, generation: str) -> None:
     with staged.open("w", encoding="ascii") as stream:
         stream.write(generation + "\n")
         stream.flush()
-        os.fsync(stream.fileno())  # an empty file after a loss of power would be no generation at all
+        os.fsync(stream.fileno())  # without it a power failure could leave an empty file
     staged.replace(path)

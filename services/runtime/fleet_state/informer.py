@@ -1,7 +1,7 @@
-"""A view of everything under a prefix of the store, kept current by one task.
+"""A view of all records under a prefix of the store, kept current by one task.
 
-List, then watch from that revision; resume from the last revision seen after a broken connection; list again
-when that history is compacted. The view moves from revision to revision as a whole and never goes back.
+It lists, then watches from that revision. After a broken connection it resumes from the last revision seen;
+when that history is compacted it lists again. The view moves between whole revisions and never goes back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Versioned(Generic[Record]):
 
 
 class Informer(Generic[Record]):
-    """Owner of one view. ``run`` is its only writer; readers take ``view`` and never wait for the store."""
+    """Owner of one view. ``run`` is its only writer. Readers use ``view`` and never wait for the store."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Informer(Generic[Record]):
         rng: random.Random | None = None,
     ) -> None:
         """``on_change(key, record or None)`` is called in the event loop for each change, in the store's
-        order, once the view holds it; after a re-list, for each difference. It must not block or raise."""
+        order, once the view contains it; after a re-list, for each difference. It must not block or raise."""
         self._store = store
         self._prefix = prefix
         self._decode = decode
@@ -75,7 +75,7 @@ class Informer(Generic[Record]):
 
     @property
     def revision(self) -> int:
-        """The store revision that the view stands for; 0 before the first list."""
+        """The store revision of the view; 0 before the first list."""
         return self._revision
 
     @property
@@ -89,7 +89,7 @@ class Informer(Generic[Record]):
         return self._clock.monotonic_s() - self._confirmed_s
 
     async def wait_synced(self, timeout_s: float) -> None:
-        """Return once the view was listed. Raises StoreUnavailable after ``timeout_s``."""
+        """Return once the first list is done. Raises StoreUnavailable after ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.synced:
@@ -100,7 +100,7 @@ class Informer(Generic[Record]):
     async def wait_changed(self, after_revision: int, timeout_s: float) -> bool:
         """Return True once the view changed after a revision, False after ``timeout_s``.
 
-        A caller reads ``revision`` and ``view`` together, without an await between, and passes that on.
+        A caller reads ``revision`` and ``view`` together, without an await between, and passes that revision.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -109,7 +109,7 @@ class Informer(Generic[Record]):
         return self._changed_revision > after_revision
 
     async def run(self) -> None:
-        """Keep the view current until cancelled. A store that is away or a bad record never ends it."""
+        """Keep the view current until cancelled. Unavailable stores and invalid records do not end it."""
         failures = 0
         listed = False
         while True:
@@ -166,7 +166,7 @@ class Informer(Generic[Record]):
         view: Mapping[str, Versioned[Record]],
         changes: list[tuple[str, Versioned[Record] | None]],
     ) -> None:
-        """Move the view to a revision, then tell who waits and who listens."""
+        """Move the view to a revision, then wake the waiters and call ``on_change``."""
         assert revision >= self._revision, "the view went back"
         first = not self.synced
         self._revision = revision
@@ -181,10 +181,10 @@ class Informer(Generic[Record]):
                 self._on_change(key, record)
 
     def _versioned(self, entry: Entry) -> Versioned[Record] | None:
-        """The decoded entry; for one that cannot be decoded, what the view holds of that key, if anything."""
+        """Return the decoded entry; if that fails, the view's current record of that key, if any."""
         try:
             record = self._decode(entry)
-        except Exception as error:  # whatever a writer stored must not stop its readers
+        except Exception as error:  # an invalid record must not stop the readers
             log.error("informer.record_skipped", key=entry.key, error=repr(error))
             held = self._view.get(entry.key)
             return held if held is not None and held.create_revision == entry.create_revision else None

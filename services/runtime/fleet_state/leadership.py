@@ -1,7 +1,8 @@
-"""Who leads: a key created under a lease. Its create_revision is the epoch that fences the leader's writes.
+"""Leader election: a key created under a lease. Its create_revision is the epoch that fences the leader's
+writes.
 
-No locks: a leader that lost its lease knows so before the store lets another one lead, and whoever sees an
-older epoch refuses it.
+No locks: a leader counts its lease as lost before the store can grant it to another one, and every process
+that has seen a newer epoch rejects an older one.
 """
 
 from __future__ import annotations
@@ -55,17 +56,18 @@ class Election:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch while we surely lead, else None. Reads the clock: ask right before acting on it."""
+        """The epoch while this process certainly leads, else None. Depends on the time: read it before each
+        use."""
         return self._epoch if self._lease.lease_id is not None else None
 
     async def wait_leading(self) -> int:
-        """Return the epoch once we lead, however long that takes."""
+        """Return the epoch once this process leads, however long that takes."""
         while (epoch := self.epoch) is None:
             await self._turned.wait()
         return epoch
 
     async def wait_lost(self, epoch: int) -> None:
-        """Return once that epoch is over, at the latest when its lease may run out."""
+        """Return once that epoch is over, at the latest when its lease may expire."""
         while self.epoch == epoch:
             await self._turned.wait()
 
@@ -84,7 +86,7 @@ class Election:
             await self._step_down()
 
     async def _campaign(self) -> None:
-        """Return as the leader. A lease is taken only once the key is free, and is new for every attempt."""
+        """Return as the leader. Each attempt takes a new lease, and only when the key does not exist."""
         while True:
             entry = await self._store.get(self._key)
             if entry is not None:
@@ -99,7 +101,7 @@ class Election:
             await self._lease.release()
 
     async def _wait_removed(self, epoch: int) -> None:
-        """Return when the key created at ``epoch`` is gone; a store that is away is asked again."""
+        """Return when the key created at ``epoch`` is deleted. Retries while the store is unavailable."""
         after_revision = epoch
         while True:
             try:

@@ -1,4 +1,4 @@
-"""A key that says "I am here" under a lease, put there again whenever the lease was lost."""
+"""A liveness key under a lease, created again whenever the lease was lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _PAUSE_S: Final = 1.0
 
 
 class Registration:
-    """Owner of one key. ``run`` is its only writer; ``update`` says what the key is to hold.
+    """Owner of one key. ``run`` is its only writer; ``update`` sets the value to store.
 
-    The key is always created anew, so that its create_revision, the incarnation, tells two lives apart. What
-    an earlier life left under the same key is removed with its lease; two live processes with one key
-    therefore take it from each other, which the log tells.
+    The key is always created anew, so its create_revision, the incarnation, distinguishes two lives. A key
+    that an earlier life left is removed with its lease. Two live processes with one key therefore replace
+    each other's key, which is logged.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Registration:
 
     @property
     def incarnation(self) -> int | None:
-        """The key's create_revision while the lease is surely ours, else None."""
+        """The key's create_revision while the lease is certainly valid, else None."""
         return self._incarnation if self._lease.lease_id is not None else None
 
     def update(self, value: bytes) -> None:
-        """The key holds this value soon; of several in a row perhaps only the last is ever stored."""
+        """Store this value soon. Of several updates in a row, only the last may ever be stored."""
         self._value = value
         self._wanted.set()
 
     async def wait_registered(self, timeout_s: float) -> int:
-        """Return the incarnation once the key holds the newest value.
+        """Return the incarnation once the key has the newest value.
 
         Raises StoreUnavailable after ``timeout_s``.
         """
@@ -87,7 +87,7 @@ class Registration:
         return incarnation
 
     async def run(self) -> None:
-        """Stay registered until cancelled; then the key is removed, if the store answers."""
+        """Stay registered until cancelled; then remove the key, if the store responds."""
         try:
             while True:
                 try:
@@ -123,11 +123,11 @@ class Registration:
             await self._store.commit([Delete(self._key)], [ModRevisionIs(self._key, entry.mod_revision)])
 
     async def _stay(self) -> None:
-        """Return when the lease is lost. Raises LeaseLost when the key is no longer ours."""
+        """Return when the lease is lost. Raises LeaseLost when another process has replaced the key."""
         await first_of(self._lease.hold(), self._write_updates())
 
     async def _write_updates(self) -> None:
-        """Write each new value, and look now and then whether the key is still there."""
+        """Write each new value, and check periodically that the key still exists."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._check_s):

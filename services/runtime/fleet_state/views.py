@@ -1,4 +1,4 @@
-"""What a reader of an informer needs of it: the records under a prefix, as last seen."""
+"""The reader's interface of an informer: the records under a prefix, as last observed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Record = TypeVar("Record")
 
 
 class RecordView(Protocol[Record]):
-    """Implemented by ``Informer``; a test holds a dictionary instead."""
+    """Implemented by ``Informer``; tests use a dictionary."""
 
     @property
     def view(self) -> Mapping[str, Versioned[Record]]:

@@ -12,7 +12,7 @@ CHECK_S: Final = 0.25
 
 
 async def wait_end(pid: int, clock: Clock) -> None:
-    """Return once a child process ended, its own children notwithstanding. It is still to be reaped."""
+    """Return once a child process ended, even if its own children run on. The caller still has to reap it."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     try:

@@ -1,4 +1,4 @@
-"""What a role's child process needs to end with the role. Each child imports it: keep it small."""
+"""Makes a child process end with its role. Each child imports this module, so keep it small."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ENVIRONMENT: Final = ("PATH", "LANG", "LC_", "LD_LIBRARY_PATH", "PYTHON", "TMPD
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process with the thread that started it, and Ctrl-C is the parent's alone."""
+    """End this process with the thread that started it, and ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def bare_environment() -> dict[str, str]:
-    """Return what Python needs of this process's environment, without its settings."""
+    """Return the variables that Python needs from this process's environment, without Fairway's settings."""
     return {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}

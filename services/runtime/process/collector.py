@@ -1,4 +1,4 @@
-"""When the cycle collector runs."""
+"""Tuning of Python's cycle collector."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _YOUNG_OBJECTS: Final = 20_000
 
 
 def rest_collector() -> None:
-    """The collector never walks again what is there now, and walks what is new less often.
+    """Exclude existing objects from collection, and collect new ones less often.
 
-    What is built at the start lives as long as the process. Of what follows nearly all goes without the
-    collector, as soon as nothing refers to it. Of a queue, a fleet and a ring of decisions it finds only what
-    is in use, at a cost that grows with them: with 256 workers a tenth of the scheduler's time, and its
-    longest turns. Cycles are rare, so that what they hold meanwhile is little.
+    Objects built at the start live as long as the process. Nearly all later ones are freed by reference
+    counting. The collector would only scan queues, fleet state and the decision ring, all in use, at a cost
+    that grows with them: with 256 workers a tenth of the scheduler's time, and its longest pauses. Cycles are
+    rare, so they hold little memory between collections.
     """
     gc.collect()
     gc.freeze()

@@ -1,16 +1,16 @@
-"""How many descriptors this process may have open: connections, files and pipes together."""
+"""The limit of file descriptors of this process: connections, files and pipes together."""
 
 from __future__ import annotations
 
 import resource
 from typing import Final
 
-# Where the hard limit is "unlimited", some systems refuse such a soft limit.
+# Where the hard limit is "unlimited", some systems reject a higher soft limit.
 _MOST: Final = 1_048_576
 
 
 def raise_descriptor_limit() -> None:
-    """Make the soft limit as high as the hard one allows. A system that refuses leaves it as it is."""
+    """Raise the soft limit to the hard limit. If the system rejects it, the limit stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -21,6 +21,6 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_limit() -> int:
-    """Return the soft limit, bounded where it is not."""
+    """Return the soft limit; a fixed bound if it is unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)

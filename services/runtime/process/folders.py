@@ -1,4 +1,4 @@
-"""Folders of the user that the environment names."""
+"""Cache folders of the user, from the environment."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from pathlib import Path
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where programs of this user keep what they can make again (XDG base directories)."""
+    """Return the cache folder of this user's programs (XDG base directories)."""
     named = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     return Path(named) if named.startswith("/") else Path.home() / ".cache"
 
 
 def compile_folder(state_dir: Path, environ: Mapping[str, str] | None = None) -> Path:
-    """Return where this process keeps what it compiles: ``fairway`` of the user's cache folder.
+    """Return the folder for compiled files: ``fairway`` in the user's cache folder.
 
-    Below ``state_dir`` where there is no such folder, it cannot be written to, or nothing in it may be run,
-    as in a container whose HOME is on a temporary file system.
+    It is below ``state_dir`` if the cache folder is missing, not writable or mounted without execution, as in
+    a container whose HOME is on a temporary file system.
     """
     try:
         folder = cache_folder(environ) / "fairway"
-    except RuntimeError:  # no HOME, and the user is in no passwd file
+    except RuntimeError:  # no HOME, and the user is not in the passwd file
         return state_dir.absolute() / "compiled"
     try:
         there = next(each for each in (folder, *folder.parents) if each.exists())
         usable = os.access(there, os.W_OK | os.X_OK) and not os.statvfs(there).f_flag & os.ST_NOEXEC
-    except OSError:  # a folder on the way to it is closed to this user
+    except OSError:  # this user has no access to a parent folder
         usable = False
     return folder if usable else state_dir.absolute() / "compiled"
 
 
 def keep_newest(folder: Path, most_bytes: int, *, unused_s: float = 0.0) -> None:
-    """The folders in ``folder`` take at most so many bytes: the oldest went. Raises OSError.
+    """Remove the oldest folders in ``folder`` until the rest takes at most ``most_bytes``. Raises OSError.
 
-    Others may do the same at the same time, or use what is younger than ``unused_s``: that stays.
+    Other processes may do the same at the same time. Folders used within ``unused_s`` stay.
     """
     youngest_s = time.time() - unused_s
     found: list[tuple[float, Path, int]] = []
@@ -54,11 +54,11 @@ def keep_newest(folder: Path, most_bytes: int, *, unused_s: float = 0.0) -> None
 
 
 def name_folder(variable: str, folder: Path) -> None:
-    """What asks ``variable`` in this process uses the folder, unless the environment names another."""
+    """Set ``variable`` to the folder in this process, unless the environment already sets it."""
     os.environ.setdefault(variable, str(folder))
 
 
 def folder_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return PATH, HOME and TMPDIR, those that are set: what a program needs to find its files."""
+    """Return those of PATH, HOME and TMPDIR that are set: a program needs them to find its files."""
     found = os.environ if environ is None else environ
     return {name: found[name] for name in ("PATH", "HOME", "TMPDIR") if name in found}

@@ -1,7 +1,7 @@
-"""Memory that a burst has freed is returned to the system.
+"""Returns memory to the system that a burst has freed.
 
-glibc keeps most of what is freed for the next allocation. After a burst of connections or large messages a
-process would stay as large as it was then, for as long as it runs.
+glibc keeps most freed memory for later allocations. Without this, a process would stay as large as it was in
+a burst of connections or large messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from services.ports.clock import Clock
 
-SLACK_BYTES: Final = 16 * 1024**2  # growth that is not worth a look
+SLACK_BYTES: Final = 16 * 1024**2  # growth below this is ignored
 _PAUSE_S: Final = 15.0
 _MOST_LOOKS: Final = 64
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h, like the next
@@ -26,27 +26,27 @@ _STATM: Final = Path("/proc/self/statm")
 
 
 def limit_fragmentation() -> None:
-    """Two heaps serve all threads, and each block of 64 KiB or more has its own mapping.
+    """Limit glibc to two heaps for all threads, and give each block of 64 KiB or more its own mapping.
 
     Call it before any thread starts.
 
-    By default glibc makes up to eight heaps for each processor, each with holes of its own.
-    It maps blocks of 128 KiB at first and raises that with each such block that is freed, up to 32 MiB: the
-    buffers of large heads and messages then lie between small blocks, and return to the system with these.
+    By default glibc makes up to eight heaps per processor, each with its own holes. It maps blocks of 128 KiB
+    or more. Each mapped block that is freed raises that threshold, up to 32 MiB. Then the buffers of large
+    headers and messages lie between small blocks, and are returned only together with these.
     """
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc has it; others do without
+    if hasattr(library, "mallopt"):  # glibc has it; other libraries do not need it
         library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
         library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 async def return_free_memory(clock: Clock) -> None:
-    """Return what is free to the system while the process is larger than it began. Runs until cancelled.
+    """Return free memory to the system while the process is larger than at its start. Runs until cancelled.
 
-    Garbage in cycles is freed before: calls that grpc has ended keep their connections' buffers so, and by
-    itself the collector runs too rarely to find them. It holds up the loop for a tenth of a second where much
-    is in use, so that a process that stays large does this ever more rarely.
-    Ends at once where the C library or the system has no way to do that.
+    It collects cycles first: calls that grpc has ended keep their connections' buffers in cycles, and the
+    collector itself runs too rarely to find them. That blocks the loop for a tenth of a second in a large
+    process, so a process that stays large does it at growing intervals. Ends at once where the C library or
+    the system does not support it.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim") or not _STATM.exists():
@@ -71,5 +71,5 @@ async def return_free_memory(clock: Clock) -> None:
 
 
 def resident_bytes() -> int:
-    """Return how much memory of this process is resident."""
+    """Return the resident memory of this process in bytes."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

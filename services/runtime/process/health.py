@@ -1,4 +1,4 @@
-"""Whether a process truly serves: named checks, each of which looks at the work and not at the port."""
+"""Health of a process: named checks, each of which tests the work and not only the port."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from services.runtime.telemetry.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``problem`` returns what is wrong now, in words that may be read by anyone, or an empty text.
+    """``problem`` returns the current problem, in a text that may be public, or an empty text.
 
-    ``withdraws``: the process does not serve while there is one; else it is reported, and the process serves.
+    ``withdraws``: the process does not serve while there is a problem; otherwise it serves and reports it.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Check:
 
 
 class Health:
-    """Serving while it was opened and no check objects. The answer is worked out when it is asked for."""
+    """Serving once opened and while no check reports a problem. Computed at each call."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._checks: tuple[Check, ...] = ()
@@ -38,21 +38,21 @@ class Health:
         self._checks += tuple(checks)
 
     def open(self) -> None:
-        """From now on the checks decide."""
+        """Let the checks decide from now on."""
         self._closed_because = ""
 
     def close(self, reason: str) -> None:
-        """Not serving from now on, whatever the checks say."""
+        """Report NOT_SERVING from now on, whatever the checks return."""
         self._closed_because = reason
 
     def problems(self) -> tuple[str, ...]:
-        """Return why the process does not serve; nothing when it does."""
+        """Return why the process does not serve; empty when it serves."""
         if self._closed_because:
             return (self._closed_because,)
         return self._found(withdraws=True)
 
     def notices(self) -> tuple[str, ...]:
-        """Return the problems that keep the process from nothing."""
+        """Return the problems with which the process still serves."""
         return self._found(withdraws=False)
 
     def _found(self, *, withdraws: bool) -> tuple[str, ...]:

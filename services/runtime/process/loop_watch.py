@@ -1,8 +1,7 @@
 """Watches the event loop, from inside by a timer and from outside by a thread.
 
-A loop that is stuck runs no timer, answers no health check and renews no lease. The thread sees it all the
-same: it writes down where the loop stands, and ends the process when the loop does not come back, so that
-whoever runs it starts a new one.
+A stuck loop runs no timer, answers no health check and renews no lease. The thread still detects it. It logs
+where the loop is stuck. If the loop does not recover, it ends the process, so that a supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from services.runtime.telemetry.metrics import LATENCY_S, Metrics
 log = structlog.get_logger()
 
 TICK_S: Final = 0.1
-STALL_S: Final = 2.0  # reported with a stack
+STALL_S: Final = 2.0  # logged with a stack
 FATAL_S: Final = 60.0
 EXIT_STUCK: Final = 70
-LATE_S: Final = 1.0  # a lag of this much, again and again, makes the loop unfit for work
-_LATE_TICKS: Final = 2  # one alone is a process that stood still, and goes on
-_MOST_TICK_S: Final = 5 * TICK_S  # whatever else passed, the whole process stood still
+LATE_S: Final = 1.0  # repeated lag of this much makes the loop unhealthy
+_LATE_TICKS: Final = 2  # a single one is a process that was paused and goes on
+_MOST_TICK_S: Final = 5 * TICK_S  # more than this means that the whole process was paused
 
 
 def quiet_for(quiet_s: float, passed_s: float, *, beaten: bool) -> float:
-    """Return for how long the loop has run nothing, after ``passed_s`` more, by what was so before."""
+    """Return for how long the loop has run nothing: ``passed_s`` longer than before, or 0 if it has run."""
     return 0.0 if beaten else quiet_s + min(passed_s, _MOST_TICK_S)
 
 
@@ -80,15 +79,15 @@ class LoopWatch:
                 self._stalls.add()
 
     def problem(self) -> str:
-        """Return what a health check says: empty unless timers are late time and again."""
+        """Return the problem for a health check; empty unless timers are late repeatedly."""
         is_late = self._late_ticks >= _LATE_TICKS
         return f"the event loop is {self._lag_s:.1f} s behind" if is_late else ""
 
     def start(self) -> None:
-        """Watch from a thread until ``stop``, which comes before ``run`` is cancelled.
+        """Watch from a thread until ``stop``, which is called before ``run`` is cancelled.
 
-        Time counts as far as the thread itself lived through it: a process that was stopped, or a machine
-        that slept, is not a loop that is stuck.
+        Only time in which the thread itself ran counts: a stopped process or a sleeping machine is no stuck
+        loop.
         """
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
 
@@ -115,7 +114,7 @@ class LoopWatch:
                 return
 
     def _stack(self) -> list[str]:
-        """Where the loop's thread stands: files, lines and functions, none of their values."""
+        """Return the stack of the loop's thread: files, lines and functions, without values."""
         frame = sys._current_frames().get(self._loop_thread)
         if frame is None:
             return []

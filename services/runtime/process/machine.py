@@ -1,4 +1,4 @@
-"""What this machine offers a process."""
+"""Resources of this machine: processors, threads, device type, memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNLIMITED: Final = 1e9
 
 
 def available_cpus() -> int:
-    """Return how many processors' worth of time this process may take, at least one.
+    """Return how many processors' worth of time this process may use, at least one.
 
-    The processors it may run on, and not more than the quota of its container: that leaves all of them
-    visible, and stops whoever uses more for the rest of each period.
+    It is the number of processors that it may run on, or the quota of its container if that is less. A quota
+    leaves all processors visible, and stops a process that exceeds it for the rest of each period.
     """
     return max(1, min(len(os.sched_getaffinity(0)), round(cpu_quota(_CGROUPS))))
 
@@ -26,7 +26,7 @@ def available_cpus() -> int:
 def cpu_quota(cgroups: Path) -> float:
     """Return the processors that the control group grants, 1e9 without a quota.
 
-    Reads ``cpu.max`` of version 2, ``cpu.cfs_*`` of version 1, where a container sees its own group.
+    Reads ``cpu.max`` of version 2 or ``cpu.cfs_*`` of version 1. A container reads its own group there.
     """
     try:
         quota, period = (cgroups / "cpu.max").read_text().split()
@@ -44,10 +44,10 @@ def cpu_quota(cgroups: Path) -> float:
 
 
 def default_engine_threads() -> int:
-    """Return the threads of an engine that was told none: half of the processors, at least one.
+    """Return the default number of threads of an engine: half of the processors, at least one.
 
-    The rest serves the roles beside it. A thread pool as wide as the machine waits, at each of the
-    hundreds of barriers of a step, for whichever of its threads was scheduled away.
+    The rest is for the other roles. With one thread per processor, each of the hundreds of barriers in a step
+    would wait for a thread that is not scheduled.
     """
     return max(1, available_cpus() // 2)
 
@@ -55,7 +55,7 @@ def default_engine_threads() -> int:
 def device_type(device: str, gpus: Path = _GPUS) -> str:
     """Return the type of a torch device: ``cpu``, the name of the GPU such as ``nvidia-h200``, else its kind.
 
-    Workers of one type are expected to be equally fast; a machine's GPUs are taken to be of one type.
+    Workers of one type are expected to be equally fast. All GPUs of a machine are assumed to be of one type.
     """
     kind = device.partition(":")[0]
     if kind != "cuda":
@@ -71,7 +71,7 @@ def device_type(device: str, gpus: Path = _GPUS) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return how much memory of a process is resident; 0 when there is no such process."""
+    """Return the resident memory of a process in bytes; 0 when there is no such process."""
     if not pid:
         return 0
     try:

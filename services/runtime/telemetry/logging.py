@@ -1,4 +1,4 @@
-"""Log set-up of a process. Events are constants `noun.verb_past`; values are keys; no prompts or outputs."""
+"""Logging set-up. Events are constants `noun.verb_past`; values are keys; no prompts or outputs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from structlog.tracebacks import ExceptionDictTransformer
 
 from fairway.log_stream import LogStream, lost_notice
 
-# What a library logs is often caused by a caller, as by one that disconnects while it is answered.
+# Callers can often trigger a library's log lines, such as by disconnecting during a response.
 LIBRARY_LINES_PER_S: Final = 5.0
 _LIBRARY_TEXT: Final = 2000  # characters of one message
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def clean_id(text: object) -> str:
-    """Return what a client calls its request if it is harmless in a log and a header, else an empty text."""
+    """Return the client's id of its request if it is safe in a log and a header, else an empty text."""
     return text if isinstance(text, str) and _CLIENT_ID.fullmatch(text) else ""
 
 
 class LineBudget:
-    """Bounds the lines of one kind: ``per_s`` a second, and as many at once after a quiet one, at least one.
+    """Bounds the lines of one kind: ``per_s`` per second, with a burst of the same size and at least one.
 
-    What it does not let through is counted, so that a log says by how much it is incomplete.
+    Dropped lines are counted, so that the log shows how incomplete it is.
     """
 
     def __init__(self, monotonic_s: Callable[[], float], per_s: float) -> None:
@@ -42,7 +42,7 @@ class LineBudget:
         self.suppressed = 0
 
     def take(self) -> bool:
-        """Whether to write a line now."""
+        """Return whether to write a line now."""
         now_s = self._monotonic_s()
         self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
@@ -54,7 +54,7 @@ class LineBudget:
 
 
 class LibraryLines(logging.Handler):
-    """Writes what the standard library's loggers receive as our log events, within a budget of lines."""
+    """Writes records of the standard library's loggers as Fairway log events, within a budget of lines."""
 
     def __init__(self, lines: LineBudget) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class LibraryLines(logging.Handler):
 
 
 def _named(role: str) -> structlog.typing.Processor:
-    """Return what puts the role into each line."""
+    """Return a processor that adds the role to each line."""
 
     def name(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if role:
@@ -90,7 +90,7 @@ def _named(role: str) -> structlog.typing.Processor:
 
 
 def open_log(output: Literal["json", "console"] = "json", *, role: str = "") -> LogStream:
-    """Return the stream that stands for stdout and stderr from here on: no write to it raises or waits."""
+    """Return the stream that replaces stdout and stderr from now on: no write to it raises or waits."""
 
     def notice(lines: int) -> str:
         event = {"event": "log.lines_lost", "lines": lines, "level": "warning", "role": role}
@@ -109,11 +109,11 @@ def configure(level: str = "info", output: Literal["json", "console"] = "json", 
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _named(role),  # not a context variable: tasks that grpc starts have a context of their own
+        _named(role),  # not a context variable: tasks that grpc starts have their own context
     ]
     if output == "json":
         rendering: list[structlog.typing.Processor] = [
-            # Without the frames' variables: they hold prompts and keys.
+            # Without the frames' variables: they contain prompts and keys.
             structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ]

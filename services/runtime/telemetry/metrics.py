@@ -1,8 +1,7 @@
-"""Metrics of one process: an object that is passed around, read by Prometheus over HTTP.
+"""Metrics of one process: an object that is passed as an argument, read by Prometheus over HTTP.
 
-Written by the event loop alone, so a count is an addition without a lock. Whoever counts on a hot path takes
-its cell once (``counter.cell("stop")``) and adds to that. Levels are read from their owners when Prometheus
-asks: they cost nothing in between.
+Only the event loop writes, so a count is an addition without a lock. Code on a hot path gets its cell once
+(``counter.cell("stop")``) and adds to that. Levels are read from their owners at each scrape.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MAX_CHILDREN: Final = 20_000
 
 
 class LabelCap:
-    """Bounds a label of operators' making: the first ``limit`` keep their name, the rest is "other"."""
+    """Bounds a label of values that operators create: after the first ``limit`` all are "other"."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -77,14 +76,14 @@ class HistogramCell:
 
 
 class Counter:
-    """Grows only. Its name ends in ``_total``."""
+    """A monotonic counter. Its name ends in ``_total``."""
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         self._name, self._text, self._labels = name, text, labels
         self._cells: dict[Labels, CounterCell] = {}
 
     def cell(self, *values: str) -> CounterCell:
-        """Return the child of these label values. Keep it where it is used often."""
+        """Return the child of these label values. Store it where it is used often."""
         found = self._cells.get(values)
         if found is None:
             key = _bounded(values, self._cells, self._labels)
@@ -109,7 +108,7 @@ class Histogram:
         self._cells: dict[Labels, HistogramCell] = {}
 
     def cell(self, *values: str) -> HistogramCell:
-        """Return the child of these label values. Keep it where it is used often."""
+        """Return the child of these label values. Store it where it is used often."""
         found = self._cells.get(values)
         if found is None:
             key = _bounded(values, self._cells, self._labels)
@@ -128,7 +127,7 @@ class Histogram:
 
 
 class _Read:
-    """A level, or a count that its owner keeps, read when it is asked for."""
+    """A level, or a count that its owner stores, read at each scrape."""
 
     def __init__(
         self,
@@ -150,9 +149,9 @@ class _Read:
 
 
 class Metrics(Collector):
-    """What one process counts. ``registry`` is what Prometheus reads; read it on the event loop.
+    """The metrics of one process. ``registry`` is what Prometheus reads; read it on the event loop.
 
-    ``tenant`` and ``model`` bound the labels of that name; both are made by operators.
+    ``tenant`` and ``model`` bound the labels of that name; operators create both.
     """
 
     def __init__(self, *, max_tenants: int = 1000, max_models: int = 200) -> None:
@@ -163,7 +162,7 @@ class Metrics(Collector):
         self._instruments: dict[str, Counter | Histogram | _Read] = {}
 
     def process(self) -> None:
-        """Export CPU, memory and files of the process as well."""
+        """Also export CPU, memory and files of the process."""
         ProcessCollector(namespace="fairway", registry=self.registry)
 
     def counter(self, name: str, text: str, labels: Labels = ()) -> Counter:
@@ -180,7 +179,7 @@ class Metrics(Collector):
         return histogram
 
     def gauge(self, name: str, text: str, read: Callable[[], Reading], labels: Labels = ()) -> None:
-        """Export a level; ``read`` returns its present value by label values."""
+        """Export a level; ``read`` returns its current value by label values."""
         self._add(name, _Read(GaugeMetricFamily, (name, text, labels), read))
 
     def level(self, name: str, text: str, read: Callable[[], float]) -> None:
@@ -188,7 +187,7 @@ class Metrics(Collector):
         self.gauge(name, text, lambda: (((), read()),))
 
     def counted(self, name: str, text: str, read: Callable[[], Reading], labels: Labels = ()) -> None:
-        """Export a count that its owner keeps anyway."""
+        """Export a count that its owner stores."""
         assert name.endswith("_total"), name
         self._add(name, _Read(CounterMetricFamily, (name, text, labels), read))
 
@@ -203,6 +202,6 @@ class Metrics(Collector):
 
 
 def _bounded(values: Labels, cells: Mapping[Labels, object], labels: Labels) -> Labels:
-    """Return the label values of a new child; with too many children, those of one for all the rest."""
+    """Return the label values of a new child; with too many children, those of the shared "other" child."""
     assert len(values) == len(labels), f"expected the labels {labels}"
     return values if len(cells) < MAX_CHILDREN else (OTHER,) * len(labels)

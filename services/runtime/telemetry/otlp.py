@@ -27,7 +27,7 @@ _EXPORT_TIMEOUT_S: Final = 3.0
 
 
 class DrawnShare(Sampler):
-    """Records a share of the traces, by a draw: ids and flags are chosen by whoever sends the request."""
+    """Samples a share of the traces by a random draw. Clients choose ids and flags, so these do not count."""
 
     def __init__(self, ratio: float, rng: Random) -> None:
         self._ratio = ratio
@@ -51,7 +51,7 @@ class DrawnShare(Sampler):
 
 
 def sampler_of(*, ratio: float, follows: bool, rng: Random) -> Sampler:
-    """Return who decides on a span: its caller where the process ``follows``, else a draw per request."""
+    """Return the sampler: the caller's decision where the process ``follows``, else a draw per request."""
     if follows:
         return ParentBased(ALWAYS_OFF)
     share = DrawnShare(ratio, rng)
@@ -72,7 +72,7 @@ def connect(
 
 
 class SpanQueue(SpanProcessor):
-    """The bounded queue between whoever ends spans and the thread that sends them."""
+    """The bounded queue between the code that ends spans and the thread that sends them."""
 
     def __init__(self, exporter: SpanExporter, *, max_queued: int = MAX_QUEUED) -> None:
         self._exporter = exporter
@@ -87,7 +87,7 @@ class SpanQueue(SpanProcessor):
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Never blocks: with a full queue the span is dropped."""
+        """Queue the span, or drop it when the queue is full. Never blocks."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         if len(self._spans) >= self._max_queued:
@@ -96,7 +96,7 @@ class SpanQueue(SpanProcessor):
             self._spans.append(span)
 
     def shutdown(self) -> None:
-        """Send what waits; returns within twice the export's timeout."""
+        """Send the waiting spans; returns within twice the export's timeout."""
         self._closing.set()
         self._thread.join(2 * _EXPORT_TIMEOUT_S)
 
@@ -112,13 +112,13 @@ class SpanQueue(SpanProcessor):
         self._exporter.shutdown()
 
     def _send(self) -> bool:
-        """Send one batch; what the collector does not take is dropped. Returns whether it was taken."""
+        """Send one batch; return whether the collector accepted it. A rejected batch is dropped."""
         batch = [self._spans.popleft() for _ in range(min(_BATCH, len(self._spans)))]
         if not batch:
             return False
         try:
             taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception:  # whatever is wrong with the collector is not this process's trouble
+        except Exception:  # no failure of the collector may affect this process
             taken = False
         if taken:
             self.exported += len(batch)

@@ -1,4 +1,4 @@
-"""What every role exports of itself: build, tasks, views of the store, leases, elections."""
+"""Metrics that every role exports: build, tasks, views of the store, leases, elections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.runtime.telemetry.metrics import Labels, Metrics, Reading
 
 
 class ProcessMetrics:
-    """Exports what it was shown; what is shown later is exported from then on."""
+    """Exports the objects that are registered with it, each from then on."""
 
     def __init__(self, metrics: Metrics, supervisor: Supervisor, role: str) -> None:
         self._informers: dict[str, Informer[Any]] = {}
@@ -40,7 +40,7 @@ class ProcessMetrics:
         self._informers[informer.prefix] = informer
 
     def store(self, store: GuardedStore) -> None:
-        """Export whether the store is the one of before."""
+        """Export whether the store is the original one."""
         self._metrics.level(
             "fairway_store_replaced",
             "1 while etcd answers with another store identity than this process belongs to, else 0",
@@ -56,7 +56,7 @@ class ProcessMetrics:
         self._leases[name] = lease
 
     def election(self, role: str, election: Election) -> None:
-        """Export who leads, and the lease that this hangs on."""
+        """Export the leadership of this process and its lease."""
         self._elections[role] = election
         self.lease(f"{role}-leader", election.lease)
 

@@ -1,9 +1,9 @@
-"""HTTP for machines that watch: ``/metrics``, ``/healthz`` and ``/readyz``, on a port of its own.
+"""HTTP for monitoring: ``/metrics``, ``/healthz`` and ``/readyz``, on a separate port.
 
-A server of a few lines and not the gateway's: every role has it, it takes GET alone, reads no body, and
-closes after one answer. It answers from the event loop, so a loop that is stuck answers nothing. The text of
-the metrics alone is made in a thread: that of a thousand tenants takes longer than a token may. One text is
-made at a time, and those who wait share the next, so that many scrapes cost no more than a few.
+Every role has this small server in place of the gateway's. It accepts only GET, reads no body, and closes
+after one response. It responds from the event loop, so a stuck loop responds to nothing. Only the text of the
+metrics is rendered in a thread: for a thousand tenants that takes longer than the time of a token. One text
+is rendered at a time, and waiting requests share the next, so that many scrapes cost no more than a few.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Answer = tuple[int, str, bytes]
 
 
 class TelemetryServer:
-    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve, if so;
-    ``notices``, what is wrong and keeps it from nothing.
+    """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve; ``notices``,
+    the problems with which it still serves.
 
-    A connection has ``head_timeout_s`` for its request and ``timeout_s`` for its answer.
+    A connection has ``head_timeout_s`` for its request and ``timeout_s`` for its response.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class TelemetryServer:
         self._head_timeout_s = head_timeout_s
         self._table = ConnectionTable(MAX_CONNECTIONS, MAX_PER_SOURCE)
         self._rendering = asyncio.Lock()
-        self._begun = 0  # texts of the metrics
+        self._begun = 0  # number of texts begun
         self._texts: dict[str, _Text] = {}  # the last one by content type; there are two
         self._server: asyncio.Server | None = None
         self.port = 0
 
     @property
     def connections(self) -> int:
-        """How many connections are open."""
+        """Number of open connections."""
         return len(self._table)
 
     async def start(self) -> None:
@@ -87,7 +87,7 @@ class TelemetryServer:
         log.info("telemetry.started", listen=f"{host}:{self.port}")
 
     async def stop(self) -> None:
-        """Take no connections any more. Idempotent."""
+        """Accept no more connections. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -96,7 +96,7 @@ class TelemetryServer:
         if not self._table.admit(writer.transport):
             return
         try:
-            # A peer that breaks off, stalls or sends no head that can be read gets no answer, or part of one.
+            # A peer that disconnects, stalls or sends an invalid head gets no response, or part of one.
             with contextlib.suppress(
                 TimeoutError,
                 OSError,
@@ -114,7 +114,7 @@ class TelemetryServer:
                     await writer.wait_closed()
         finally:
             self._table.remove(writer.transport)
-            writer.transport.abort()  # what a peer has not taken by now is kept for nobody
+            writer.transport.abort()  # drops what the peer has not received by now
 
     async def _answer(self, head: str) -> Answer:
         request, *lines = head.split("\r\n")
@@ -134,8 +134,8 @@ class TelemetryServer:
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
     async def _metrics(self, accept: str) -> tuple[str, bytes]:
-        """Return the content type and the text of the metrics, as they were at the call or later."""
-        # Parameters of the accept header choose nothing: a client could make each scrape a text of its own.
+        """Return the content type and the text of the metrics, as of the call or later."""
+        # Parameters of the accept header are ignored, or a client could make each scrape render its own text.
         encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
         before = self._begun
         async with self._rendering:
@@ -150,14 +150,14 @@ class TelemetryServer:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The metrics as text. ``number`` counts the texts that were begun."""
+    """The rendered metrics. ``number`` counts the texts begun."""
 
     number: int
     body: bytes
 
 
 class _Snapshot(Collector):
-    """What the metrics were when they were read. Encoders ask it for nothing else."""
+    """The metrics at the time of one read. Encoders use nothing else."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -1,8 +1,8 @@
-"""Traces over OTLP: what one request did, in which process, for how long. No prompt and no output in them.
+"""Traces over OTLP: the work of one request by process and duration. They contain no prompts and no outputs.
 
-Off unless an endpoint is set, and then a request costs one comparison per stage. The decision to record falls
-once, where a request comes in, by a draw; every process behind it follows. Spans wait in a bounded queue for
-a thread that sends them: a collector that is slow or away costs spans, which are counted, and nothing else.
+Off unless an endpoint is set; then a request costs one comparison per stage. The process that a client calls
+decides by a draw whether to record a request; those behind it follow. Spans wait in a bounded queue for a
+thread that sends them: a slow or unavailable collector costs only spans, which are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
-    """Return the context of a W3C traceparent, None for anything that is not one."""
+    """Return the context of a W3C traceparent; None for an invalid one."""
     found = _TRACEPARENT.fullmatch(text)
     if found is None:
         return None
@@ -35,15 +35,15 @@ def parse_traceparent(text: str) -> SpanContext | None:
 
 
 def traceparent_of(span: Span) -> str:
-    """Return what a callee continues the span by; empty for one that is not recorded."""
+    """Return the traceparent for a callee; empty for a span that is not recorded."""
     context = span.get_span_context()
     if not context.trace_flags.sampled:
         return ""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
 
 
-class Spans(Protocol):
-    """Where ended spans wait to be sent. See ``runtime/telemetry/otlp.py``."""
+class SpanSink(Protocol):
+    """The queue of ended spans. See ``runtime/telemetry/otlp.py``."""
 
     @property
     def exported(self) -> int: ...
@@ -58,9 +58,11 @@ class Spans(Protocol):
 
 
 class Tracing:
-    """Makes spans and hands them to the exporter. Times are the clock's monotonic seconds."""
+    """Creates spans and passes them to the exporter. Times are the clock's monotonic seconds."""
 
-    def __init__(self, clock: Clock, tracer: trace.Tracer | None = None, queue: Spans | None = None) -> None:
+    def __init__(
+        self, clock: Clock, tracer: trace.Tracer | None = None, queue: SpanSink | None = None
+    ) -> None:
         self._clock = clock
         self._tracer = tracer
         self._queue = queue
@@ -98,7 +100,7 @@ class Tracing:
         attributes: Attributes | None = None,
         error: str = "",
     ) -> str:
-        """Make a span of what is over already. Returns its traceparent, for spans below it."""
+        """Record a span that has already ended. Returns its traceparent, for child spans."""
         context = parse_traceparent(parent) if self.on and parent else None
         if context is None:
             return ""
@@ -107,12 +109,12 @@ class Tracing:
         return traceparent_of(span)
 
     def close(self) -> None:
-        """Send what waits, for a bounded time. Blocks: call it in a thread."""
+        """Send the waiting spans, for a bounded time. Blocks: call it in a thread."""
         if self._queue is not None:
             self._queue.shutdown()
 
     def fates(self) -> list[tuple[tuple[str, ...], float]]:
-        """Return how many spans ended, by what became of them."""
+        """Return how many spans ended, by outcome."""
         queue = self._queue
         return [
             (("exported",), queue.exported if queue else 0),
@@ -129,12 +131,12 @@ def open_tracing(
 ) -> Tracing:
     """Return tracing to an OTLP collector at ``endpoint`` over gRPC; off for an empty endpoint.
 
-    Whatever is behind a gateway records what its callers record. Whoever is called from outside decides
-    itself, whatever id and flags a client sends, so that a client cannot make it record more.
+    A process behind a gateway records what its callers record. A process that clients call decides itself, so
+    that a client's id and flags cannot make it record more.
     """
     tracing = Tracing(clock)
     if endpoint:
-        # Imported here: a process without traces need not pay for it at its start.
+        # Imported here: a process without traces does not pay for it at its start.
         from services.runtime.telemetry.otlp import connect
 
         follows = role in _BEHIND_A_GATEWAY

@@ -1,7 +1,7 @@
-"""What was decided of the last placements, for operators that ask why.
+"""Log of recent placement decisions, for operators who query the reason of a placement.
 
-A ring over all requests, bounded by entries and bytes; it outlives a term. Noting a decision keeps references
-to what the policy returned: what an operator reads is worked out when one asks.
+A ring over all requests, bounded by entries and bytes; it outlives a term. Recording a decision keeps
+references to the values that the policy returned. They are converted when an operator queries them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.core.decisions import (
     RankedWorker,
 )
 from services.core.errors import NoLeader
-from services.core.fleet import LiveSequence, SequenceUsage
+from services.core.fleet import ReportedSequence, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.ports.clock import Clock
 from services.scheduler.policy.placement.candidate import PlaceQuery
@@ -33,10 +33,10 @@ from services.scheduler.policy.placement.choose import (
     Rejections,
 )
 from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
-MAX_RANKED: Final = 16  # workers that one answer names
-MAX_FOUND: Final = 4096  # sequences that ran before, of one report
+MAX_RANKED: Final = 16  # workers in one answer
+MAX_FOUND: Final = 4096  # sequences of one report that are recorded as found
 MAX_TOLD: Final = 64  # placements in one answer, the newest
 _RECORD_BYTES: Final = 1536
 _RANKED_BYTES: Final = 512
@@ -47,27 +47,28 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """``decision`` as it stood when the placement was queued. ``chosen``: what a look at the fleet gave for
-    ``query``, which is without the names of the prompt's blocks. ``rejections``: of the last look at which
-    any filter dropped a worker. ``item`` counts for itself while it waits (``catch_up``): most looks for one
-    that waits for KV reach no filter, and are too many to be told of."""
+    """One recorded placement.
+
+    Most attempts of an item that waits for KV reach no filter, and are too many to report one by one: the
+    item counts them itself, and ``catch_up`` copies its counters.
+    """
 
     request_id: str
-    decision: PlacementDecision
+    decision: PlacementDecision  # as of the time when the placement was queued
     queued_s: float
     ended_s: float | None = None
     outcome: str = QUEUED
     worker_id: str = ""
-    item: Waiting | None = None
-    looks: int = 0  # without the short ones
+    item: QueuedPlacement | None = None  # until the placement ends
+    looks: int = 0  # attempts, without the short ones
     looks_without_room: int = 0  # of these
     looks_giving_way: int = 0  # of these
     short_looks: int = 0
     bypassed: int = 0
     counter: float = 0.0
-    query: PlaceQuery | None = None
-    chosen: Chosen | None = None
-    rejections: Rejections = NO_REJECTIONS
+    query: PlaceQuery | None = None  # without the names of the prompt's blocks at the end
+    chosen: Chosen | None = None  # result of the last successful attempt for ``query``
+    rejections: Rejections = NO_REJECTIONS  # of the last attempt in which a filter rejected a worker
     size_bytes: int = _RECORD_BYTES
 
     def catch_up(self) -> None:
@@ -82,8 +83,8 @@ class _Record:
 
 
 class DecisionLog:
-    """Implements ``scheduler.telemetry.QueueObserver`` and ``scheduler.waiting.DecisionObserver``. Single
-    writer: the task of the term; read between two of its turns."""
+    """Implements ``scheduler.telemetry.QueueObserver`` and ``scheduler.queue.waiting.DecisionObserver``.
+    Single writer: the task of the term; read between two of its turns."""
 
     def __init__(
         self,
@@ -110,33 +111,33 @@ class DecisionLog:
 
     @property
     def size_bytes(self) -> int:
-        """An estimate: what a record takes besides what it shares with others."""
+        """An estimate of the memory of the records, without values that they share with others."""
         return self._bytes
 
     @property
     def since_unix_s(self) -> float:
-        """What began after it is still here."""
+        """Every decision that began after this time is still stored."""
         return self._since_unix_s
 
     def term_started(self, epoch: int) -> None:
-        """What waited in the term before waits no more: its gateways ask again."""
+        """End the placements of the previous term: their gateways submit them again."""
         self._epoch = epoch
         now_s = self._clock.monotonic_s()
         for record in self._open.values():
             record.close(NoLeader.reason, now_s)
         self._open.clear()
 
-    # --- what the queue tells ---------------------------------------------------------------------
+    # --- calls from the queue ---------------------------------------------------------------------
 
     def entered(self, spec: PlaceSpec) -> None:
-        """The placement waits from now on."""
+        """Record that the placement is queued."""
         self._add(spec, self._clock.monotonic_s())
 
     def left(self, spec: PlaceSpec) -> None:
-        """It waits no more; ``ended`` says why."""
+        """The placement has left the queue; ``ended`` records the outcome."""
 
-    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
-        """The fleet was looked at for it."""
+    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
+        """Record an attempt to choose a worker for the placement."""
         record = self._open.get((item.spec.request_id, item.spec.choice))
         if record is None:
             return
@@ -154,7 +155,7 @@ class DecisionLog:
             record.looks_giving_way += 1
 
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
-        """It ended; one that was refused at once never entered."""
+        """Record the outcome; a placement that was rejected at once has no open record yet."""
         record = self._open.pop((spec.request_id, spec.choice), None)
         if record is None:
             record = self._add(spec, queued_s)
@@ -171,9 +172,9 @@ class DecisionLog:
         if kept_bytes:
             self._grow(record, kept_bytes)
 
-    def found_running(self, worker_id: str, live: Iterable[LiveSequence]) -> None:
-        """The first report of a worker's stream lists sequences: those that nobody here granted were granted
-        by an earlier leader, or placed by their gateways alone."""
+    def found_running(self, worker_id: str, live: Iterable[ReportedSequence]) -> None:
+        """Record the sequences in the first report of a worker's stream: those that this leader did not grant
+        were granted by an earlier leader, or placed by their gateways in fallback."""
         for sequence, _ in zip(live, range(MAX_FOUND), strict=False):
             if sequence.placed_alone:
                 self._note_alone(worker_id, sequence)
@@ -181,16 +182,16 @@ class DecisionLog:
                 self._note_found(worker_id, sequence, RUNNING_BEFORE)
 
     def found_ended(self, worker_id: str, usage: Iterable[SequenceUsage]) -> None:
-        """A report has the last words on sequences: a gateway alone may have placed some, which ended before
-        any leader heard of them."""
+        """Record sequences that gateways placed in fallback and that ended before a leader received a report
+        of them."""
         for last, _ in zip(usage, range(MAX_FOUND), strict=False):
             if last.placed_alone:
                 self._note_alone(worker_id, last, prompt_tokens=last.prompt_tokens)
 
-    # --- what operators ask -----------------------------------------------------------------------
+    # --- queries of operators ---------------------------------------------------------------------
 
     def explain(self, request_id: str) -> tuple[PlacementDecision, ...]:
-        """Return what is remembered of the request, the oldest first; the newest ``MAX_TOLD`` of many."""
+        """Return the stored decisions of the request, oldest first; only the newest ``MAX_TOLD``."""
         now_s = self._clock.monotonic_s()
         found = self._by_request.get(request_id, [])[-MAX_TOLD:]
         return tuple(self._told(record, now_s) for record in found)
@@ -229,15 +230,15 @@ class DecisionLog:
         self._append(record)
         key = spec.request_id, spec.choice
         if (known := self._open.get(key)) is not None:
-            known.catch_up()  # asked twice at once: only the later is heard of from now on
+            known.catch_up()  # submitted twice at once: only the later one is updated from now on
             known.item = None
         self._open[key] = record
         return record
 
     def _note_alone(
-        self, worker_id: str, sequence: LiveSequence | SequenceUsage, *, prompt_tokens: int = 0
+        self, worker_id: str, sequence: ReportedSequence | SequenceUsage, *, prompt_tokens: int = 0
     ) -> None:
-        """Note it once for each worker, whatever a leader decided of it there before."""
+        """Record the sequence once per worker, in addition to decisions of a leader on that worker."""
         known = self._known(worker_id, sequence, PLACED_ALONE)
         if known is None:
             known = self._note_found(worker_id, sequence, PLACED_ALONE)
@@ -245,7 +246,7 @@ class DecisionLog:
             known.decision = replace(known.decision, prompt_tokens=prompt_tokens)
 
     def _known(
-        self, worker_id: str, sequence: LiveSequence | SequenceUsage, outcome: str | None = None
+        self, worker_id: str, sequence: ReportedSequence | SequenceUsage, outcome: str | None = None
     ) -> _Record | None:
         wanted = worker_id, sequence.choice
         for one in self._by_request.get(sequence.request_id, ()):
@@ -253,7 +254,9 @@ class DecisionLog:
                 return one
         return None
 
-    def _note_found(self, worker_id: str, sequence: LiveSequence | SequenceUsage, outcome: str) -> _Record:
+    def _note_found(
+        self, worker_id: str, sequence: ReportedSequence | SequenceUsage, outcome: str
+    ) -> _Record:
         now_s = self._clock.monotonic_s()
         decision = PlacementDecision(
             choice=sequence.choice,
@@ -318,7 +321,8 @@ class DecisionLog:
 
 
 def _lacks_room(found: NoWorker) -> bool:
-    """Whether no worker had the KV or the slot; where some had, what is queued on them kept it out."""
+    """Whether no worker had the KV or the slot; False where a worker had both and its prefill queue was too
+    long."""
     counts = found.rejections.counts
     return found.waits_for_room and not (counts and any(name in LENGTH_FILTERS for name, _ in counts))
 

@@ -1,4 +1,5 @@
-"""The fleet view in sums, for operators and metrics, and its pools as a mapping. Nothing here decides."""
+"""Sums over the fleet view for operators and metrics, and its pools as a mapping. No decision uses the
+sums."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from services.scheduler.policy.placement.pool_seats import PoolSeats
 
 @dataclass(frozen=True, slots=True)
 class PoolLevels:
-    """The workers of one version together. ``kv_tokens_free``: on those that serve, granted to nobody."""
+    """Sums over the workers of one version."""
 
     granted: int = 0
     running: int = 0
@@ -20,13 +21,13 @@ class PoolLevels:
     workers: int = 0
     serving_workers: int = 0
     kv_tokens_total: int = 0
-    kv_tokens_free: int = 0
+    kv_tokens_free: int = 0  # on serving workers: neither used nor granted
 
 
 @dataclass(slots=True)
 class PrefixTokens:
-    """Prompt tokens that were granted, and how many of them were predicted to be cached; prompt tokens that
-    workers reported, and how many of them were."""
+    """Prompt tokens of grants with the part that was predicted to be cached, and prompt tokens in worker
+    reports with the part that was cached."""
 
     granted: int = 0
     predicted: int = 0
@@ -43,7 +44,7 @@ class PrefixTokens:
 
 
 class Candidates(Mapping[str, Candidate]):
-    """The pools of a version by worker, built when they are asked for."""
+    """The pools of a version by worker, built on access."""
 
     def __init__(self, seats: PoolSeats) -> None:
         self._seats = seats
@@ -59,7 +60,7 @@ class Candidates(Mapping[str, Candidate]):
 
 
 def levels_of(digest: str, candidates: Candidates, workers: Mapping[str, WorkerState]) -> PoolLevels:
-    """Return what the workers of a version report, with what is granted and not reported yet."""
+    """Return the reported levels of a version's workers, with the grants that are not reported yet."""
     states = [workers[worker_id] for worker_id in candidates]
     pools = [worker.pools[digest] for worker in states]
     serving = [candidate for candidate in candidates.values() if candidate.serving]

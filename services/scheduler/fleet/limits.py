@@ -1,4 +1,4 @@
-"""How long a leader counts on what it heard of its workers, and how much it keeps of them."""
+"""Limits of the fleet view: how long a leader relies on a worker's last report, and how much it stores."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """``silence_s``: longest gap between two reports of a worker that is placed on. ``prefix_blocks``: how
-    many names of cached blocks are kept; 0 places without regard to what is cached."""
+    """Times in seconds and bounds of the fleet view.
+
+    ``silence_s``: longest gap between two reports of a worker that receives grants. ``prefix_blocks``: number
+    of stored names of cached blocks; 0: placement ignores cached blocks.
+    """
 
     grant_ttl_s: float = 2.0
     transit_margin_s: float = 3.0

@@ -1,7 +1,7 @@
-"""Which workers there are, on which stream each reports, and which was heard when.
+"""The workers of a term, the stream on which each reports, and the time of its last report.
 
-Whose report counts: that of a worker's newest stream and newest life (``fleet_view`` says why). The number of
-a worker's last grant outlives what else is known of it, since a number is never used twice.
+Only reports of a worker's newest stream and newest incarnation count (see ``view``). The number of a
+worker's last grant is kept longer than its other state, because a number is never reused.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ class Roster:
     """Single writer: the owner of the fleet view. Time is an argument, in monotonic seconds."""
 
     def __init__(self, limits: FleetLimits) -> None:
-        """``workers`` is written to here only."""
+        """Only this class writes ``workers``."""
         self.workers: dict[str, WorkerState] = {}
         self._limits = limits
         self._streams: dict[int, str] = {}
         self._sequences: dict[str, int] = {}
-        self._talking: dict[str, None] = {}  # in the order of their last reports, and so are the silent ones
+        self._talking: dict[str, None] = {}  # in the order of their last reports, like ``_silent``
         self._silent: dict[str, None] = {}
 
     def by_state(self) -> dict[str, int]:
-        """Return how many workers are placed on, silent, draining, or away."""
+        """Return how many workers receive grants, are silent, draining, or away."""
         found = {"placed_on": 0, "silent": 0, "draining": 0, "away": 0}
         for worker in self.workers.values():
             found[worker.state] += 1
         return found
 
     def view_age_s(self, now_s: float) -> float:
-        """Return since when the connected worker that was longest not heard was last heard; 0 without any."""
+        """Return the age of the oldest last report of a connected worker; 0 without workers."""
         heard = [worker.report_s for worker in self.workers.values() if worker.connected]
         return now_s - min(heard, default=now_s)
 
     def next_sequence(self, worker_id: str) -> int:
-        """Return a number that no grant of this worker had."""
+        """Return a number that no earlier grant of this worker had."""
         sequence = self._sequences.get(worker_id, 0) + 1
         self._sequences[worker_id] = sequence
         return sequence
 
     def reporting(self, stream: int, report: ReportSnapshot) -> WorkerState:
-        """Return the worker that reports. Raises as ``FleetView.apply``."""
+        """Return the worker that sent the report. Raises like ``FleetView.apply``."""
         worker = self.workers.get(report.worker_id)
         if worker is None:
             known = report.worker_id in self._sequences
@@ -66,7 +66,7 @@ class Roster:
     def heard(
         self, worker: WorkerState, stream: int, report: ReportSnapshot, epoch: int, now_s: float
     ) -> None:
-        """It reported on this stream, to the leader of ``epoch``."""
+        """Record a report on this stream to the leader of ``epoch``."""
         self._streams.pop(worker.stream, None)
         self._streams[stream] = worker.worker_id
         worker.heard_of(stream, report, epoch, now_s)
@@ -75,7 +75,7 @@ class Roster:
         self._talking[worker.worker_id] = None
 
     def close(self, stream: int) -> WorkerState | None:
-        """Return the worker that the end of this stream disconnects, if it does."""
+        """Return the worker that the end of this stream disconnects, or None."""
         worker = self.workers.get(self._streams.pop(stream, ""))
         if worker is None or worker.stream != stream or not worker.connected:
             return None
@@ -83,7 +83,7 @@ class Roster:
         return worker
 
     def fall_silent(self, now_s: float) -> WorkerState | None:
-        """Return a worker that did not report in time and is silent from now on; None without any more."""
+        """Return a worker that missed its report deadline and mark it silent; None when there is none."""
         worker = self._oldest(self._talking)
         if worker is None or now_s - worker.report_s < self._limits.silence_s:
             return None
@@ -93,18 +93,18 @@ class Roster:
         return worker
 
     def longest_silent(self, now_s: float) -> WorkerState | None:
-        """Return a worker that is silent for so long that it is to be forgotten; None without any."""
+        """Return a worker that has been silent long enough to be removed; None when there is none."""
         worker = self._oldest(self._silent)
         return worker if worker is not None and now_s - worker.report_s >= self._limits.forget_s else None
 
     def forget(self, worker: WorkerState) -> None:
-        """Drop a silent worker."""
+        """Remove a silent worker."""
         self._streams.pop(worker.stream, None)
         del self._silent[worker.worker_id]
         del self.workers[worker.worker_id]
 
     def next_deadline_s(self) -> float:
-        """Return when a worker may next fall silent or be forgotten; infinite when none ever."""
+        """Return when the next worker may become silent or be removed; infinite when none can."""
         deadline_s = math.inf
         if (worker := self._oldest(self._talking)) is not None:
             deadline_s = worker.report_s + self._limits.silence_s

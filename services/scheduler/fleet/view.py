@@ -1,27 +1,30 @@
-"""What one leader knows of its workers: reported levels, and the grants that no report speaks for yet.
+"""The leader's view of its workers: reported levels, and grants that no report includes yet.
 
     room = total - reserved (reported) - outstanding
 
-A grant is *outstanding* from its issue until the first of: a report's ``grants_seen`` names it, its gateway
-gives it back, it lapsed, its worker began another life. ``grants_seen`` and ``kv_blocks_reserved`` of a
-report are one atom, so every grant is counted by exactly one side, and a late report errs towards less room.
+A grant is *outstanding* from its issue until the first of: a report's ``grants_seen`` contains it, its
+gateway returns it, it expires, its worker starts another incarnation. ``grants_seen`` and
+``kv_blocks_reserved`` of a report are read together, so every grant is counted by exactly one side, and a
+late report errs towards less room.
 
-Shared prefixes: ``reserved`` counts a block that several sequences refer to once, and a grant is outstanding
-with what it adds to that: its prompt and predicted output less the leading blocks that the same report says
-are shared. A later report that shares less, or more, counts the outstanding grant anew, so that both terms
-always speak of one instant. Between the two, sequences may end and the last reference with them; what the
-worker has reserved fell by those blocks then, and the grant takes them again. That holds for one grant of a
-beginning at a time; the others count whole.
+Shared prefixes: ``reserved`` counts a block that several sequences refer to once. A grant is outstanding with
+what it adds to that: its prompt and predicted output, less the leading blocks that the same report lists as
+shared. When a later report lists fewer or more shared blocks, the outstanding grants are counted again, so
+that both terms always refer to the same instant. Sequences may end between two reports, and with them the
+last reference to a block. The worker's reserved blocks decreased by those blocks then, and the grant takes
+them again. This holds for one grant per prefix at a time; further grants count in full.
 
-Why no grant is counted by neither side:
-- A worker honours the newest epoch it heard of, and is placed on only after a report that says it honours
-  ours: grants of older leaders can no longer start there.
-- A worker's stream sends its first report after it heard us on that stream, so the order in which we open
-  streams is the order in which the worker did: reports of any but the newest stream are refused.
-- Another incarnation refuses the grants of the one before, and those that started are in its first report.
-- A grant starts within its time to live from receipt. It is held for ``transit_margin_s`` longer, and a
-  worker that was silent for as long is not placed on.
-The worker stays the authority: should a margin be exceeded, it answers NOT_ADMITTED.
+Why every grant is counted by one of the two sides:
+- A worker accepts grants of the newest epoch that it has received, and gets grants only after a report that
+  confirms our epoch: grants of older leaders can no longer start there.
+- A worker's stream sends its first report after it received our epoch on that stream, so we open streams in
+  the same order as the worker: reports of any but the newest stream are rejected.
+- Another incarnation rejects the grants of the previous one, and sequences that started are in its first
+  report.
+- A grant starts within its time to live after receipt. It is held for ``transit_margin_s`` longer, and a
+  worker that was silent for as long receives no grants.
+
+The worker has the final decision: should a margin be exceeded, it answers NOT_ADMITTED.
 """
 
 from __future__ import annotations
@@ -59,11 +62,11 @@ from services.scheduler.policy.placement.choose import (
     no_worker,
 )
 from services.scheduler.policy.placement.kv_admission import blocks_for
-from services.scheduler.policy.placement.pool_seats import Level, PoolSeats
+from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
 from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
-from services.scheduler.policy.step_time import Kind, Measured, StepTimes
+from services.scheduler.policy.step_time import Measured, StepTimes, WorkerKind
 
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
 _NO_POOL: Final = no_worker(NO_REJECTIONS)
@@ -73,8 +76,8 @@ class FleetView:
     """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
 
     def __init__(self, epoch: int, limits: FleetLimits) -> None:
-        """``on_measured`` may be set to hear of the steps that each report tells of, with the time;
-        ``on_granted`` of each grant's worker and version: it answers whether the pool gets no more now."""
+        """``on_measured``, if set, receives the steps of each report, with the time. ``on_granted`` receives
+        the worker and version of each grant and returns whether the pool is barred from now on."""
         self.epoch = epoch
         self.limits = limits
         self.step_times = StepTimes()
@@ -86,7 +89,8 @@ class FleetView:
         self._roster = Roster(limits)
         self._workers: Mapping[str, WorkerState] = self._roster.workers
         self._pools: dict[str, PoolSeats] = {}
-        self._lapses: deque[tuple[float, str, int]] = deque()  # in order: every grant is held equally long
+        # Ordered: every grant is held for the same time.
+        self._lapses: deque[tuple[float, str, int]] = deque()
         self._outstanding = 0
 
     @property
@@ -99,26 +103,26 @@ class FleetView:
 
     @property
     def workers_by_state(self) -> dict[str, int]:
-        """How many workers are placed on, silent, draining, or away."""
+        """How many workers receive grants, are silent, draining, or away."""
         return self._roster.by_state()
 
     def view_age_s(self, now_s: float) -> float:
-        """Return since when the connected worker that was longest not heard was last heard; 0 without any."""
+        """Return the age of the oldest last report of a connected worker; 0 without workers."""
         return self._roster.view_age_s(now_s)
 
     def candidates(self, digest: str) -> Mapping[str, Candidate]:
-        """Return the pools of a version by worker. A snapshot of values in a mapping that is read only."""
+        """Return the pools of a version by worker: immutable values in a read-only mapping."""
         seats = self._pools.get(digest)
         return _EMPTY if seats is None else Candidates(seats)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The versions that some worker reports."""
+        """The versions in the workers' reports."""
         return tuple(self._pools)
 
     @property
     def states(self) -> Collection[WorkerState]:
-        """What is known of each worker. Read only."""
+        """The state of each worker. Read only."""
         return self._workers.values()
 
     def life_of(self, worker_id: str) -> tuple[str, int]:
@@ -127,7 +131,7 @@ class FleetView:
         return worker.address, worker.incarnation
 
     def levels_by_version(self) -> dict[str, PoolLevels]:
-        """Return what the workers of each version report, with what is granted and not reported yet."""
+        """Return the levels of each version's workers, with the grants that are not reported yet."""
         return {
             digest: levels_of(digest, Candidates(seats), self._workers)
             for digest, seats in self._pools.items()
@@ -136,10 +140,10 @@ class FleetView:
     # --- reports ----------------------------------------------------------------------------------
 
     def apply(self, stream: int, report: ReportSnapshot, now_s: float) -> tuple[str, ...]:
-        """Take a report over and return the versions whose room it changed. ``stream`` grows with opening.
+        """Apply a report and return the versions whose room it changed. Later streams have larger numbers.
 
-        Raises Conflict for a report of an older stream or an older life of its worker, OverQuota when
-        there are too many workers; nothing has changed then.
+        Raises Conflict for a report of an older stream or incarnation of its worker, OverQuota when there are
+        too many workers. The view is unchanged then.
         """
         worker = self._roster.reporting(stream, report)
         whole = worker.number < 0 or stream != worker.stream or report.incarnation != worker.incarnation
@@ -161,7 +165,7 @@ class FleetView:
         return tuple(changed)
 
     def close_stream(self, stream: int) -> tuple[str, ...]:
-        """Place nothing more on the worker of this stream, until it reports again."""
+        """Stop placements on the worker of this stream until it reports again."""
         worker = self._roster.close(stream)
         if worker is None:
             return ()
@@ -169,7 +173,7 @@ class FleetView:
         return tuple(worker.pools)
 
     def bar(self, worker_id: str, digest: str, *, barred: bool) -> bool:
-        """Give a pool no more requests, or requests again; whether that is a change."""
+        """Bar a pool from new requests, or readmit it; return whether that is a change."""
         worker = self._workers.get(worker_id)
         if worker is None or (digest in worker.barred) == barred:
             return False
@@ -182,7 +186,7 @@ class FleetView:
     def choose(
         self, digest: str, query: PlaceQuery, profile: PlacementProfile, rng: Random
     ) -> Chosen | NoWorker:
-        """Return a worker that has room for the query, whenever there is one, or why there is none."""
+        """Return a worker that has room for the query, or why there is none."""
         seats = self._pools.get(digest)
         if seats is None:
             return _NO_POOL
@@ -212,26 +216,26 @@ class FleetView:
         )
 
     def shareable_tokens(self, digest: str, query: PlaceQuery) -> int:
-        """Return how many tokens of the prompt some worker may share, at most."""
+        """Return an upper bound of the prompt tokens that a worker may share."""
         chain, tokens = query.prefix_hashes, query.demand.prompt_tokens
         if self.shared.run_of(digest, chain, tokens) is NOTHING_SHARED:
             return 0
         return shareable_blocks(chain, tokens) * PREFIX_BLOCK_TOKENS
 
     def any_yields(self, digest: str) -> bool:
-        """Whether some worker without a slot has one for a tenant below its share."""
+        """Whether a worker without a free slot yields one to a tenant below its share."""
         seats = self._pools.get(digest)
         return seats is not None and seats.any_yields
 
     def choose_yielding(
         self, digest: str, query: PlaceQuery, rank: int, profile: PlacementProfile, rng: Random
     ) -> Chosen | NoWorker:
-        """Return a worker that has room for the query and a slot of another tenant's for its class."""
+        """Return a worker with KV room whose slot another tenant yields to this class."""
         seats = self._pools.get(digest)
         return _NO_POOL if seats is None else seats.choose_yielding(query, rank, profile, rng)
 
     def room(self, digest: str) -> RoomSummary:
-        """Return the best that any serving worker of the version offers."""
+        """Return the maximum that any serving worker of the version offers."""
         seats = self._pools.get(digest)
         return RoomSummary(serving=False) if seats is None else seats.room()
 
@@ -286,7 +290,8 @@ class FleetView:
         )
 
     def give_back(self, grant: Grant) -> bool:
-        """Whether the grant was outstanding; it is no longer. A grant that was seen is the worker's."""
+        """End an outstanding grant; return whether it was outstanding. A grant that its worker reported is
+        not."""
         worker = self._workers.get(grant.worker_id)
         if worker is None or grant.epoch != self.epoch or grant.incarnation != worker.incarnation:
             return False
@@ -298,7 +303,7 @@ class FleetView:
     # --- time -------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[str, ...]:
-        """Drop lapsed grants and silent workers; return the versions whose room changed."""
+        """Remove expired grants and silent workers; return the versions whose room changed."""
         changed: dict[str, None] = {}
         while self._lapses and self._lapses[0][0] <= now_s:
             _, worker_id, sequence = self._lapses.popleft()
@@ -314,7 +319,7 @@ class FleetView:
             assert not worker.outstanding, "a worker is forgotten before its last grant lapsed"
             self._forget(worker)
         self.prefixes.advance(now_s)
-        if self.step_times.advance(now_s):  # the models changed: compare prices anew
+        if self.step_times.advance(now_s):  # the models changed: compare prices again
             for digest, seats in self._pools.items():
                 workers = [self._workers[worker_id] for worker_id in seats.all()]
                 price_pool(digest, workers, self.step_times)
@@ -322,9 +327,9 @@ class FleetView:
         return tuple(changed)
 
     def next_deadline_s(self) -> float:
-        """Return when ``expire`` may next have something to do; infinite when nothing is due ever."""
+        """Return when ``expire`` next has work; infinite when it has none."""
         while self._lapses and not self._is_outstanding(*self._lapses[0][1:]):
-            self._lapses.popleft()  # settled long ago, as most are
+            self._lapses.popleft()  # most were settled long ago
         deadline_s = self._lapses[0][0] if self._lapses else math.inf
         return min(deadline_s, self._roster.next_deadline_s())
 
@@ -346,7 +351,7 @@ class FleetView:
     # --- inside -----------------------------------------------------------------------------------
 
     def _learn(self, worker: WorkerState, report: ReportSnapshot, now_s: float) -> None:
-        """Take over what the report says of the work that was done."""
+        """Apply the work that the report measures."""
         for pool in report.pools:
             measured = self.step_times.observe(worker.worker_id, worker.device_type, pool, now_s)
             if measured is not None:
@@ -358,7 +363,7 @@ class FleetView:
             self.prefix_tokens.cached += used.cached
 
     def _learn_prefixes(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
-        """Take over what the worker has cached. The first report of a stream says all of it."""
+        """Apply the changes of the worker's cached blocks. The first report of a stream lists all of them."""
         prefixes, keep = self.prefixes, self.limits.prefix_blocks > 0
         if whole:
             added = [name for pool in report.pools for name in pool.prefix_added] if keep else ()
@@ -371,12 +376,13 @@ class FleetView:
                 prefixes.add(worker.worker_id, pool.prefix_added)
 
     def _learn_shared(self, worker: WorkerState, report: ReportSnapshot, *, whole: bool) -> None:
-        """Take over what the worker's sequences share, and count the grants on their way by it."""
+        """Apply the blocks that the worker's sequences share, and count its outstanding grants again."""
         if whole:
             self.shared.drop(worker.worker_id)
         heard = whole
         for pool in report.pools if self.limits.prefix_blocks else ():
-            divides = PREFIX_BLOCK_TOKENS % pool.block_size == 0  # else what is shared are no whole blocks
+            # Otherwise the shared part is not a whole number of blocks.
+            divides = PREFIX_BLOCK_TOKENS % pool.block_size == 0
             if divides and (pool.prefix_shared or pool.prefix_unshared):
                 heard = True
                 self.shared.change(worker.worker_id, pool.digest, pool.prefix_shared, pool.prefix_unshared)
@@ -389,7 +395,7 @@ class FleetView:
                 worker.sums[grant.digest].add(counted, 1)
 
     def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
-        """Return the grant with the blocks that it takes of what the worker's last report leaves."""
+        """Return the grant with the blocks that it needs in addition to the worker's last report."""
         shared = self.shared.blocks_on(worker_id, grant.digest, grant.chain, grant.prompt_tokens)
         kv_blocks = grant.whole_blocks - shared * grant.each_blocks
         return grant if kv_blocks == grant.kv_blocks else replace(grant, kv_blocks=kv_blocks)
@@ -411,7 +417,7 @@ class FleetView:
         return True
 
     def _refresh(self, worker: WorkerState, digests: Iterable[str]) -> None:
-        """Bring the seats of these versions in line with the worker's state."""
+        """Update the seats of these versions from the worker's state."""
         for digest in digests:
             pool, seats = worker.pools.get(digest), self._pools.get(digest)
             if pool is not None:
@@ -423,20 +429,20 @@ class FleetView:
                 if not len(seats):
                     del self._pools[digest]
 
-    def _builder(self, digest: str) -> Callable[[str, Level], Candidate]:
+    def _builder(self, digest: str) -> Callable[[str, SeatLevel], Candidate]:
         return lambda worker_id, level: self._candidate(self._workers[worker_id], digest, level)
 
-    def _candidate(self, worker: WorkerState, digest: str, level: Level) -> Candidate:
+    def _candidate(self, worker: WorkerState, digest: str, level: SeatLevel) -> Candidate:
         return candidate_of(
             worker,
             worker.pools[digest],
             level,
-            model=self.step_times.model(Kind(worker.device_type, digest)),
+            model=self.step_times.model(WorkerKind(worker.device_type, digest)),
             slowness_ratio=self.step_times.slowness(worker.worker_id, digest),
         )
 
     def _forget_grants(self, worker: WorkerState) -> None:
-        """Another life of the worker refuses the grants of the one before."""
+        """Drop the outstanding grants: a new incarnation of the worker rejects them."""
         self._outstanding -= len(worker.outstanding)
         worker.outstanding.clear()
         self.shared.let_all_go(worker.worker_id)

@@ -1,4 +1,4 @@
-"""What a leader knows of one worker, and how its pools look to a placement."""
+"""The leader's state of one worker, and its pools as placement candidates."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from msgspec import Struct
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.scheduler.policy.placement import candidate as filters
 from services.scheduler.policy.placement.candidate import Candidate
-from services.scheduler.policy.placement.pool_seats import SERVING, Level
+from services.scheduler.policy.placement.pool_seats import SERVING, SeatLevel
 from services.scheduler.policy.step_time import StepModel
 
-# Grants on their way to a pool that has no slot: a report shows whether its worker made room for them.
+# Outstanding grants of a pool without a slot; the next report shows whether its worker made room for them.
 MAX_YIELDING_GRANTS: Final = 4
 
 
 class Outstanding(Struct, frozen=True, gc=False):
-    """A grant that no report speaks for. ``prefill_tokens`` of its prompt are not expected in the cache.
+    """A grant that no report includes yet. ``prefill_tokens`` of its prompt are not expected in the cache.
 
-    ``kv_blocks`` are those that it will take of the reported room: ``whole_blocks``, its prompt and predicted
-    output, less ``each_blocks`` for every leading block of ``chain`` that the worker's last report says is
-    shared, if it leans on that (``policy.shared_prefix``). Only then it has a chain.
+    ``kv_blocks`` are the blocks of the reported room that it will take: ``whole_blocks``, for its prompt and
+    predicted output, less ``each_blocks`` for every leading block of ``chain`` that the worker's last report
+    lists as shared. ``chain`` is empty unless the grant relies on shared blocks (``shared_prefix``).
     """
 
     digest: str
@@ -60,32 +60,32 @@ NO_SUMS = Sums()
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """``number`` is its bit in masks of workers. ``attended``: by version, the tokens of KV that a step read
-    last, and ``cost_ratios`` the cheapest worker's price of a token over its own. ``barred``: versions that
-    it gets no request for, whatever its room."""
+    """The state of one worker that has reported."""
 
     worker_id: str
     incarnation: int
     stream: int
-    number: int = -1
+    number: int = -1  # its bit in masks of workers
     address: str = ""
     zone: str = ""
     device_type: str = ""
     cost_per_hour: float = 0.0
     draining: bool = False
     connected: bool = True
-    honours: bool = False
+    honours: bool = False  # its last report confirmed the leader's epoch
     silent: bool = False
-    report_s: float = 0.0
+    report_s: float = 0.0  # time of the last report
     pools: dict[str, PoolSnapshot] = field(default_factory=dict)
+    # By version: tokens of KV that the last measured steps read, per step.
     attended: dict[str, int] = field(default_factory=dict)
+    # By version: the cheapest worker's price of a token over its own.
     cost_ratios: dict[str, float] = field(default_factory=dict)
-    barred: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)  # versions for which it gets no requests, whatever its room
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def heard_of(self, stream: int, report: ReportSnapshot, epoch: int, now_s: float) -> None:
-        """Take over what a report to the leader of ``epoch`` says of the worker itself."""
+        """Apply the fields of a report to the leader of ``epoch`` that concern the worker itself."""
         self.incarnation, self.stream = report.incarnation, stream
         self.address, self.zone, self.draining = report.address, report.zone, report.draining
         self.device_type, self.cost_per_hour = report.device_type, report.cost_per_hour
@@ -98,7 +98,7 @@ class WorkerState:
 
     @property
     def state(self) -> str:
-        """How operators are told of it."""
+        """The worker's state for operators."""
         if not (self.connected and self.honours):
             return "away"
         if self.silent:
@@ -107,7 +107,7 @@ class WorkerState:
 
     def check_integrity(self, counted: Callable[[Outstanding], Outstanding]) -> None:
         """Raise AssertionError when sums and outstanding grants disagree. ``counted`` returns a grant with
-        the blocks that it takes of what the last report leaves."""
+        the blocks that it needs in addition to the last report."""
         for digest in {*self.sums, *self.pools, *(found.digest for found in self.outstanding.values())}:
             held = [found for found in self.outstanding.values() if found.digest == digest]
             sums = self.sums.get(digest, NO_SUMS)
@@ -121,8 +121,8 @@ class WorkerState:
             assert sums.long_prefills == sum(found.is_long for found in held)
 
 
-def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
-    """Return what the index of the pool's version is told: reported room less outstanding grants."""
+def level_of(worker: WorkerState, pool: PoolSnapshot) -> SeatLevel:
+    """Return the entry of the seat index: reported room less outstanding grants."""
     sums = worker.sums.get(pool.digest, NO_SUMS)
     if not pool.ready:
         standing = filters.ready.__name__
@@ -134,7 +134,7 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
         standing = filters.not_ejected.__name__
     else:
         standing = SERVING
-    return Level(
+    return SeatLevel(
         standing,
         (pool.kv_blocks_total - pool.kv_blocks_reserved - sums.kv_blocks) * pool.block_size,
         pool.max_sequences - pool.running - pool.waiting - sums.grants,
@@ -146,9 +146,9 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
 
 
 def candidate_of(
-    worker: WorkerState, pool: PoolSnapshot, level: Level, *, model: StepModel, slowness_ratio: float
+    worker: WorkerState, pool: PoolSnapshot, level: SeatLevel, *, model: StepModel, slowness_ratio: float
 ) -> Candidate:
-    """Return the pool as filters and scorers see it. ``level`` is its present ``level_of``."""
+    """Return the pool as a candidate for filters and scorers. ``level`` is its present ``level_of``."""
     sums = worker.sums.get(pool.digest, NO_SUMS)
     return Candidate(
         worker_id=worker.worker_id,

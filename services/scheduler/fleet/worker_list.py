@@ -1,4 +1,4 @@
-"""The workers of a term as operators are told of them. Reads the term's state, changes nothing."""
+"""Worker list of a term for operators. Reads the term's state and changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.scheduler.health.worker_health import WorkerStanding
 def workers_of(
     fleet: FleetView, standings: Iterable[WorkerStanding], prefix_blocks: Mapping[str, int], now_s: float
 ) -> list[FleetWorker]:
-    """Return every worker that reported, by name."""
+    """Return every worker that has reported, sorted by name."""
     found = {(standing.worker_id, standing.digest): standing for standing in standings}
     return [
         FleetWorker(

@@ -1,6 +1,7 @@
-"""The leader's look at its workers, about once a second: who gets nothing for being slow or for failing, what
-waits in vain, and what is said of it. ``health`` and ``overload`` decide; this applies it to the fleet view
-and the queue. Called by the task that owns both.
+"""Periodic health review, about once a second: bars slow and failing workers, and sheds overdue placements.
+
+``health`` and ``overload`` decide; this module applies their decisions to the fleet view and the queue, and
+logs them. Called by the task that owns both.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from services.scheduler.telemetry import SchedulerTelemetry
 
 log = structlog.get_logger()
 
-_MAX_SHED: Final = 1024  # of a version, in one look
+_MAX_SHED: Final = 1024  # of a version, in one review
 
 
 class ServingCount:
-    """How many workers of each version take requests, as of the last look."""
+    """How many workers of each version serve, as of the last review."""
 
     def __init__(self, fleet: FleetView) -> None:
         self._fleet = fleet
         self._counts: dict[str, int] = {}
 
     def of(self, digest: str) -> int:
-        """Return the count of the last look, which is at most about a second ago; of all that report the
-        version while none was seen to serve."""
+        """Return the count of the last review, at most about a second old; the number of workers that report
+        the version while none was found to serve."""
         return self._counts.get(digest, 0) or len(self._fleet.candidates(digest))
 
     def look(self) -> None:
-        """Count anew."""
+        """Count again."""
         self._counts = {
             digest: sum(one.serving for one in self._fleet.candidates(digest).values())
             for digest in self._fleet.versions
@@ -41,7 +42,7 @@ class ServingCount:
 
 
 class Judge:
-    """Takes slow and failing workers out, lets others in again, and refuses what waits in vain."""
+    """Bars slow and failing workers, readmits others, and sheds overdue placements."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Judge:
         self._telemetry = telemetry
 
     def look(self, now_s: float) -> None:
-        """Take slow and failing workers out, and let others in again."""
+        """Run one review."""
         found = self._health.tick(self._reachable_workers, now_s)
         for barring in found.barrings:
             if self._fleet.bar(barring.worker_id, barring.digest, barred=bool(barring.reason)):
@@ -72,7 +73,7 @@ class Judge:
         self._tell(found)
 
     def _shed_overdue(self, now_s: float) -> None:
-        """Refuse what can no longer be served in time, rather than let it wait for nothing."""
+        """Refuse placements that can no longer be served in time."""
         for digest in self._overload.versions:
             for _ in range(_MAX_SHED):
                 victim = self._overload.overdue(digest)
@@ -81,7 +82,7 @@ class Judge:
                 self._queue.evict(*victim, now_s)
 
     def _tell(self, found: Ticked) -> None:
-        """One line, and one count, for each change."""
+        """Log and count each change."""
         for news in found.ejections:
             log.warning(
                 "worker.health_changed",
@@ -100,7 +101,7 @@ class Judge:
                 self._telemetry.health_changed(f"{change.kind}_circuit", change.state.value)
 
     def _reachable_workers(self, digest: str) -> list[str]:
-        """Those that would get requests if they were not barred."""
+        """Return the workers that serve or would serve if they were not barred."""
         return [
             worker_id
             for worker_id, found in self._fleet.candidates(digest).items()

@@ -1,8 +1,8 @@
-"""Which workers get no requests although they report: ejected for being slow, or cut off for failing.
+"""Worker health: which workers that report are barred from requests, for slow steps or for failures.
 
-Reports tell how long steps took and what came to its end; re-submissions tell where sequences were lost. The
-owner ticks this about once a second and passes on what changed. Single writer: the task that owns the fleet
-view. Time is an argument, in monotonic seconds.
+Reports contain step times and ended sequences; re-submissions show which workers lost sequences. The owner
+calls ``tick`` about once a second and applies its changes. Single writer: the task that owns the fleet view.
+Time is an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from typing import Final
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.scheduler.policy.health.breaker import BreakerPolicy, CircuitChange, Circuits, CircuitState
-from services.scheduler.policy.health.ejection import Change, Ejection, EjectionPolicy, Standing, WorkerHealth
+from services.scheduler.policy.health.ejection import (
+    Ejection,
+    EjectionChange,
+    EjectionPolicy,
+    EjectionState,
+    WorkerHealth,
+)
 from services.scheduler.policy.step_time import StepModel
 
 EJECTED: Final = "ejected"
-PROBED: Final = "probed"  # what it was given to prove itself is not judged yet
+PROBED: Final = "probed"  # the result of its probe is not judged yet
 WORKER_FAILING: Final = "worker_failing"
 ZONE_FAILING: Final = "zone_failing"
 _MAX_LOSSES_KNOWN: Final = 8192
@@ -28,43 +34,41 @@ _MAX_LOSSES_KNOWN: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """``max_barred_ratio``: of the serving workers of a pool, at most so many get nothing for either reason;
-    one is always allowed, and one always stays. ``min_samples``: a step-time model fitted from fewer judges
-    nobody by itself. At most ``max_workers`` are remembered after a look at them."""
+    """Settings of ejection and circuit breakers."""
 
-    ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
-    worker: BreakerPolicy = field(default_factory=BreakerPolicy)
+    ejection: EjectionPolicy = field(default_factory=EjectionPolicy)  # ejection of slow workers
+    worker: BreakerPolicy = field(default_factory=BreakerPolicy)  # circuit of a worker
+    # Circuit of a version.
     version: BreakerPolicy = field(default_factory=lambda: BreakerPolicy(min_failures=10, failure_ratio=0.6))
+    # Circuit of a zone.
     zone: BreakerPolicy = field(default_factory=lambda: BreakerPolicy(min_failures=10, failure_ratio=0.6))
+    # At most this share of a pool's serving workers is barred; one always may be, and one always stays.
     max_barred_ratio: float = 0.5
-    min_samples: float = 8.0
+    min_samples: float = 8.0  # a step-time model with fewer samples is no measure by itself
     tick_s: float = 1.0
-    forget_s: float = 600.0
-    max_workers: int = 16384
+    forget_s: float = 600.0  # a worker that reported nothing for so long is removed
+    max_workers: int = 16384  # more workers than these are removed at a tick
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStanding:
-    """How one pool of one worker stands, for people. ``state``: healthy, ejected, probing, failing or trial.
-    ``why`` it gets nothing now, "" while it may: one that is tried gets nothing more from the grant on until
-    its next probe is due, which is ``probed`` and not ``ejected``.
-
-    ``slowness_ratio`` is its step time against its measure, nan while it was not judged. Times are on the
-    caller's monotonic clock; ``next_probe_s`` is 0 where none is due.
-    """
+    """Health of one pool of one worker, for operators. Times are on the caller's monotonic clock."""
 
     worker_id: str
     digest: str
-    state: str
-    slowness_ratio: float
+    state: str  # healthy, ejected, probing, failing or trial
+    slowness_ratio: float  # step time over its reference, nan while not judged
     since_s: float
-    next_probe_s: float
+    next_probe_s: float  # 0: no probe is scheduled
+    # Why it gets no requests now, empty while it may. A probing worker gets no further request after the
+    # grant until its next probe: the reason is then ``probed``, not ``ejected``.
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Barring:
-    """From now on the pool of the worker gets no request, for a reason; or does again, without one."""
+    """The worker's pool gets no requests from now on, for ``reason``; with an empty reason, it gets them
+    again."""
 
     digest: str
     worker_id: str
@@ -74,12 +78,12 @@ class Barring:
 @dataclass(frozen=True, slots=True)
 class PoolNews:
     digest: str
-    change: Change
+    change: EjectionChange
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """What a tick changed: who is barred, and what to say of it."""
+    """The changes of one tick: pools barred or readmitted, and health changes to log."""
 
     barrings: tuple[Barring, ...] = ()
     ejections: tuple[PoolNews, ...] = ()
@@ -95,7 +99,7 @@ class _Pool:
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """What was last heard of a worker."""
+    """The last report of a worker."""
 
     incarnation: int
     zone: str
@@ -105,7 +109,7 @@ class _Seen:
 
 
 class FleetHealth:
-    """``model``: the fitted step-time model of a version on a type of device."""
+    """Health of all workers. ``model`` returns the fitted step-time model of a version on a device type."""
 
     def __init__(self, policy: HealthPolicy, model: Callable[[str, str], StepModel]) -> None:
         self.policy: Final = policy
@@ -119,12 +123,12 @@ class FleetHealth:
         self._losses: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._news: list[CircuitChange] = []
         self._ticked_s = -math.inf
-        self._all_well = True  # as of the last tick: no worker is tried, so that no grant is a trial
+        self._all_well = True  # as of the last tick: no worker is on trial, so no grant is a trial
 
-    # --- what is seen -----------------------------------------------------------------------------
+    # --- observations -----------------------------------------------------------------------------
 
     def reported(self, report: ReportSnapshot, now_s: float) -> None:
-        """Take over what a report says of steps and ends. The report has been accepted."""
+        """Apply the steps and ended sequences of a report that the fleet view has accepted."""
         seen = self._seen.get(report.worker_id)
         same_life = seen is not None and seen.incarnation == report.incarnation
         before = seen.pools if seen is not None and same_life else {}
@@ -137,7 +141,7 @@ class FleetHealth:
         self._seen[report.worker_id] = _Seen(report.incarnation, report.zone, report.draining, now_s, pools)
 
     def resubmitted(self, spec: PlaceSpec, now_s: float) -> None:
-        """A placement excludes workers that lost or refused it: each counts against them once."""
+        """Count a failure of each worker that the placement excludes, once per lost or refused sequence."""
         for worker_id in spec.excluded_workers:
             loss = spec.request_id, spec.choice, worker_id
             if loss in self._losses:
@@ -146,17 +150,17 @@ class FleetHealth:
             if len(self._losses) > _MAX_LOSSES_KNOWN:
                 self._losses.popitem(last=False)
             seen = self._seen.get(worker_id)
-            if seen is not None and not seen.draining:  # one that drains refuses by intent
+            if seen is not None and not seen.draining:  # a draining worker refuses on purpose
                 self._failed(worker_id, spec.version_digest, seen.zone, now_s)
 
     def disconnected(self, worker_id: str, now_s: float) -> None:
-        """The worker's stream broke."""
+        """Count a failure of a worker whose stream broke."""
         seen = self._seen.get(worker_id)
         if seen is not None and not seen.draining:
             self._note(self._workers, self._workers.failed(worker_id, now_s), worker_id)
 
     def granted(self, worker_id: str, digest: str, now_s: float) -> bool:
-        """Count a grant; return whether the worker is barred again now, its trial being under way."""
+        """Count a grant; return whether the worker is barred again because its trial has started."""
         pool = self._pools.get(digest)
         if pool is None:
             return False
@@ -176,12 +180,12 @@ class FleetHealth:
         pool.barred[worker_id] = reason
         return True
 
-    # --- what is asked ----------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def failing_s(self, digest: str, now_s: float) -> float | None:
-        """Return when to come back for a version that fails too often, None when this request may pass.
+        """Return the seconds until a failing version accepts requests again, None when this request may pass.
 
-        One that passes while the version is tried is a trial, and no other passes for a while.
+        A request that passes while the version is half-open is a trial, and no other passes for a while.
         """
         circuit = self._versions.get(digest)
         if circuit is None:
@@ -192,11 +196,11 @@ class FleetHealth:
         return max(self.policy.version.trial_interval_s, circuit.until_s - now_s)
 
     def due_s(self) -> float:
-        """Return when ``tick`` is next of use."""
+        """Return when ``tick`` is next needed."""
         return self._ticked_s + self.policy.tick_s if self._seen else math.inf
 
     def worker_health(self) -> tuple[WorkerStanding, ...]:
-        """Return how each pool of each worker stands, by worker and version."""
+        """Return the health of each pool of each worker, by worker and version."""
         found = [
             self._standing(digest, pool, health)
             for digest, pool in self._pools.items()
@@ -205,17 +209,17 @@ class FleetHealth:
         return tuple(sorted(found, key=lambda one: (one.worker_id, one.digest)))
 
     def pools_by_state(self) -> dict[str, int]:
-        """Return how many pools of workers are ejected, probing, failing or tried."""
+        """Return how many worker pools are ejected, probing, failing or on trial."""
         found = dict.fromkeys(("ejected", "probing", "failing", "trial"), 0)
         for standing in self.worker_health():
             if standing.state in found:
                 found[standing.state] += 1
         return found
 
-    # --- what is decided --------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def tick(self, serving: Callable[[str], Collection[str]], now_s: float) -> Ticked:
-        """Judge the pools. ``serving``: workers of a version that get requests unless they are barred."""
+        """Judge the pools. ``serving`` returns a version's workers that get requests unless barred."""
         self._ticked_s = now_s
         self._prune(now_s)
         for circuits in self._circuits:
@@ -237,7 +241,8 @@ class FleetHealth:
         return Ticked(tuple(barrings), tuple(ejections), circuits_news)
 
     def _barred(self, pool: _Pool, members: Collection[str], now_s: float) -> dict[str, str]:
-        """Return who gets nothing, and why. Ejection has its own cap; circuits fill up the common one."""
+        """Return the barred workers with reasons. Ejection has its own limit; circuits use the rest of the
+        common one."""
         reasons = {worker_id: self._reason(pool, worker_id, now_s) for worker_id in members}
         barred = {worker_id: reason for worker_id, reason in reasons.items() if reason == EJECTED}
         allowed = max(1, math.floor(len(members) * self.policy.max_barred_ratio))
@@ -274,13 +279,13 @@ class FleetHealth:
             pool = self._pools[now.digest] = _Pool(Ejection(self.policy.ejection))
         if not same_life:
             pool.ejection.restarted(report.worker_id, now_s)
-        if before is not None and now.steps < before.steps:  # its engine began anew
+        if before is not None and now.steps < before.steps:  # its engine restarted
             pool.ejection.restarted(report.worker_id, now_s)
             if not report.draining:
                 self._failed(report.worker_id, now.digest, report.zone, now_s)
             before = None
         model = self._model(now.digest, report.device_type)
-        base = before if before is not None else now  # what was before we listened is nobody's evidence
+        base = before if before is not None else now  # work before the first report is no evidence
         pool.ejection.observe(
             report.worker_id,
             kind=report.device_type,
@@ -300,7 +305,7 @@ class FleetHealth:
         known = self._workers.get(worker_id)
         self._note(self._workers, self._workers.failed(worker_id, now_s), worker_id)
         if known is not None and known.state is not CircuitState.CLOSED:
-            return  # it is known to fail: that says nothing more of its version and its zone
+            return  # further failures of a failing worker do not count against its version and its zone
         self._note(self._versions, self._versions.failed(digest, now_s), digest)
         if zone:
             self._note(self._zones, self._zones.failed(zone, now_s), zone)
@@ -319,9 +324,9 @@ class FleetHealth:
         state, why = health.standing.value, pool.barred.get(health.worker_id, "")
         since_s, next_probe_s = health.since_s, health.next_probe_s
         circuit = self._workers.get(health.worker_id)
-        if health.standing is Standing.PROBING and why == EJECTED:
+        if health.standing is EjectionState.PROBING and why == EJECTED:
             why = PROBED
-        if health.standing is Standing.HEALTHY and circuit is not None:
+        if health.standing is EjectionState.HEALTHY and circuit is not None:
             if circuit.state is not CircuitState.CLOSED:
                 state = "failing" if circuit.state is CircuitState.OPEN else "trial"
                 since_s, next_probe_s, why = circuit.since_s, circuit.until_s, why or WORKER_FAILING
@@ -330,7 +335,7 @@ class FleetHealth:
         return WorkerStanding(health.worker_id, digest, state, health.ratio, since_s, next_probe_s, why)
 
     def _prune(self, now_s: float) -> None:
-        """Forget workers that were not heard of for long, sooner where too many names were told."""
+        """Remove workers without reports for a long time, and the oldest ones beyond the limit."""
         by_age = sorted(self._seen, key=lambda worker_id: self._seen[worker_id].heard_s)
         too_many = len(by_age) - self.policy.max_workers
         for number, worker_id in enumerate(by_age):

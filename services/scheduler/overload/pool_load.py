@@ -1,8 +1,8 @@
-"""What the leader knows of the load of its pools: who waits, how fast work is done, what must go.
+"""Load of the leader's pools: waiting placements, token rates, and the placements to shed.
 
-The flow queue's gate: the queue asks before a placement enters, and tells of each that enters and leaves;
-reports tell of the tokens done. Single writer: the task that owns the queue. Time is an argument, in
-monotonic seconds.
+Implements the flow queue's gate: the queue calls it before a placement enters, and for each that enters or
+leaves; worker reports provide the tokens computed. Single writer: the task that owns the queue. Time is an
+argument, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from services.scheduler.policy.overload.pressure import (
     wait_s,
 )
 from services.scheduler.policy.overload.shedding import (
-    Arrival,
     Hopeless,
+    OfferedPlacement,
     Shed,
     SheddingOrder,
     SheddingPolicy,
@@ -44,18 +44,18 @@ from services.scheduler.policy.overload.shedding import (
     spread_s,
 )
 from services.scheduler.policy.overload.tenant_rate import TenantRates
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
-MAX_PRESSURES: Final = 1024  # pools that one frame tells a gateway of
+MAX_PRESSURES: Final = 1024  # pools in one frame to a gateway
 
-Victim = tuple[Waiting, FairwayError]
+Victim = tuple[QueuedPlacement, FairwayError]
 
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """A placement in the queue, as far as shedding goes."""
+    """A placement in the queue, with the facts that shedding uses."""
 
-    item: Waiting
+    item: QueuedPlacement
     rank: ShedRank
     retried: bool
 
@@ -79,8 +79,8 @@ class _Pool:
 
 
 class Overload:
-    """Implements ``waiting.QueueGate``. ``serving``: how many workers of a version take requests now;
-    ``failing_s``: for how long a version takes no request, None when it takes this one."""
+    """Implements ``queue.waiting.QueueGate``. ``serving`` returns how many workers of a version take requests
+    now; ``failing_s`` returns how long a version rejects requests, None when it accepts this one."""
 
     def __init__(
         self,
@@ -94,17 +94,18 @@ class Overload:
         self._rng = rng
         self._serving = serving
         self._failing_s = failing_s
-        # Set by the queue's owner: makes what room there is, before somebody is refused for want of it.
+        # Set by the queue's owner: runs a pass that uses the room there is, before a placement is refused for
+        # lack of it.
         self.settle: Callable[[float], None] = lambda _now_s: None
         self._pools: dict[str, _Pool] = {}
         self._waits: dict[int, _Waits] = {}
         self._victims: dict[int, Victim] = {}
         self._tenants = TenantRates()
 
-    # --- what is seen -----------------------------------------------------------------------------
+    # --- observations -----------------------------------------------------------------------------
 
     def worked(self, tenants: Iterable[TenantTokens], now_s: float) -> None:
-        """Count what a worker computed."""
+        """Count the tokens that a worker computed."""
         done: dict[str, int] = {}
         for use in tenants:
             tokens = use.prefill + use.output
@@ -114,8 +115,8 @@ class Overload:
             pool = self._pool(digest)
             pool.rate.note(tokens, now_s, workers=self._serving(digest), waits=len(pool.order) > 0)
 
-    def entered(self, item: Waiting, now_s: float) -> None:
-        """It waits from now on."""
+    def entered(self, item: QueuedPlacement, now_s: float) -> None:
+        """Count a placement that entered the queue."""
         pool = self._pool(item.spec.version_digest)
         arrival = self._arrival(item.spec, now_s)
         waits = _Waits(item, arrival.rank, arrival.attempt > 0)
@@ -132,8 +133,8 @@ class Overload:
         if item.weight != 1.0:
             pool.weights[item.tenant] = item.weight
 
-    def left(self, item: Waiting, now_s: float) -> None:
-        """It waits no more, however it ended."""
+    def left(self, item: QueuedPlacement, now_s: float) -> None:
+        """Count a placement that left the queue, for any reason."""
         waits = self._waits.pop(item.number)
         self._victims.pop(item.number, None)
         pool = self._pools[item.spec.version_digest]
@@ -146,17 +147,17 @@ class Overload:
             pool.weights.pop(item.tenant, None)
 
     def keep(self, digests: Collection[str]) -> None:
-        """Forget the versions that have neither a worker nor a queue: ``digests`` have a worker."""
+        """Remove the versions that have neither a worker nor a queue; ``digests`` have a worker."""
         for digest in [digest for digest in self._pools if digest not in digests]:
             if not len(self._pools[digest].order):
                 del self._pools[digest]
 
-    # --- what is decided --------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
-        """Return why the placement may not wait, None when it may; then somebody else may have to go for it.
+        """Return why the placement may not wait, None when it may; another placement may then be shed for it.
 
-        Called while the queue is whole, since a pass is made before anybody is refused.
+        Called while no placement is being added or removed, because a pass runs before a refusal.
         """
         later_s = None if spec.begun else self._failing_s(spec.version_digest, now_s)
         if later_s is not None:
@@ -180,14 +181,15 @@ class Overload:
         return None
 
     def take_victims(self) -> tuple[Victim, ...]:
-        """Return who of those that wait is refused for others, and forget it."""
+        """Return and clear the waiting placements that are refused for others."""
         victims, self._victims = tuple(self._victims.values()), {}
         return victims
 
     def overdue(self, digest: str) -> Victim | None:
-        """Return who is to go since more waits for a version than it was let in for, None when not.
+        """Return a placement to shed because the queue exceeds its targets, None when there is none.
 
-        As when the first throughput is measured after a burst was let in, or when workers went away.
+        This happens when the first throughput is measured after a burst was admitted, or when workers
+        disconnected.
         """
         pool = self._pools.get(digest)
         victim = None if pool is None else pool.order.first()
@@ -205,13 +207,13 @@ class Overload:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The versions that something is known of."""
+        """The versions that have state here."""
         return tuple(self._pools)
 
     def displaced(self, spec: PlaceSpec, now_s: float, *, own: bool = False) -> Victim | None:
-        """Return who leaves a full queue for the placement, None when that one is the first to go.
+        """Return the placement that leaves a full queue for this one, None when this one is shed first.
 
-        ``own``: only what its own tenant has waiting.
+        ``own``: only placements of the same tenant.
         """
         pool = self._pools.get(spec.version_digest)
         order = None if pool is None else pool.of_tenant.get(spec.tenant_id) if own else pool.order
@@ -226,7 +228,7 @@ class Overload:
         return victim.item, self._error_of(victim, found_s, 0.0)
 
     def pressure(self, digest: str) -> PoolPressure:
-        """Return how hard the pool is pressed; the wait is that of a standard request."""
+        """Return the pressure on the pool; the wait is that of a standard request."""
         pool = self._pools.get(digest)
         if pool is None:
             return PoolPressure(digest, 0.0, 0.0)
@@ -236,14 +238,14 @@ class Overload:
         return PoolPressure(digest, ratio, 0.0 if found_s is None else min(MAX_WAIT_S, found_s))
 
     def pressures(self) -> tuple[PoolPressure, ...]:
-        """Return the pools that are pressed at all, the hardest first."""
+        """Return the pools with any pressure or wait, the highest pressure first."""
         found = [self.pressure(digest) for digest in self._pools]
         pressed = [one for one in found if one.pressure_ratio > 0.0 or one.predicted_wait_s > 0.0]
         pressed.sort(key=lambda one: (-one.pressure_ratio, one.digest))
         return tuple(pressed[:MAX_PRESSURES])
 
     def pressure_by_model(self) -> dict[str, float]:
-        """Return how hard each model is pressed, by the version that is pressed the hardest."""
+        """Return the pressure of each model: that of its version with the highest pressure."""
         found: dict[str, float] = {}
         for digest, pool in self._pools.items():
             if pool.model:
@@ -262,9 +264,9 @@ class Overload:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _arrival(self, spec: PlaceSpec, now_s: float) -> Arrival:
+    def _arrival(self, spec: PlaceSpec, now_s: float) -> OfferedPlacement:
         committed = spec.committed_tokens_per_minute
-        return Arrival(
+        return OfferedPlacement(
             priority=spec.priority,
             over_quota=spec.over_quota or self._tenants.is_over(spec.tenant_id, committed, now_s),
             attempt=spec.attempt,
@@ -274,7 +276,7 @@ class Overload:
             ttft_target_s=spec.ttft_target_s,
         )
 
-    def _judge(self, spec: PlaceSpec, arrival: Arrival, tokens: int, now_s: float) -> Verdict:
+    def _judge(self, spec: PlaceSpec, arrival: OfferedPlacement, tokens: int, now_s: float) -> Verdict:
         pool = self._pools.get(spec.version_digest)
         if pool is None or not len(pool.order):
             return Take()

@@ -1,16 +1,16 @@
-"""How many output tokens to expect of a sequence: a quantile of what its tenant's had, on this version.
+"""Predicted output length of a sequence: a quantile of its tenant's recent outputs on this version.
 
 Outputs are counted in buckets whose edges grow by 2^(1/4), so that a quantile is at most 19 % above the exact
-one and never below it. Counts are halved when they reach ``window``, so that old ones fade (Cormode et al.,
-Forward Decay, ICDE 2009, with steps for the exponential). A tenant with few samples uses the version's, a
-version with few the configured default.
+one and never below it. Counts are halved when they reach ``window``, so that old ones decay (Cormode et al.,
+Forward Decay, ICDE 2009, with steps for the exponential). A tenant with few samples uses the quantile of the
+version, a version with few samples the configured default.
 
-Correction: the level of the quantile follows what happens. Each output beyond its prediction and each
-preemption raises it, each that stayed within lowers it a little, so that in the long run the share of those
-beyond is what the level promises, whatever the counts say: Gibbs and Candes, Adaptive Conformal Inference
-under Distribution Shift, NeurIPS 2021.
+Correction: the level of the quantile adapts to the results. Each output beyond its prediction and each
+preemption raises it, and each output within its prediction lowers it a little, so that in the long run the
+share of outputs beyond the prediction matches the level, whatever the counts: Gibbs and Candes, Adaptive
+Conformal Inference under Distribution Shift, NeurIPS 2021.
 
-Pure: values only, no clock. Bounded: ``max_series`` histograms; the one not fed for longest goes.
+Pure: values only, no clock. Bounded: ``max_series`` histograms; the least recently updated one is removed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from typing import Final
 
 _STEPS: Final = 4  # buckets per factor of two
 _BUCKETS: Final = 1 + 20 * _STEPS  # up to 2^20 tokens
-_REFRESH: Final = 8  # samples after which a remembered quantile is computed anew
+_REFRESH: Final = 8  # a cached quantile is computed again after so many samples
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPolicy:
-    """``quantile`` is the level without correction, ``max_quantile`` the highest. ``gain``: how far one
-    output beyond its prediction moves the level; a preemption counts as ``preemption_factor`` of them."""
+    """Settings of the prediction."""
 
-    quantile: float = 0.8
-    max_quantile: float = 0.99
+    quantile: float = 0.8  # level without correction
+    max_quantile: float = 0.99  # highest level
     default_tokens: int = 256
     min_samples: int = 32
     window: int = 1024
     max_series: int = 4096
-    gain: float = 0.01
-    preemption_factor: float = 4.0
+    gain: float = 0.01  # how far one output beyond its prediction moves the level
+    preemption_factor: float = 4.0  # a preemption counts as so many of them
 
     def __post_init__(self) -> None:
         if not 0.0 < self.quantile <= self.max_quantile < 1.0:
@@ -55,7 +54,7 @@ def edge_of(bucket: int) -> int:
 
 @dataclass(slots=True)
 class OutputHistogram:
-    """Output lengths of late, by bucket."""
+    """Recent output lengths, by bucket."""
 
     window: int
     samples: float = 0.0
@@ -75,7 +74,7 @@ class OutputHistogram:
             self._known.clear()
 
     def quantile(self, level: float) -> int:
-        """Return the edge of the bucket that the quantile is in; it may lag by a few samples."""
+        """Return the edge of the bucket with the quantile; it may lag by a few samples."""
         level = round(level, 2)
         found = self._known.get(level)
         if found is None:
@@ -92,7 +91,7 @@ class OutputHistogram:
 
 
 class OutputQuantiles:
-    """Single writer. Keys are (tenant, version); the empty tenant stands for the version as a whole."""
+    """Single writer. Keys are (tenant, version); the empty tenant stands for all tenants of the version."""
 
     def __init__(self, policy: OutputPolicy) -> None:
         self.policy = policy
@@ -103,11 +102,11 @@ class OutputQuantiles:
         return len(self._series)
 
     def level(self, digest: str) -> float:
-        """Return the quantile that is predicted for the version now, with its correction."""
+        """Return the corrected quantile level of the version."""
         return self._levels.get(digest, self.policy.quantile)
 
     def predict(self, tenant: str, digest: str) -> int:
-        """Return the output tokens to reserve for a sequence, not yet cut to its own limit."""
+        """Return the output tokens to reserve for a sequence, before its own limit is applied."""
         for key in ((tenant, digest), ("", digest)):
             series = self._series.get(key)
             if series is not None and series.samples >= self.policy.min_samples:
@@ -117,14 +116,14 @@ class OutputQuantiles:
     def note(
         self, tenant: str, digest: str, output_tokens: int, *, predicted_tokens: int | None = None
     ) -> None:
-        """Count a sequence that came to its end. ``predicted_tokens``: what was reserved, where known."""
+        """Count a finished sequence. ``predicted_tokens``: the reserved output, if known."""
         for key in ((tenant, digest), ("", digest)):
             self._touch(key).note(output_tokens)
         if predicted_tokens is not None:
             self._move(digest, 1.0 if output_tokens > predicted_tokens else 0.0)
 
     def note_preempted(self, digest: str) -> None:
-        """Count a sequence that had to leave its worker for want of blocks."""
+        """Count a sequence that was preempted for lack of blocks."""
         self._move(digest, self.policy.preemption_factor)
 
     def _move(self, digest: str, beyond: float) -> None:

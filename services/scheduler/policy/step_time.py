@@ -1,14 +1,14 @@
-"""How long a step takes on one type of worker, fitted from what the workers report.
+"""Step-time model of each type of worker, fitted from worker reports.
 
     seconds = a * steps + b * prompt tokens + c * decoded tokens + d * tokens of KV that the decodes read
 
-Least squares of the relative residual with exponential forgetting, in information form: each worker keeps
-the decayed normal equations of its own samples (the same estimate as recursive least squares; Ljung, System
+Least squares of the relative residual with exponential forgetting, in information form: each worker has the
+decayed normal equations of its own samples (the same estimate as recursive least squares; Ljung, System
 Identification, 1999), and a type's model solves the sum over its typical workers under non-negative
-coefficients. A worker is typical while the time that its recent steps took over the time that the model
-predicts is within ``TYPICAL_RATIO`` of its peers' (lower) median; the others are left out and the fit is made
-again, as in least trimmed squares (Rousseeuw, 1984). So a minority of slow workers does not bend the model of
-the rest. Pure; single writer; bounded by the pools that its owner tells it of.
+coefficients. A worker is typical while the measured time of its recent steps over the predicted time is
+within ``TYPICAL_RATIO`` of its peers' (lower) median; the others are left out and the fit is repeated, as in
+least trimmed squares (Rousseeuw, 1984). So a minority of slow workers does not distort the model of the rest.
+Pure; single writer; bounded by the pools that its owner passes in.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from services.core.fleet import PoolSnapshot
 SAMPLE_S: Final = 1.0
 FIT_S: Final = 2.0
 TYPICAL_RATIO: Final = 1.5
-MIN_SAMPLES: Final = 8.0  # per type, before its model is trusted
+MIN_SAMPLES: Final = 8.0  # per type, before its model is used
 MAX_ERROR_RATIO: Final = 0.5
-_KEEP_LONG: Final = 0.98  # per sample: the fit looks back over about fifty
-_KEEP_SHORT: Final = 0.7  # the slowness of a worker, over about three
+_KEEP_LONG: Final = 0.98  # per sample: the fit covers about fifty
+_KEEP_SHORT: Final = 0.7  # the slowness of a worker covers about three
 _MIN_BUSY_S: Final = 1e-3
 _RIDGE: Final = 1e-9
 _ROUNDS: Final = 3
@@ -43,8 +43,8 @@ _SUBSETS: Final = tuple(subset for size in range(_SIZE, 0, -1) for subset in com
 class StepModel:
     """Seconds per step, per prompt token, per decoded token and per token of KV that a decode reads.
 
-    ``samples`` is the effective number that it was fitted from, ``error_ratio`` the typical residual over
-    the measured time.
+    ``samples``: effective number of samples in the fit; ``error_ratio``: typical residual over the measured
+    time.
     """
 
     per_step_s: float
@@ -55,7 +55,7 @@ class StepModel:
     error_ratio: float = 1.0
 
     def seconds(self, steps: float, prefill: float, decode: float, attended: float) -> float:
-        """Return how long steps with this work in all take."""
+        """Return the total time of steps with this work."""
         return (
             self.per_step_s * steps
             + self.per_prefill_s * prefill
@@ -64,22 +64,22 @@ class StepModel:
         )
 
 
-# Until reports tell better: 20,000 prompt tokens per second in steps of 10 ms.
+# Used until there are enough reports: 20,000 prompt tokens per second in steps of 10 ms.
 PRIOR: Final = StepModel(10e-3, 50e-6, 50e-6, 0.0)
 
 
-class Kind(NamedTuple):
-    """Workers that are expected to be equally fast."""
+class WorkerKind(NamedTuple):
+    """A type of workers that are expected to be equally fast."""
 
     device_type: str
     digest: str
 
 
 class Measured(Struct, frozen=True, gc=False):
-    """Steps that a worker made since its report before: what they took, and what they should have taken."""
+    """Steps of a worker since its previous report: measured and predicted time."""
 
     worker_id: str
-    kind: Kind
+    kind: WorkerKind
     steps: int
     measured_s: float
     predicted_s: float
@@ -88,7 +88,7 @@ class Measured(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class _Sums:
-    """Decayed weighted normal equations: ``xx`` the upper triangle, row by row."""
+    """Decayed weighted normal equations; ``xx`` is the upper triangle, row by row."""
 
     xx: list[float]
     xy: list[float]
@@ -99,7 +99,7 @@ class _Sums:
         return _Sums([0.0] * (_SIZE * (_SIZE + 1) // 2), [0.0] * _SIZE)
 
     def add(self, x: Sequence[float], y: float) -> None:
-        weight = 1.0 / (y * y)  # the residual that is made small is relative, so that a stall says little
+        weight = 1.0 / (y * y)  # the residual is relative, so that a stall has little weight
         index = 0
         for i, first in enumerate(x):
             scaled = weight * first
@@ -112,9 +112,9 @@ class _Sums:
 
 @dataclass(slots=True, eq=False)
 class _Track:
-    """What one pool of one worker reported. ``seen``: steps, seconds and the work, since its engine began."""
+    """Reports of one pool of one worker. ``seen``: steps, seconds and work since its engine started."""
 
-    kind: Kind
+    kind: WorkerKind
     seen: tuple[float, ...]
     sampled_s: float
     pending: list[float]
@@ -125,15 +125,15 @@ class _Track:
 
 
 class StepTimes:
-    """The models of all types, and how each worker stands to the model of its type."""
+    """The models of all types, and the slowness of each worker relative to the model of its type."""
 
     def __init__(self) -> None:
         self._tracks: dict[tuple[str, str], _Track] = {}
-        self._models: dict[Kind, StepModel] = {}
+        self._models: dict[WorkerKind, StepModel] = {}
         self._fit_s = 0.0
 
     def observe(self, worker_id: str, device_type: str, pool: PoolSnapshot, now_s: float) -> Measured | None:
-        """Take a report over; return the steps since the one before, None when there were none."""
+        """Apply a report; return the steps since the previous one, None when there were none."""
         key = worker_id, pool.digest
         seen = (
             pool.step_seconds,
@@ -144,9 +144,9 @@ class StepTimes:
         )
         track = self._tracks.get(key)
         if track is None or track.kind.device_type != device_type or seen[1] < track.seen[1]:
-            kind = Kind(device_type, pool.digest) if track is None else track.kind
+            kind = WorkerKind(device_type, pool.digest) if track is None else track.kind
             if kind.device_type != device_type:
-                kind = Kind(device_type, pool.digest)
+                kind = WorkerKind(device_type, pool.digest)
             self._tracks[key] = _Track(kind, seen, now_s, [0.0] * 5, [0.0] * 5, _Sums.zero())
             return None
         if seen[1] == track.seen[1]:
@@ -159,26 +159,26 @@ class StepTimes:
             self._sample(track, now_s)
         return Measured(worker_id, track.kind, int(delta[1]), delta[0], predicted_s, int(delta[4]))
 
-    def model(self, kind: Kind) -> StepModel:
-        """Return the model of a type, ``PRIOR`` while too little or too contradictory is known."""
+    def model(self, kind: WorkerKind) -> StepModel:
+        """Return the model of a type, ``PRIOR`` while samples are too few or too contradictory."""
         return self._models.get(kind, PRIOR)
 
     def slowness(self, worker_id: str, digest: str) -> float:
-        """Return measured over predicted time of the worker's recent steps; 1 while nothing is known."""
+        """Return measured over predicted time of the worker's recent steps; 1 without samples."""
         track = self._tracks.get((worker_id, digest))
         return 1.0 if track is None or not track.recent[1] else track.slowness_ratio
 
     def forget(self, worker_id: str, digests: Iterable[str]) -> None:
-        """Drop what pools of a worker reported."""
+        """Remove the reports of pools of a worker."""
         for digest in digests:
             self._tracks.pop((worker_id, digest), None)
 
     def advance(self, now_s: float) -> bool:
-        """Fit the models again when it is time to; whether it was."""
+        """Fit the models again when they are due; return whether they were."""
         if now_s - self._fit_s < FIT_S:
             return False
         self._fit_s = now_s
-        kinds: dict[Kind, list[_Track]] = {}
+        kinds: dict[WorkerKind, list[_Track]] = {}
         for track in self._tracks.values():
             if track.recent[1]:
                 kinds.setdefault(track.kind, []).append(track)
@@ -187,7 +187,7 @@ class StepTimes:
         return True
 
     def _sample(self, track: _Track, now_s: float) -> None:
-        """Fold what gathered since the last sample into the worker's equations."""
+        """Add the work since the last sample to the worker's equations."""
         measured_s, *work = track.pending
         track.pending = [0.0] * 5
         track.sampled_s = now_s
@@ -197,12 +197,12 @@ class StepTimes:
         model = self._models.get(track.kind)
         if model is not None:
             track.slowness_ratio = _ratio(track, model)
-        if track.typical:  # what it does while it is not says nothing of its type
+        if track.typical:  # the work of an untypical worker is no evidence for its type
             track.sums.add(work, measured_s)
 
 
 def _fit(tracks: list[_Track]) -> StepModel | None:
-    """Return the model of the typical ones among the workers of a type, and mark which are."""
+    """Return the model of the typical workers of a type, and mark which are typical."""
     model = _solve([track for track in tracks if track.typical] or tracks)
     typical = [track.typical for track in tracks]
     for _ in range(_ROUNDS):
@@ -219,7 +219,7 @@ def _fit(tracks: list[_Track]) -> StepModel | None:
 
 
 def _ratio(track: _Track, model: StepModel) -> float:
-    """Measured over predicted time of the worker's recent steps."""
+    """Return measured over predicted time of the worker's recent steps."""
     predicted_s = model.seconds(*track.recent[1:])
     return track.recent[0] / predicted_s if predicted_s > 0 else 1.0
 
@@ -227,8 +227,8 @@ def _ratio(track: _Track, model: StepModel) -> float:
 def _solve(tracks: Sequence[_Track]) -> StepModel:
     """Return the non-negative least squares solution over the sum of the workers' equations.
 
-    Every subset of the four coefficients is tried, so that the minimum is exact. What was never seen keeps
-    its prior.
+    Every subset of the four coefficients is tried, so that the minimum is exact. A coefficient without
+    samples keeps its prior.
     """
     xx = [sum(column) for column in zip(*(track.sums.xx for track in tracks), strict=True)]
     xy = [sum(column) for column in zip(*(track.sums.xy for track in tracks), strict=True)]
@@ -254,7 +254,7 @@ def _solve(tracks: Sequence[_Track]) -> StepModel:
 
 
 def _at(i: int, j: int) -> int:
-    """Where the element is in the upper triangle, row by row."""
+    """Return the index of the element in the upper triangle, row by row."""
     low, high = (i, j) if i <= j else (j, i)
     return low * _SIZE - low * (low - 1) // 2 + high - low
 

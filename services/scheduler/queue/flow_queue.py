@@ -1,14 +1,14 @@
-"""The waiting placements, one queue per model version, and the pass that grants them.
+"""Flow queue: the waiting placements, one queue per model version, and the pass that grants them.
 
-Who owns a placement when: from ``submit`` to its outcome the queue does, under (gateway session, placement
-id). ``submit`` ends in exactly one of a ``Granted``, a ``Refused``, or a withdrawal by its gateway, which
-gets no outcome. A grant stays remembered until it was given back or lapsed, so that a cancellation that
-crossed it returns the room.
+Ownership: from ``submit`` to its outcome the queue owns a placement, under (gateway session, placement id).
+``submit`` ends in exactly one of a ``Granted``, a ``PlacementRefused``, or a withdrawal by its gateway, which
+gets no outcome. A grant is stored until it was returned or has expired, so that a cancellation that crosses
+it returns the room.
 
-Work is done for versions that changed: a pass tries a version's queue in order, looks past a bounded
-number of placements without room, and ends as soon as what is left of the room is too little for any. Who is
-next is ``policy/fair_order``; what those in front are spared is ``queue_walk``; what tenants were served is
-``service_ledger``.
+Only changed versions are processed: a pass tries a version's queue in order, skips a bounded number of
+placements without room, and ends as soon as the remaining room is too small for any placement.
+``policy/queue/fair_order`` selects the next placement, ``walk`` limits overtaking, and ``service_ledger``
+counts the service of tenants.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 from msgspec import structs
 
 from services.core.errors import FairwayError, InvalidInput, QueueFull, ShareExceeded
-from services.core.fleet import Granted, Outcome, Refused, ReportSnapshot, TenantCounter
+from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapshot, TenantCounter
 from services.core.generation import Grant, PlaceSpec
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.output_quantile import OutputPolicy
@@ -49,9 +49,9 @@ from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
     DecisionObserver,
     OpenGate,
+    QueuedPlacement,
     QueueGate,
     Undecided,
-    Waiting,
 )
 from services.scheduler.queue.walk import QueueWalk
 from services.scheduler.telemetry import GRANTED, WITHDRAWN, QueueObserver, Unobserved
@@ -62,10 +62,10 @@ _NO_DEADLINE_US: Final = round(NO_DEADLINE_S * MICROSECONDS)
 
 
 class FlowQueue:
-    """Single writer: the task of the scheduler's service. Outcomes gather until ``take_outcomes``.
+    """Single writer: the task of the scheduler's service. Outcomes accumulate until ``take_outcomes``.
 
-    ``gate`` decides who may wait, ``observer`` hears how placements end and ``decisions`` each look at the
-    fleet; all are called by the writer.
+    ``gate`` decides which placements may wait. ``observer`` receives the end of each placement, ``decisions``
+    each attempt. The writer calls all of them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FlowQueue:
         self._gate = gate if gate is not None else OpenGate()
         self._decisions = decisions if decisions is not None else Undecided()
         self._pools: dict[str, Pool] = {}
-        self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._waiting: dict[tuple[int, int], QueuedPlacement] = {}
         self._granted: dict[tuple[int, int], Grant] = {}
         self._forget: deque[tuple[float, tuple[int, int], Grant]] = deque()
         self._deadlines = Deadlines()
@@ -97,8 +97,10 @@ class FlowQueue:
         self._dirty: dict[str, None] = {}
         self._outcomes: list[tuple[int, Outcome]] = []
         self._numbers = 0
-        self._took_slot: dict[tuple[str, int], None] = {}  # granted what another tenant held, newest last
-        self._ahead_us = -math.inf  # of the monotonic clock: the arrivals' one, as far as they tell
+        # Placements granted the slot of another tenant, newest last.
+        self._took_slot: dict[tuple[str, int], None] = {}
+        # Offset of the arrival clock from the monotonic clock, as far as arrivals show it.
+        self._ahead_us = -math.inf
         self._hold_s = fleet.limits.grant_ttl_s + fleet.limits.transit_margin_s
         outputs = OutputPolicy(
             quantile=limits.output_quantile,
@@ -110,7 +112,7 @@ class FlowQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    # --- what gateways ask ------------------------------------------------------------------------
+    # --- calls from gateways ----------------------------------------------------------------------
 
     def submit(
         self,
@@ -122,8 +124,8 @@ class FlowQueue:
         *,
         zone: str = "",
     ) -> None:
-        """Queue a placement. It is tried in the next pass, also when its time to wait is zero. ``zone`` is
-        its gateway's."""
+        """Queue a placement. The next pass tries it, even when its queue time is zero. ``zone`` is its
+        gateway's."""
         error: FairwayError | None
         if (session, placement_id) in self._waiting or (session, placement_id) in self._granted:
             error = InvalidInput("the placement id is in use on this stream", field="placement_id")
@@ -139,7 +141,8 @@ class FlowQueue:
         self._observer.ended(spec, error.reason, now_s, now_s, "")
 
     def cancel(self, session: int, placement_id: int, now_s: float) -> None:
-        """Withdraw a placement: queued, it is dropped; granted and not started, its room is given back."""
+        """Withdraw a placement: a queued one is dropped; the room of a granted one that has not started is
+        returned."""
         item = self._waiting.get((session, placement_id))
         if item is not None:
             self._withdraw(item, now_s)
@@ -150,28 +153,29 @@ class FlowQueue:
             self._dirty[grant.version_digest] = None
 
     def withdraw_all(self, session: int, now_s: float) -> None:
-        """A gateway went away: drop what it has queued. Grants it may have used lapse by themselves."""
+        """Drop all queued placements of a disconnected gateway. Grants that it may have used expire by
+        themselves."""
         for key, item in list(self._waiting.items()):
             if key[0] == session:
                 self._withdraw(item, now_s)
         for key in [key for key in self._granted if key[0] == session]:
             del self._granted[key]
 
-    def evict(self, item: Waiting, error: FairwayError, now_s: float) -> None:
-        """Refuse a placement that waits. What was behind it is tried in the next pass."""
+    def evict(self, item: QueuedPlacement, error: FairwayError, now_s: float) -> None:
+        """Refuse a waiting placement. The next pass tries the placements behind it."""
         self._end(item, error, now_s)
         self._dirty[item.spec.version_digest] = None
 
-    # --- what the service drives ------------------------------------------------------------------
+    # --- calls from the service -------------------------------------------------------------------
 
     def touch(self, digests: Iterable[str]) -> None:
-        """The room of these versions changed: the next pass tries their queues."""
+        """Mark versions whose room changed: the next pass tries their queues."""
         for digest in digests:
             if digest in self._pools:
                 self._dirty[digest] = None
 
     def reported(self, snapshot: ReportSnapshot) -> tuple[TenantCounter, ...]:
-        """Charge what a worker's report tells; return the counters that the worker is to keep."""
+        """Charge the service in a worker's report; return the counters that the worker is to store."""
         return self.ledger.report(snapshot)
 
     def run_pass(self, now_s: float) -> None:
@@ -182,7 +186,7 @@ class FlowQueue:
             self._pass(digest, now_s)
 
     def expire(self, now_s: float) -> None:
-        """Refuse what waited for its whole time to live."""
+        """Refuse placements whose queue time has ended."""
         self.ledger.expire(now_s)
         while self._forget and self._forget[0][0] <= now_s:
             _, key, grant = self._forget.popleft()
@@ -191,27 +195,27 @@ class FlowQueue:
         while (item := self._deadlines.pop_due(now_s, self._waiting)) is not None:
             self.evict(item, self._timed_out(item, now_s), now_s)
 
-    def waiting_by_version(self) -> dict[str, list[Waiting]]:
-        """Return what waits, by version, in about the order in which it is tried."""
+    def waiting_by_version(self) -> dict[str, list[QueuedPlacement]]:
+        """Return the waiting placements by version, in approximate order of the pass."""
         return {digest: list(pool.order.items()) for digest, pool in self._pools.items()}
 
-    def waiting_for(self, digest: str) -> Iterator[Waiting]:
-        """Yield what waits for a version. Nothing may enter or leave meanwhile."""
+    def waiting_for(self, digest: str) -> Iterator[QueuedPlacement]:
+        """Yield the waiting placements of a version. None may enter or leave meanwhile."""
         pool = self._pools.get(digest)
         if pool is not None:
             yield from pool.order.items()
 
     def drain_s(self, digest: str, now_s: float) -> float | None:
-        """Return how long what a version has queued takes to leave, None while no grants tell how fast."""
+        """Return how long the version's queue takes to drain, None without recent grants."""
         pool = self._pools.get(digest)
         return None if pool is None else pool.rate.drain_s(len(pool.order), now_s)
 
     def next_deadline_s(self) -> float:
-        """Return when ``expire`` may next have something to do; infinite when never."""
+        """Return when ``expire`` next has work; infinite when it has none."""
         return self._deadlines.next_s(self._waiting)
 
     def take_outcomes(self) -> list[tuple[int, Outcome]]:
-        """Return (session, outcome) of what ended since the last call, in order."""
+        """Return (session, outcome) of the placements that ended since the last call, in order."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -272,11 +276,11 @@ class FlowQueue:
             self._pools.pop(digest, None)
 
     def _take_slots(self, pool: Pool, digest: str, walk: QueueWalk, now_s: float) -> None:
-        """Grant those whose tenants are below their share slots that others hold, where none is free.
+        """Where no slot is free, grant tenants below their share slots that other tenants hold.
 
-        A placement is granted such a slot once: should its worker refuse, it waits for a free one.
+        A placement is granted such a slot once: if its worker refuses, it waits for a free one.
         """
-        most = self._order.lookahead * _LOOKS_FOR_SLOTS  # a tenant within its share costs next to nothing
+        most = self._order.lookahead * _LOOKS_FOR_SLOTS  # a tenant within its share costs almost nothing
         for item in islice(pool.order.in_order(self._unix_us(now_s)), most):
             spec = item.spec
             key = spec.request_id, spec.choice
@@ -290,7 +294,9 @@ class FlowQueue:
                     del self._took_slot[next(iter(self._took_slot))]
                 self._grant(item, pool, found, now_s)
 
-    def _try(self, item: Waiting, query: PlaceQuery, digest: str, room: RoomSummary) -> Chosen | NoWorker:
+    def _try(
+        self, item: QueuedPlacement, query: PlaceQuery, digest: str, room: RoomSummary
+    ) -> Chosen | NoWorker:
         if not query.excluded_workers and room.is_short_for(item.demand):
             shared_tokens = self._fleet.shareable_tokens(digest, query)
             if not shared_tokens or room.is_short_for(item.demand, shared_tokens=shared_tokens):
@@ -300,14 +306,14 @@ class FlowQueue:
         return self._fleet.choose(digest, query, self._profile, self._rng)
 
     def _tell_unserved(self, pool: Pool, digest: str, now_s: float) -> None:
-        """Nobody serves the version: none of those that wait is tried, and what keeps the workers out is told
-        of those that would be tried first."""
+        """Record why no worker serves the version, for the placements that would be tried first; none is
+        tried."""
         for item in islice(pool.order.in_order(self._unix_us(now_s)), self._order.lookahead):
-            query = PlaceQuery(item.demand, item.spec.excluded_workers)  # what is cached does not matter
+            query = PlaceQuery(item.demand, item.spec.excluded_workers)  # cached blocks do not matter
             found = self._fleet.choose(digest, query, self._profile, self._rng)
             self._decisions.decided(item, found)
 
-    def _within_long_share(self, item: Waiting, digest: str) -> bool:
+    def _within_long_share(self, item: QueuedPlacement, digest: str) -> bool:
         held = self.ledger.long_tokens(digest, item.tenant)
         if not held:
             return True
@@ -317,7 +323,8 @@ class FlowQueue:
         )
 
     def _long_share_taken(self, digest: str) -> NoWorker:
-        """Return the refusal of every worker: it waits for its own tenant, and nobody is to wait for it."""
+        """Return a refusal by every worker: the placement waits for its own tenant, and others do not wait
+        for it."""
         count = len(self._fleet.candidates(digest))
         rejections = Rejections(((within_long_share.__name__, count),))
         return NoWorker(rejections, never_fits=False, waits_for_room=False)
@@ -325,8 +332,8 @@ class FlowQueue:
     def _room(self, digest: str) -> RoomSummary:
         return self._fleet.room(digest)
 
-    def _grant(self, item: Waiting, pool: Pool, chosen: Chosen, now_s: float) -> None:
-        """Issue the grant, charge it ahead, and take the placement out of the queue."""
+    def _grant(self, item: QueuedPlacement, pool: Pool, chosen: Chosen, now_s: float) -> None:
+        """Issue the grant, charge it in advance, and remove the placement from the queue."""
         spec, demand = item.spec, item.demand
         grant = self._fleet.issue(
             chosen, item.query, digest=spec.version_digest, route_revision=spec.route_revision, now_s=now_s
@@ -351,13 +358,13 @@ class FlowQueue:
 
     def _item(
         self, session: int, placement_id: int, spec: PlaceSpec, arrival_us: int, now_s: float, *, zone: str
-    ) -> Waiting:
+    ) -> QueuedPlacement:
         self._numbers += 1
         predicted = self.ledger.outputs.predict(spec.tenant_id, spec.version_digest)
         demand = demand_of(spec.prompt_tokens, spec.max_output_tokens, predicted)
         left_s = spec.deadline_left_s
         due_us = self._unix_us(now_s + left_s) if left_s is not None else arrival_us + _NO_DEADLINE_US
-        return Waiting(
+        return QueuedPlacement(
             session=session,
             placement_id=placement_id,
             spec=spec,
@@ -375,10 +382,10 @@ class FlowQueue:
         )
 
     def _unix_us(self, now_s: float) -> int:
-        """Return the instant by the clock that arrivals are told by, as far as arrivals tell it."""
+        """Return the present time by the clock of the arrivals, as far as arrivals show it."""
         return round(now_s * MICROSECONDS + self._ahead_us)
 
-    def _add(self, item: Waiting, now_s: float) -> None:
+    def _add(self, item: QueuedPlacement, now_s: float) -> None:
         spec = item.spec
         self._waiting[item.session, item.placement_id] = item
         pool = self._pool(spec.version_digest)
@@ -393,24 +400,24 @@ class FlowQueue:
     def _pool(self, digest: str) -> Pool:
         pool = self._pools.get(digest)
         if pool is None or not len(pool.order):
-            order: QueueOrder[Waiting] = ArrivalOrder()
+            order: QueueOrder[QueuedPlacement] = ArrivalOrder()
             if self._order.kind == "fair":
                 order = FairOrder(self._order, self.ledger.shares(digest))
             pool = self._pools[digest] = Pool(order, DrainRate() if pool is None else pool.rate)
         return pool
 
-    def _withdraw(self, item: Waiting, now_s: float) -> None:
+    def _withdraw(self, item: QueuedPlacement, now_s: float) -> None:
         self._drop(item, now_s)
         self._observer.ended(item.spec, WITHDRAWN, item.queued_s, now_s, "")
-        self._dirty[item.spec.version_digest] = None  # it may have held the others up
+        self._dirty[item.spec.version_digest] = None  # it may have blocked others
 
-    def _end(self, item: Waiting, error: FairwayError, now_s: float) -> None:
+    def _end(self, item: QueuedPlacement, error: FairwayError, now_s: float) -> None:
         self._drop(item, now_s)
         self._observer.ended(item.spec, error.reason, item.queued_s, now_s, "")
         self._refuse(item.session, item.placement_id, error)
 
-    def _drop(self, item: Waiting, now_s: float) -> None:
-        """Take the placement out of the queue. Its pool goes with the next pass over it."""
+    def _drop(self, item: QueuedPlacement, now_s: float) -> None:
+        """Remove the placement from the queue. The next pass removes an empty pool."""
         del self._waiting[item.session, item.placement_id]
         pool = self._pools[item.spec.version_digest]
         pool.order.discard(item)
@@ -422,15 +429,15 @@ class FlowQueue:
         self._deadlines.tidy(self._waiting)
 
     def _refuse(self, session: int, placement_id: int, error: FairwayError) -> None:
-        self._outcomes.append((session, Refused(placement_id, error)))
+        self._outcomes.append((session, PlacementRefused(placement_id, error)))
 
-    def _full(self, item: Waiting, now_s: float) -> QueueFull | ShareExceeded | None:
-        """Why the placement may not wait, after a pass made what room it can."""
+    def _full(self, item: QueuedPlacement, now_s: float) -> QueueFull | ShareExceeded | None:
+        """Return why the placement may not wait, after a pass has used the room there is."""
         refusal = self._over_limit(item.spec, item.size_bytes, now_s)
         if refusal is not None and self._dirty:
             self.run_pass(now_s)
             refusal = self._over_limit(item.spec, item.size_bytes, now_s)
-        # For what is too much of one tenant only something of the same tenant goes.
+        # For a limit of one tenant, only a placement of the same tenant is evicted.
         own = isinstance(refusal, ShareExceeded)
         if refusal is not None and (found := self._gate.displaced(item.spec, now_s, own=own)) is not None:
             victim, error = found
@@ -439,7 +446,7 @@ class FlowQueue:
         return refusal
 
     def _over_limit(self, spec: PlaceSpec, size_bytes: int, now_s: float) -> QueueFull | ShareExceeded | None:
-        """The tenant's own share first: where it has too much waiting, that is the reason to name."""
+        """Return the refusal by the first exceeded limit. The tenant's own limits come first."""
         pool = self._pools.get(spec.version_digest)
         share = self._tenants.of(spec.tenant_id)
         queued = 0 if pool is None else len(pool.order)
@@ -458,12 +465,12 @@ class FlowQueue:
         return queue_full(what, model=spec.model, retry_after_s=later_s)
 
     def _is_crowded(self, digest: str) -> bool:
-        """Whether all that wait are too many, for the version or together."""
+        """Whether too many placements wait, for the version or in total."""
         pool = self._pools.get(digest)
         queued = 0 if pool is None else len(pool.order)
         return queued >= self._limits.max_per_pool or len(self._waiting) >= self._limits.max_total
 
-    def _timed_out(self, item: Waiting, now_s: float) -> FairwayError:
+    def _timed_out(self, item: QueuedPlacement, now_s: float) -> FairwayError:
         digest = item.spec.version_digest
         found = self._fleet.choose(digest, item.query, self._profile, self._rng)
         queued = len(self._pools[digest].order)

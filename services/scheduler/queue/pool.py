@@ -1,5 +1,4 @@
-"""What waits for one model version, as sums that tell without a look at each whether a pass is worth its
-while, and the limits of what may wait.
+"""Queue of one model version, with sums that show whether a pass is useful, and the limits of the queues.
 
 Written by the queue that owns it, as placements enter and leave.
 """
@@ -18,20 +17,20 @@ from services.scheduler.policy.placement.shared_prefix import shareable_blocks
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.queue.order import QueueOrder
-from services.scheduler.queue.waiting import Earmarks, Waiting
+from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 
-_ENTRY_BYTES: Final = 1024  # what a waiting placement takes besides its strings
-_NAME_BYTES: Final = 40  # of a prefix block: an integer and where it stands
+_ENTRY_BYTES: Final = 1024  # memory of a waiting placement besides its strings
+_NAME_BYTES: Final = 40  # of a prefix block: an integer and its reference
 _SIZES: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait. ``predicted_output_tokens`` is reserved per sequence, unless its own limit is less,
-    until ``output_samples`` of the version were seen; ``output_quantile`` of those from then on."""
+    """Limits of the queues."""
 
+    # Reserved per sequence, unless its own limit is less, until ``output_samples`` of the version were seen.
     predicted_output_tokens: int = 256
-    output_quantile: float = 0.8
+    output_quantile: float = 0.8  # the level of the prediction from then on
     output_samples: int = 32
     max_per_pool: int = 8192
     max_bytes_per_tenant: int = 16 * 1024 * 1024
@@ -41,13 +40,14 @@ class QueueLimits:
 
     @property
     def max_per_tenant(self) -> int:
-        """Placements of one tenant, for all versions: half of what one queue and all of them hold."""
+        """Placements of one tenant over all versions: half of what one queue and all of them hold."""
         return share_of(min(self.max_per_pool, self.max_total))
 
 
 @dataclass(slots=True)
 class _Sizes:
-    """``counts``: how many are of n binary digits; ``present`` has a bit for each n of which there is any."""
+    """Sizes in binary digits. ``counts``: how many have n digits; ``present``: bit n is set if there is
+    any."""
 
     counts: list[int] = field(default_factory=lambda: [0] * _SIZES)
     present: int = 0
@@ -59,7 +59,7 @@ class _Sizes:
 
     @property
     def least_tokens(self) -> int:
-        """Each is at least of this size; 0 without any."""
+        """Lower bound of all sizes; 0 without any."""
         return (self.present & -self.present) >> 1
 
     def check_integrity(self, count: int) -> None:
@@ -69,25 +69,25 @@ class _Sizes:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """``fresh`` placements were in no pass yet. ``sizes`` are those of all that each reserves, ``least``
-    those of what is left of that when workers share all of a prompt that can be shared."""
+    """Queue of one version. ``fresh``: placements that no pass has tried. ``sizes``: reserved tokens of each
+    placement. ``least``: the same, when workers share all of the prompt that can be shared."""
 
-    order: QueueOrder[Waiting]
+    order: QueueOrder[QueuedPlacement]
     rate: DrainRate = field(default_factory=DrainRate)
     earmarks: Earmarks = field(default_factory=Earmarks)
     fresh: int = 0
     sizes: _Sizes = field(default_factory=_Sizes)
     least: _Sizes = field(default_factory=_Sizes)
 
-    def count(self, item: Waiting, change: int) -> None:
+    def count(self, item: QueuedPlacement, change: int) -> None:
         self.sizes.count(item.demand.reserved_tokens, change)
         self.least.count(_least_tokens(item), change)
         if not item.tried:
             self.fresh += change
 
     def is_hopeless(self, room: RoomSummary, *, sharing: bool) -> bool:
-        """Whether each placement was tried before and none fits into this room. ``sharing``: some sequences
-        of the version hold what others may begin with."""
+        """Whether every placement was tried before and none fits into this room. ``sharing``: some sequences
+        of the version hold blocks that others may share."""
         sizes = self.least if sharing else self.sizes
         return not self.fresh and room.room_tokens < sizes.least_tokens
 
@@ -100,15 +100,15 @@ class Pool:
         assert {item.number for item in self.earmarks} == {item.number for item in mine if item.earmark}
 
 
-def _least_tokens(item: Waiting) -> int:
-    """Return what the placement takes where all of its prompt that can be shared is."""
+def _least_tokens(item: QueuedPlacement) -> int:
+    """Return the tokens that the placement needs where all shareable blocks of its prompt are shared."""
     demand = item.demand
     shared = shareable_blocks(item.query.prefix_hashes, demand.prompt_tokens)
     return demand.reserved_tokens - shared * PREFIX_BLOCK_TOKENS
 
 
 def size_bytes_of(spec: PlaceSpec) -> int:
-    """Return about what a waiting placement takes of the leader's memory."""
+    """Return the approximate memory of a waiting placement in the leader."""
     return (
         _ENTRY_BYTES
         + len(spec.ticket)

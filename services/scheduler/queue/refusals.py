@@ -1,4 +1,4 @@
-"""The errors of placements that end without a grant: each says what is missing and when to come back."""
+"""Errors of placements that end without a grant: what is missing and when to retry."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def share_full(what: str, most: int, *, model: str, retry_after_s: float) -> Sha
 def timed_out(
     spec: PlaceSpec, found: Chosen | NoWorker, *, queued: int, retry_after_s: float
 ) -> FairwayError:
-    """Return the error of a placement that waited in vain. ``found``: what a last look at the fleet said."""
+    """Return the error of a placement whose time in the queue ended. ``found``: the result of a last
+    attempt."""
     waited = f"no worker took {spec.model} within {spec.queue_ttl_s:g} s: "
     if isinstance(found, NoWorker) and not found.waits_for_room:
         retry_after_s = max(retry_after_s, _LOADING_RETRY_S)
@@ -58,7 +59,7 @@ def timed_out(
 
 
 def too_long(spec: PlaceSpec, candidates: Iterable[Candidate]) -> PromptTooLong:
-    """Return the error of a request that no serving worker takes even when empty."""
+    """Return the error of a request that no serving worker accepts even when empty."""
     limit = max(
         (
             min(found.max_model_len or found.kv_tokens_total, found.kv_tokens_total)
@@ -78,7 +79,7 @@ def too_long(spec: PlaceSpec, candidates: Iterable[Candidate]) -> PromptTooLong:
 
 
 def _missing(found: NoWorker) -> str:
-    """What would have to be there, from the filters that dropped the workers."""
+    """Return what is missing, from the filters that rejected the workers."""
     counts = found.rejections.counts
     if not counts:
         return "none has the version loaded"

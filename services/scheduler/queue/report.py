@@ -1,4 +1,4 @@
-"""What operators are told of the queues. Reads a term's state between two of its turns, changes nothing."""
+"""Queue report for operators. Reads a term's state between two of its turns and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from services.core.records import Priority
 from services.scheduler.fleet.levels import PoolLevels
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.queue.flow_queue import FlowQueue
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
 MAX_SHARES: Final = 100  # per pool
-_MAX_WAIT_S: Final = 3600.0  # no arrival counts as older than this
+_MAX_WAIT_S: Final = 3600.0  # the maximum age of an arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class _Sum:
     prompt_tokens: int = 0
     oldest_wait_s: float = 0.0
 
-    def add(self, item: Waiting, wait_s: float) -> None:
+    def add(self, item: QueuedPlacement, wait_s: float) -> None:
         self.queued += 1
         self.prompt_tokens += item.spec.prompt_tokens
         self.oldest_wait_s = max(self.oldest_wait_s, wait_s)
 
 
 def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") -> list[PoolQueue]:
-    """Return every pool that has a worker or a queue, by digest; shares of one tenant when it is named."""
+    """Return every pool with a worker or a queue, by digest; only the shares of ``tenant`` if it is given."""
     waiting, levels = queue.waiting_by_version(), fleet.levels_by_version()
     return [
         _pool(
@@ -56,7 +56,7 @@ def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") 
 
 def _pool(
     digest: str,
-    items: Iterable[Waiting],
+    items: Iterable[QueuedPlacement],
     levels: PoolLevels,
     drain_s: float | None,
     now: Now,
@@ -89,7 +89,7 @@ def _pool(
 
 
 def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[TenantCounter, ...]:
-    """Return what tenants of a pool were served, the most first; one tenant's when it is named."""
+    """Return the counters of a pool's tenants, the largest first; only those of ``tenant`` if it is given."""
     shares = dict(queue.ledger.pools()).get(digest, {})
     found = [
         TenantCounter(account.tenant, digest, priority, account.value)
@@ -102,8 +102,8 @@ def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[Ten
 
 
 def counter_gaps(queue: FlowQueue) -> dict[tuple[str, Priority], float]:
-    """Return, by model and class, how far apart the counters of tenants that wait are; of several versions of
-    a model that have something waiting, the widest. In weighted tokens over weight."""
+    """Return the spread of the counters of waiting tenants by model and class; of several versions with a
+    queue, the widest. In weighted tokens over weight."""
     found: dict[tuple[str, Priority], float] = {}
     for digest, shares in queue.ledger.pools():
         item = next(queue.waiting_for(digest), None)
@@ -124,7 +124,7 @@ def _shares(sums: Mapping[tuple[str, Priority], _Sum]) -> tuple[QueueShare, ...]
     return tuple(found)
 
 
-def _wait_s(item: Waiting, now: Now) -> float:
-    """Since the request reached its gateway, as far as that is plausible."""
+def _wait_s(item: QueuedPlacement, now: Now) -> float:
+    """Return the time since the request reached its gateway, within a plausible range."""
     here_s = max(0.0, now.monotonic_s - item.queued_s)
     return max(here_s, min(_MAX_WAIT_S, now.unix_s - item.spec.arrival_unix_us / 1e6))

@@ -1,14 +1,14 @@
-"""What tenants were served, from grants and reports: the counters of every pool, and the open advances.
+"""Service ledger: the service of tenants, from grants and reports. Counters of every pool and open advances.
 
-A grant charges its expected cost ahead. The advance ends with the first of: its worker says that the sequence
-left it, the gateway gives the grant back, the grant lapsed unseen, the sequence is granted again, its worker
-begins another life, or ``max_age_s``. Reports charge what was produced; of that, an open advance on the same
-worker pays first. So between any two reports a tenant's counter is what was reported and what is expected of
-its open grants, nothing of it twice, and after the last it is what was reported.
+A grant charges its expected cost in advance. The advance ends with the first of: its worker reports that the
+sequence ended there, the gateway returns the grant, the grant expires unseen, the sequence is granted again,
+its worker starts another incarnation, or ``max_age_s``. Reports charge the tokens produced; an open advance
+on the same worker pays for them first. So between two reports a tenant's counter is the reported service plus
+the rest of its open advances, without double counting, and after the last report it is the reported service.
 
-A term starts with an empty ledger. Each worker's first report brings the counters that the last leader told
-it, and the floor as it was then; the highest word on a tenant counts. What was reported since is charged on
-top.
+A term starts with an empty ledger. Each worker's first report contains the counters that it received from the
+last leader, and the floor at that time; the highest counter of a tenant applies. Service reported since is
+charged in addition.
 
 Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds.
 """
@@ -38,16 +38,19 @@ MAX_ADVANCES: Final = 262_144
 MAX_POOLS: Final = 1024
 MAX_WORKERS: Final = 16_384
 LOWEST: Final = min(Priority, key=lambda priority: priority.rank)
-_MAX_BROKEN_OFF: Final = 8192  # sequences that left a worker unfinished and were not asked for again yet
+_MAX_BROKEN_OFF: Final = 8192  # sequences that left a worker unfinished and were not submitted again yet
 
 Shares = dict[Priority, FairShares]
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerPolicy:
-    """``hold_s``: after it, a grant that no report names has lapsed. ``max_age_s`` of an advance: what a
-    sequence that runs for longer still produces is charged as it comes. ``await_s``: for how long after a
-    worker told of an earlier leader's counters gateways ask again for what waited under it."""
+    """Settings of the ledger.
+
+    ``hold_s``: a grant that no report contains expires after it. ``max_age_s``: age at which an advance ends;
+    later output of its sequence is charged as it is reported. ``await_s``: time after a worker restored
+    counters within which gateways submit again what waited in the earlier term.
+    """
 
     weights: ServiceWeights = field(default_factory=ServiceWeights)
     outputs: OutputPolicy = field(default_factory=OutputPolicy)
@@ -58,20 +61,20 @@ class LedgerPolicy:
 
 @dataclass(slots=True, eq=False)
 class Advance:
-    """An open one; ``virtual`` is what it charged ahead."""
+    """An open advance of one grant."""
 
     tenant: str
     digest: str
     priority: Priority
     worker_id: str
-    number: int
+    number: int  # sequence number of the grant
     request: tuple[str, int]
     prompt_tokens: int
     predicted_tokens: int
-    long_tokens: int
-    virtual: float
+    long_tokens: int  # KV of a long prompt and its output; 0 for a short one
+    virtual: float  # amount charged in advance
     given_s: float
-    seen: bool = False
+    seen: bool = False  # a report contains the grant
     open: bool = True
 
 
@@ -94,9 +97,10 @@ class ServiceLedger:
         self._unseen: deque[Advance] = deque()
         self._by_age: deque[Advance] = deque()
         self._long: dict[tuple[str, str], int] = {}
-        self._held: dict[str, dict[Priority, HeldShares]] = {}  # each of its class and those above
+        # By class: sequences of that class and those above.
+        self._held: dict[str, dict[Priority, HeldShares]] = {}
         self._broken_off: dict[tuple[str, int], None] = {}
-        self._awaits = False  # gateways of an earlier leader
+        self._awaits = False  # gateways of an earlier leader may still submit again
         self._await_until_s: float | None = None
 
     @property
@@ -120,7 +124,7 @@ class ServiceLedger:
         return self._long.get((digest, tenant), 0)
 
     def gives_way(self, digest: str, priority: Priority, tenant: str) -> bool:
-        """Return whether a tenant with something waiting is to leave the others their room."""
+        """Return whether a waiting tenant exceeds its share, so that others are placed first."""
         held = self._held.get(digest)
         if held is None:
             return False
@@ -128,14 +132,15 @@ class ServiceLedger:
         return account is not None and held[priority].gives_way(tenant, account.waiting)
 
     def is_below_share(self, digest: str, tenant: str, weight: float) -> bool:
-        """Return whether a tenant is to have a sequence more before others keep what they hold."""
+        """Return whether a tenant may get one more sequence at the expense of others."""
         held = self._held.get(digest)
         return held is not None and held[LOWEST].is_below(tenant, weight)
 
     # --- grants -----------------------------------------------------------------------------------
 
     def asked(self, spec: PlaceSpec) -> None:
-        """A placement comes in; one that left a worker unfinished, and may go there again, was preempted."""
+        """Count a submitted placement. One that left a worker unfinished and excludes no worker was
+        preempted."""
         request = spec.request_id, spec.choice
         if request in self._broken_off:
             del self._broken_off[request]
@@ -143,13 +148,13 @@ class ServiceLedger:
                 self.outputs.note_preempted(spec.version_digest)
 
     def cost(self, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> float:
-        """Return weighted tokens."""
+        """Return the cost in weighted tokens."""
         return self.policy.weights.cost(prompt_tokens, output_tokens, cached_tokens=cached_tokens)
 
     def granted(
         self, grant: Grant, spec: PlaceSpec, *, predicted_tokens: int, cost_tokens: float, now_s: float
     ) -> None:
-        """Charge the grant ahead. The tenant still waits, with the placement that was granted if no other."""
+        """Charge the grant in advance. The tenant still waits, at least with the granted placement."""
         request = spec.request_id, spec.choice
         if (earlier := self._requests.get(request)) is not None:
             self._close(earlier)
@@ -182,14 +187,14 @@ class ServiceLedger:
             self._close(self._by_age.popleft())
 
     def returned(self, grant: Grant) -> None:
-        """The gateway gave it back before any worker saw it."""
+        """End the advance of a grant that its gateway returned before any worker saw it."""
         worker = self._workers.get(grant.worker_id)
         advance = None if worker is None else worker.advances.get(grant.sequence)
         if advance is not None:
             self._close(advance)
 
     def expire(self, now_s: float) -> None:
-        """End the advances of grants that lapsed, and those that are too old."""
+        """End the advances of expired grants and those that are too old."""
         while self._unseen and self._is_past(self._unseen[0], now_s - self.policy.hold_s, seen=True):
             advance = self._unseen.popleft()
             if not advance.seen:
@@ -207,9 +212,9 @@ class ServiceLedger:
     # --- reports ----------------------------------------------------------------------------------
 
     def report(self, snapshot: ReportSnapshot) -> tuple[TenantCounter, ...]:
-        """Take a report over; return the counters of the tenants that it told of, for the worker to keep.
+        """Apply a report; return the counters of its tenants, for the worker to store.
 
-        What its worker told before, under a number of deltas that was taken over, is not in it (``Term``).
+        The caller has removed deltas that were applied before (``Term``).
         """
         worker = self._worker(snapshot.worker_id, snapshot.incarnation)
         if not worker.heard:
@@ -218,7 +223,11 @@ class ServiceLedger:
         for number in snapshot.grants_seen:
             if (advance := worker.advances.get(number)) is not None:
                 advance.seen = True
-        counters = [told for use in snapshot.tenants if (told := self._charge(use, snapshot.worker_id))]
+        for use in snapshot.tenants:
+            self._charge(use, snapshot.worker_id)
+        for digest, priority in dict.fromkeys((use.digest, use.priority) for use in snapshot.tenants):
+            self.shares(digest)[priority].raise_floor()  # the next leader starts its tenants from it
+        counters = [told for use in snapshot.tenants if (told := self._counter(use))]
         for last in snapshot.usage:
             self._left(last, snapshot.worker_id)
         return tuple(counters)
@@ -265,21 +274,24 @@ class ServiceLedger:
             worker.incarnation = incarnation
         return worker
 
-    def _charge(self, use: TenantTokens, worker_id: str) -> TenantCounter | None:
-        """Charge what a worker produced; return the tenant's counter, None without any service."""
-        tenant, digest, priority = use.tenant, use.digest, use.priority
-        shares = (self._pools.get(digest) or self.shares(digest))[priority]
+    def _charge(self, use: TenantTokens, worker_id: str) -> None:
         cost = self.policy.weights.cost(use.prefill, use.output, cached_tokens=use.cached)
-        account = shares.charge(tenant, cost, worker_id) if cost > 0.0 else shares.find(tenant)
+        if cost > 0.0:
+            self.shares(use.digest)[use.priority].charge(use.tenant, cost, worker_id)
+
+    def _counter(self, use: TenantTokens) -> TenantCounter | None:
+        """Return what the next leader starts the tenant from, None without any service."""
+        shares = self.shares(use.digest)[use.priority]
+        account = shares.find(use.tenant)
         if account is None or account.base + account.served <= 0.0:
             return None
-        served, floor = shares.tell(account), shares.floor
-        if served > MAX_COUNTER_TOKENS or floor > MAX_COUNTER_TOKENS:
-            served, floor = min(MAX_COUNTER_TOKENS, served), min(MAX_COUNTER_TOKENS, floor)
-        return TenantCounter(tenant, digest, priority, served, floor)
+        served = min(MAX_COUNTER_TOKENS, shares.tell(account))
+        floor = min(MAX_COUNTER_TOKENS, shares.floor)
+        return TenantCounter(use.tenant, use.digest, use.priority, served, floor)
 
     def _left(self, last: SequenceUsage, worker_id: str) -> None:
-        """A sequence is no longer on the worker; what it used was charged with this report or before."""
+        """End the advance of a sequence that left the worker; its use was charged by this report or
+        earlier."""
         request = last.request_id, last.choice
         advance = self._requests.get(request)
         mine = advance is not None and advance.worker_id == worker_id
@@ -291,7 +303,7 @@ class ServiceLedger:
             if len(self._broken_off) > _MAX_BROKEN_OFF:
                 del self._broken_off[next(iter(self._broken_off))]
         if advance is not None and mine:
-            earlier = max(0, advance.prompt_tokens - last.prompt_tokens)  # output of runs before this one
+            earlier = max(0, advance.prompt_tokens - last.prompt_tokens)  # output of earlier runs
             output = max(0, last.output_tokens - earlier)
             prefilled = advance.prompt_tokens if output else 0
             self._close(advance, used_tokens=self.cost(prefilled, output, last.cached_tokens))
@@ -333,12 +345,13 @@ class ServiceLedger:
 
     def _restore(self, counters: Sequence[TenantCounter]) -> None:
         self._awaits = self._awaits or bool(counters)
-        for counter in sorted(counters, key=lambda found: -found.floor_tokens):  # few raise the floor so
+        # So that few of them raise the floor.
+        for counter in sorted(counters, key=lambda found: -found.floor_tokens):
             shares = self.shares(counter.digest)[counter.priority]
             shares.restore(counter.tenant, counter.virtual_tokens, floor=counter.floor_tokens)
 
     def _forget_pools(self) -> None:
-        """Drop the pools in which nobody waits and nothing is granted."""
+        """Remove the pools without waiting placements and grants."""
         idle = [
             digest for digest, shares in self._pools.items() if all(found.idle for found in shares.values())
         ]

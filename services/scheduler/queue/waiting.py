@@ -1,4 +1,4 @@
-"""A placement in the queue, what may look at it, and who waits for which worker."""
+"""A waiting placement, the interfaces that observe it, and the workers earmarked for placements."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery,
 from services.scheduler.policy.placement.choose import Chosen, NoWorker
 from services.scheduler.policy.placement.kv_admission import Demand
 
-MAX_EARMARKED: Final = 8  # workers of a pool; more that wait for one share them
+MAX_EARMARKED: Final = 8  # workers of a pool; further placements share them
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A queued placement. ``key`` and ``number`` order it by arrival, ``due_us`` and ``arrival_us`` among its
-    tenant's. ``bypassed`` counts those granted before it although they were behind it, on a worker that it
-    may use; ``earmark`` is the worker on which nothing behind it starts until it has. ``tried``: a pass
-    looked at it. ``short_looks`` came to no worker, as all have too little room; ``counter`` is that of its
-    tenant at the last look, before what is granted is charged."""
+class QueuedPlacement:
+    """A queued placement."""
 
     session: int
     placement_id: int
     spec: PlaceSpec
     demand: Demand
-    key: int
+    key: int  # orders by arrival, with ``number``
     number: int
     deadline_s: float
     size_bytes: int
     query: PlaceQuery
-    arrival_us: int
+    arrival_us: int  # orders among its tenant's, with ``due_us``
     due_us: int
     queued_s: float = 0.0
-    bypassed: int = 0
-    earmark: str | None = None
-    tried: bool = False
-    short_looks: int = 0
-    counter: float = 0.0
+    bypassed: int = 0  # placements behind it that were granted on a worker that it may use
+    earmark: str | None = None  # the worker on which nothing behind it starts before it
+    tried: bool = False  # a pass has tried it
+    short_looks: int = 0  # attempts that found too little room on all workers
+    counter: float = 0.0  # of its tenant at the last attempt, before the grant is charged
 
     @property
     def tenant(self) -> str:
@@ -60,9 +56,10 @@ class Waiting:
 
 
 class QueueGate(Protocol):
-    """Decides who may wait, and hears who does. Called by the queue's single writer; must not block or raise.
+    """Decides which placements may wait, and observes the queue. Called by the queue's single writer; must
+    not block or raise.
 
-    To make room for others, it names victims to ``FlowQueue.evict``, never from within these calls.
+    To make room for others, it returns victims for ``FlowQueue.evict``, never from within these calls.
     """
 
     def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
@@ -70,66 +67,69 @@ class QueueGate(Protocol):
 
     def displaced(
         self, spec: PlaceSpec, now_s: float, *, own: bool = False
-    ) -> tuple[Waiting, FairwayError] | None:
-        """Return who leaves a full queue for the placement, and why; None when the placement itself does.
+    ) -> tuple[QueuedPlacement, FairwayError] | None:
+        """Return the placement that leaves a full queue for this one, and the error; None when this one
+        leaves.
 
-        ``own``: only what its own tenant has waiting.
+        ``own``: only placements of the same tenant.
         """
 
-    def entered(self, item: Waiting, now_s: float) -> None:
-        """It waits from now on."""
+    def entered(self, item: QueuedPlacement, now_s: float) -> None:
+        """The placement waits from now on."""
 
-    def left(self, item: Waiting, now_s: float) -> None:
-        """It waits no more, however it ended."""
+    def left(self, item: QueuedPlacement, now_s: float) -> None:
+        """The placement has left the queue, for any reason."""
 
 
 class OpenGate:
-    """Everybody may wait."""
+    """Admits every placement."""
 
     def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
         return None
 
     def displaced(
         self, spec: PlaceSpec, now_s: float, *, own: bool = False
-    ) -> tuple[Waiting, FairwayError] | None:
+    ) -> tuple[QueuedPlacement, FairwayError] | None:
         return None
 
-    def entered(self, item: Waiting, now_s: float) -> None: ...
+    def entered(self, item: QueuedPlacement, now_s: float) -> None: ...
 
-    def left(self, item: Waiting, now_s: float) -> None: ...
+    def left(self, item: QueuedPlacement, now_s: float) -> None: ...
 
 
 class DecisionObserver(Protocol):
-    """Hears the looks at the fleet for a placement, for telling later why it went where it went: but for
-    ``short_looks`` after the first, which are many where many wait for room."""
+    """Receives the attempts to place a placement, to explain it later. Of the ``short_looks``, which are many
+    where many wait for room, it receives only the first."""
 
-    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
-        """``gives_way``: what was looked for was a worker without a backlog, as for tenants with more than
-        their share (``held_share``)."""
+    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
+        """``gives_way``: only workers without a backlog were eligible, because the tenant holds more than its
+        share (``held_share``)."""
 
 
 class Undecided:
-    """Nobody listens."""
+    """Ignores every decision."""
 
-    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None: ...
+    def decided(
+        self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False
+    ) -> None: ...
 
 
 class Earmarks:
-    """Workers of one pool that wait for placements which were passed too often. Single writer."""
+    """Workers of one pool reserved for placements that were bypassed too often. Single writer."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, dict[int, Waiting]] = {}
+        self._holders: dict[str, dict[int, QueuedPlacement]] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedPlacement]:
         for holders in self._holders.values():
             yield from holders.values()
 
-    def give(self, item: Waiting, candidates: Mapping[str, Candidate]) -> None:
-        """Give it a worker that serves and that it may use: with the most room, earmarked by few; none when
-        there is none. It keeps the one that it has while that still serves."""
+    def give(self, item: QueuedPlacement, candidates: Mapping[str, Candidate]) -> None:
+        """Earmark a serving worker that the placement may use: with the most room, and for few others; none
+        when there is none. The present worker is kept while it still serves."""
         if item.earmark is not None:
             candidate = candidates.get(item.earmark)
             if candidate is not None and candidate.serving and may_use(item.query, candidate):
@@ -149,8 +149,8 @@ class Earmarks:
             item.earmark = best.worker_id
             self._holders.setdefault(best.worker_id, {})[item.number] = item
 
-    def release(self, item: Waiting) -> None:
-        """Its worker waits for it no longer. Idempotent."""
+    def release(self, item: QueuedPlacement) -> None:
+        """Remove the placement's earmark. Idempotent."""
         if item.earmark is not None:
             holders = self._holders[item.earmark]
             del holders[item.number]

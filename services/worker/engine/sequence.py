@@ -6,9 +6,10 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from services.core.generation import OutputLimits, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.sample.keyed_random import sequence_key
-from services.worker.engine_protocol import Sampling, Submit
+from services.worker.engine_protocol import Submit
 
 
 class Status(Enum):
@@ -31,7 +32,7 @@ class SequenceState:
 
     ``order`` is (priority, arrival): smaller goes first and is preempted last. ``pause_at`` is the length
     of ``tokens`` at which the sequence runs out of credit or reaches ``max_tokens``. ``capacity`` is the
-    number of tokens that ``blocks`` hold; ``contiguous`` says that the blocks are consecutive. ``cached`` of
+    number of tokens that ``blocks`` hold; ``contiguous``: the blocks are consecutive. ``cached`` of
     the computed ones came from a cache. ``is_long``: what was left to compute of the prompt was long when the
     sequence was queued, or got its place. ``table_version`` moves with each change of ``blocks``.
     ``prefix_names`` are the root of its chain in a prefix cache and the names that are known so far; empty:
@@ -42,6 +43,7 @@ class SequenceState:
     tokens: MutableSequence[int]
     prompt_tokens: int
     sampling: Sampling
+    limits: OutputLimits
     stop_ids: frozenset[int]
     key: int
     order: tuple[int, int]
@@ -79,24 +81,25 @@ class SequenceState:
         self._set_pause()
 
     def _set_pause(self) -> None:
-        self.pause_at = self.prompt_tokens + min(self.credit_limit, self.sampling.max_tokens)
+        self.pause_at = self.prompt_tokens + min(self.credit_limit, self.limits.max_tokens)
 
 
 def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
     """Return the state of a new sequence; tokens produced before a resume count as output."""
-    sampling = submit.sampling
-    stop_ids = frozenset(sampling.stop_token_ids)
-    names = submit.prefix_hashes[: len(submit.prompt_ids) // PREFIX_BLOCK_TOKENS]
+    prompt, sampling, limits = submit.prompt, submit.sampling, submit.limits
+    stop_ids = frozenset(limits.stop_token_ids)
+    names = prompt.prefix_hashes[: len(prompt.ids) // PREFIX_BLOCK_TOKENS]
     sequence = SequenceState(
         handle=submit.handle,
-        tokens=[*submit.prompt_ids, *submit.produced_ids],
-        prompt_tokens=len(submit.prompt_ids),
+        tokens=[*prompt.ids, *submit.produced_ids],
+        prompt_tokens=len(prompt.ids),
         sampling=sampling,
-        stop_ids=stop_ids if sampling.ignore_eos else stop_ids | eos_ids,
-        key=sequence_key(sampling.seed, sampling.choice),
+        limits=limits,
+        stop_ids=stop_ids if limits.ignore_eos else stop_ids | eos_ids,
+        key=sequence_key(sampling.seed, submit.choice),
         order=(submit.priority, arrival),
         credit_limit=submit.credit_limit,
-        prefix_names=[submit.prefix_root, *names] if submit.prefix_root else [],
+        prefix_names=[prompt.prefix_root, *names] if prompt.prefix_root else [],
         sees_output=bool(sampling.presence_penalty or sampling.frequency_penalty)
         or sampling.repetition_penalty != 1.0,
     )

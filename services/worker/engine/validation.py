@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from services.worker.engine_protocol import Sampling, Submit
+from services.worker.engine_protocol import Submit
 
 MAX_LOGPROBS: Final = 128
 MAX_TEMPERATURE: Final = 100.0
@@ -24,37 +24,37 @@ class ModelLimits:
 
 def refusal(submit: Submit, limits: ModelLimits) -> str | None:
     """Return why the sequence cannot run on this model, or None. Sizes come first: nothing is built yet."""
-    return size_refusal(submit, limits) or _id_refusal(submit, limits) or _sampling_refusal(submit.sampling)
+    return size_refusal(submit, limits) or _id_refusal(submit, limits) or _range_refusal(submit)
 
 
 def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
     """Return why the sequence is too long, or too short, or None."""
-    prompt, produced, sampling = len(submit.prompt_ids), len(submit.produced_ids), submit.sampling
+    prompt, produced, most = len(submit.prompt.ids), len(submit.produced_ids), submit.limits.max_tokens
     if prompt == 0:
         return "the prompt is empty"
-    if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}"
-    if prompt + sampling.max_tokens > limits.max_model_len:
-        return f"{prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed {limits.max_model_len}"
-    if produced > sampling.max_tokens:
-        return f"{produced} produced tokens exceed max_tokens {sampling.max_tokens}"
+    if most < 1:
+        return f"max_tokens is {most}"
+    if prompt + most > limits.max_model_len:
+        return f"{prompt} prompt tokens and max_tokens {most} exceed {limits.max_model_len}"
+    if produced > most:
+        return f"{produced} produced tokens exceed max_tokens {most}"
     return None
 
 
 def _id_refusal(submit: Submit, limits: ModelLimits) -> str | None:
-    sampling = submit.sampling
     for name, ids in (
-        ("prompt_ids", submit.prompt_ids),
+        ("prompt_ids", submit.prompt.ids),
         ("produced_ids", submit.produced_ids),
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", submit.limits.stop_token_ids),
+        ("logit_bias", [token for token, _ in submit.sampling.logit_bias]),
     ):
         if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
             return f"{name} holds a token outside the vocabulary of {limits.vocab_size}"
     return None
 
 
-def _sampling_refusal(sampling: Sampling) -> str | None:
+def _range_refusal(submit: Submit) -> str | None:
+    sampling, limits = submit.sampling, submit.limits
     # Written so that NaN fails every one of them.
     checks = (
         ("temperature", 0.0 <= sampling.temperature <= MAX_TEMPERATURE),
@@ -65,8 +65,8 @@ def _sampling_refusal(sampling: Sampling) -> str | None:
         ("frequency_penalty", abs(sampling.frequency_penalty) <= MAX_PENALTY),
         ("repetition_penalty", 0.0 < sampling.repetition_penalty <= MAX_PENALTY),
         ("logprobs", sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS),
-        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens),
-        ("choice", sampling.choice >= 0),
-        ("logit_bias", all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values())),
+        ("min_tokens", 0 <= limits.min_tokens <= limits.max_tokens),
+        ("choice", submit.choice >= 0),
+        ("logit_bias", all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias)),
     )
     return next((f"{name} is out of range" for name, holds in checks if not holds), None)

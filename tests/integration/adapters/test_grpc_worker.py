@@ -16,7 +16,9 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -102,7 +104,9 @@ class Rig:
         self.unsent = unsent
 
     def spec(self, prompt_tokens: int = 3) -> StartSpec:
-        generation = GenerationSpec("r1", "m", "sha256:x", 1, [1] * prompt_tokens, SamplingParams(seed=1), 50)
+        generation = GenerationSpec(
+            "r1", "m", "sha256:x", 1, Prompt([1] * prompt_tokens), Sampling(1), OutputLimits(50)
+        )
         grant = Grant("w1", self.address, 5, 3, 1, 1, 5.0, "sha256:x")
         return StartSpec(generation, 0, "t1", grant, 100)
 

@@ -27,6 +27,7 @@ from fairway.client import (
 from tests.support.stack import Stack, at_rest, kill
 
 LONG = Options(max_output_tokens=96, temperature=0, ignore_eos=True)
+LONGER = Options(max_output_tokens=384, temperature=0, ignore_eos=True)  # not over when a kill comes late
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +125,11 @@ async def test_leaving_frees_what_the_server_held(stack: Stack, carrier: str) ->
 async def test_a_killed_gateway_costs_no_token_and_doubles_none(
     stack: Stack, client: Client, carrier: str
 ) -> None:
-    expected = await read(client.generate(stack.model, "Once upon a time", LONG))
+    expected = await read(client.generate(stack.model, "Once upon a time", LONGER))
     async with client.session(SessionOptions(window_tokens=16)) as session:
         source: Client | Session = session if carrier == "session" else client
         begun = asyncio.Semaphore(0)
-        streams = [source.generate(stack.model, "Once upon a time", LONG) for _ in range(3)]
+        streams = [source.generate(stack.model, "Once upon a time", LONGER) for _ in range(3)]
         async with asyncio.timeout(100), asyncio.TaskGroup() as group:
             readers = [group.create_task(read(stream, begun)) for stream in streams]
             for _ in streams:

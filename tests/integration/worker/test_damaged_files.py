@@ -14,7 +14,7 @@ from fairway.client.publish.publish import publish
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.memory.store import MemoryStore
 from services.adapters.model_files.cache import ModelFiles
-from services.core.generation import SamplingParams
+from services.core.generation import Sampling
 from services.core.records import AssignedVersion, VersionState
 from services.runtime.clock import SystemClock
 from services.worker.slots.engine_process import EngineTimeouts
@@ -50,7 +50,7 @@ class Cached:
         sink = Sink()
         spec = self.worker.spec(max_tokens=24, version_digest=self.digest)
         generation = replace(
-            spec.generation, version_digest=self.digest, sampling=SamplingParams(seed=1, temperature=0.0)
+            spec.generation, version_digest=self.digest, sampling=Sampling(seed=1, temperature=0.0)
         )
         self.worker.client.start(replace(spec, generation=generation), sink)
         await sink.wait(30.0)

@@ -29,6 +29,7 @@ from services.worker.slots.engine_process import (
     LoadRefused,
     Stopped,
 )
+from tests.support.submits import make_submit
 
 QUICK = EngineTimeouts(load_s=5.0, load_silence_s=3.0, silence_s=1.5, shutdown_s=1.0)
 
@@ -106,6 +107,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
 SCRIPT = """
 import json, os, signal, socket, subprocess, sys, time
 from services.worker import engine_protocol as wire
+from tests.support.submits import make_submit
 config = json.loads(sys.argv[sys.argv.index("--config") + 1])
 agent = socket.socket(socket.AF_UNIX)
 agent.connect(config["socket_path"])
@@ -123,7 +125,7 @@ def alive(pid: int) -> bool:
 
 
 def submit(handle: int = 1, max_tokens: int = 5) -> wire.Submit:
-    return wire.Submit(handle, [1, 2, 3], wire.Sampling(seed=1, max_tokens=max_tokens), credit_limit=1000)
+    return make_submit(handle, [1, 2, 3], 1000, seed=1, max_tokens=max_tokens)
 
 
 async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
@@ -223,7 +225,7 @@ async def test_an_engine_that_does_not_read_is_killed_before_the_agent_fills_up(
     """
     engine, heard = await start(script)
     await heard.ready()
-    large = wire.Submit(1, list(range(1_000_000, 3_000_000)), wire.Sampling(seed=1), credit_limit=1)
+    large = make_submit(1, list(range(1_000_000, 3_000_000)), 1, seed=1)
     sent = 0
     while engine.send(large) and sent < 100:
         sent += 1
@@ -271,6 +273,7 @@ import asyncio, sys
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
+from tests.support.submits import make_submit
 from services.worker.slots.engine_process import EngineEvents, EngineProcess
 async def main():
     clock = SystemClock()
@@ -281,7 +284,7 @@ async def main():
     engine = EngineProcess(config, events=events, clock=clock, supervisor=Supervisor(clock))
     await engine.start()
     await ready.wait()
-    engine.send(wire.Submit(1, [1], wire.Sampling(seed=1, max_tokens=10000), credit_limit=100000))
+    engine.send(make_submit(1, [1], 100000, seed=1, max_tokens=10000))
     print("ready", engine.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

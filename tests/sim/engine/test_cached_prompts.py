@@ -7,10 +7,10 @@ import pytest
 from services.core.prefix import prefix_chain
 from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.sequence import SequenceState, Status
-from services.worker.engine_protocol import Sampling, Submit
 from simulator.engine.kv_pool import KvPool
 from simulator.engine.sim_executor import SimIntake
 from simulator.engine.tokens import Vocabulary
+from tests.support.submits import make_submit
 
 PROMPT_TOKENS = 5000
 PREFIX_BLOCKS = PROMPT_TOKENS // 64 * 4  # of KV
@@ -36,7 +36,7 @@ class Bench:
     def sequence(self, handle: int, tokens: int, *, root: int) -> SequenceState:
         ids = [index % 97 for index in range(tokens)]
         names = list(prefix_chain(root, ids))
-        command = Submit(handle, ids, Sampling(seed=1), 9, prefix_hashes=names, prefix_root=root)
+        command = make_submit(handle, ids, 9, seed=1, prefix_hashes=names, prefix_root=root)
         return self.intake.sequence(command, arrival=handle, eos_ids=frozenset())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from services.core.prefix import prefix_chain
 from services.worker import engine_protocol as wire
@@ -15,6 +16,7 @@ from simulator.engine.cost_model import CostModel
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.tokens import output_tokens
 from simulator.kernel.loop import VirtualTimeLoop, run
+from tests.support.submits import make_submit
 
 COST = CostModel(
     name="test",
@@ -113,11 +115,12 @@ def submit(
     """Return a request whose output ends at ``length`` if that is not above ``max_tokens``."""
     ids = [*range(shared), *(handle * 13 % 50 + index % 40 for index in range(max(0, prompt - shared)))]
     names = list(prefix_chain(99, ids))
-    return wire.Submit(
+    return make_submit(
         handle,
         ids,
-        wire.Sampling(seed=handle * 1000 + length, max_tokens=max_tokens),
         credit,
+        seed=handle * 1000 + length,
+        max_tokens=max_tokens,
         prefix_hashes=names,
         prefix_root=99,
     )
@@ -215,7 +218,7 @@ def test_outputs_are_the_function_of_seed_and_position() -> None:
 def test_a_resume_continues_where_it_was() -> None:
     before = output_tokens(3010, 0, 4, vocab_size=101, eos_id=7)
     command = submit(3, 20, length=10, max_tokens=50)
-    again = wire.Submit(3, command.prompt_ids, command.sampling, 1 << 30, produced_ids=before)
+    again = structs.replace(command, credit_limit=1 << 30, produced_ids=before)
     told = play(SPEC, [(0.0, again)])
     whole = [*output_tokens(3010, 0, 9, vocab_size=101, eos_id=7), 7]
     assert before + [token for _, token, _ in told.tokens] == whole

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.engine.core import Engine
-from services.worker.engine_protocol import EngineConfig, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig
 from simulator.engine.calibrate import (
     PLAN,
     SHORT_PLAN,
@@ -21,6 +21,7 @@ from simulator.engine.calibrate import (
 )
 from simulator.engine.cost_model import PRESETS, CostModel, decode, encode
 from simulator.engine.fit import NotEnough, Observation, fit
+from tests.support.submits import make_submit
 
 TRUE = CostModel("true", 0.004, 0.00012, 0.0003, 0.0000009)
 TINY = Path(__file__).parents[3] / "models" / "tiny" / "checkpoint"
@@ -114,11 +115,14 @@ def steps_of(engine: Engine, phase: Phase, first: int) -> list[Observation]:
     """Run a phase to its end; return what each step did."""
     seen = []
     waiting = [
-        Submit(
+        make_submit(
             first + number,
             [3 + (number * 31 + index * 7) % 90 for index in range(phase.prompt)],
-            Sampling(seed=number, temperature=0.0, max_tokens=phase.output, ignore_eos=True),
             1 << 30,
+            seed=number,
+            temperature=0.0,
+            max_tokens=phase.output,
+            ignore_eos=True,
         )
         for number in range(phase.count)
     ]

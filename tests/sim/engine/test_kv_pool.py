@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain
 from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
-from services.worker.engine_protocol import Sampling, Submit
 from simulator.engine.kv_pool import KvPool
 from simulator.engine.sim_executor import SimIntake
 from simulator.engine.tokens import Vocabulary
+from tests.support.submits import make_submit
 
 operations = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60)
 
@@ -108,12 +108,13 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
     names: dict[int, None] = {}
     for handle, (family, prompt, output) in enumerate(drawn):
         ids = [(family * 17 + index) % 101 for index in range(prompt)]
-        command = Submit(
+        command = make_submit(
             handle,
             ids,
-            Sampling(seed=family, max_tokens=output),
             output,
-            prefix_hashes=list(prefix_chain(5, ids)),
+            seed=family,
+            max_tokens=output,
+            prefix_hashes=prefix_chain(5, ids),
             prefix_root=5,
         )
         sequence = intake.sequence(command, arrival=handle, eos_ids=frozenset())
@@ -150,9 +151,7 @@ def test_a_prefix_in_use_is_shared_and_not_evicted() -> None:
     ids = list(range(100))
     sequences = []
     for handle in range(2):
-        command = Submit(
-            handle, ids, Sampling(seed=1), 9, prefix_hashes=list(prefix_chain(5, ids)), prefix_root=5
-        )
+        command = make_submit(handle, ids, 9, seed=1, prefix_hashes=prefix_chain(5, ids), prefix_root=5)
         sequences.append(intake.sequence(command, arrival=handle, eos_ids=frozenset()))
     first, second = sequences
     first.blocks, first.computed = pool.allocate(7), 100

@@ -16,7 +16,9 @@ from services.core.generation import (
     FinishReason,
     GenerationSpec,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     StartSpec,
 )
 from services.core.prefix import prefix_chain
@@ -103,10 +105,10 @@ class Rig:
         self.rng, self.profile = Random(7), PlacementProfile()
         self.numbers = 0
 
-    def hear(self, event: wire.Stepped | wire.Heartbeat | wire.Resized) -> None:
+    def hear(self, event: wire.Stepped | wire.EngineHeartbeat | wire.Resized) -> None:
         if isinstance(event, wire.Stepped):
             self.table.on_stepped(event)
-        elif isinstance(event, wire.Heartbeat):
+        elif isinstance(event, wire.EngineHeartbeat):
             self.table.on_heartbeat(event)
         self.engine.check_integrity()
         self.host.check_integrity()
@@ -157,11 +159,9 @@ class Rig:
                 model="m",
                 version_digest=DIGEST,
                 route_revision=1,
-                prompt_ids=ids,
-                sampling=SamplingParams(seed=ask.output_tokens),
-                max_output_tokens=ask.output_tokens + 1,
-                prefix_hashes=query.prefix_hashes,
-                prefix_root=99,
+                prompt=Prompt(ids, query.prefix_hashes, 99),
+                sampling=Sampling(seed=ask.output_tokens),
+                limits=OutputLimits(ask.output_tokens + 1),
             )
             spec = StartSpec(
                 generation=generation,

@@ -13,7 +13,9 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
 )
@@ -60,9 +62,9 @@ class Client:
             model="m",
             version_digest=DIGEST,
             route_revision=1,
-            prompt_ids=range(prompt),
-            sampling=SamplingParams(seed=handle),
-            max_output_tokens=output,
+            prompt=Prompt(range(prompt)),
+            sampling=Sampling(seed=handle),
+            limits=OutputLimits(output),
         )
         self._stream.start(handle, StartSpec(generation, 0, "tenant", grant, 1 << 20))
 

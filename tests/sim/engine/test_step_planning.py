@@ -10,6 +10,7 @@ from services.worker import engine_protocol as wire
 from simulator.engine.cost_model import PRESETS
 from simulator.engine.sim_engine import SimEngineSpec
 from tests.sim.engine.test_coalescing import Told, play
+from tests.support.submits import make_submit
 
 ITL_TARGET_S = 0.05
 LONG_TOKENS = 100_000
@@ -22,7 +23,7 @@ def spec(preset: str, token_budget: int = 2048) -> SimEngineSpec:
 
 
 def submit(handle: int, prompt: int, output: int) -> wire.Submit:
-    return wire.Submit(handle, range(prompt), wire.Sampling(seed=handle, max_tokens=output), 1 << 30)
+    return make_submit(handle, range(prompt), 1 << 30, seed=handle, max_tokens=output)
 
 
 def first_token_s(told: Told, handle: int) -> float:

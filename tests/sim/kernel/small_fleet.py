@@ -11,7 +11,7 @@ from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
 from services.core.fleet import PoolSnapshot, ReportSnapshot
-from services.core.generation import GenerationSpec, PlaceSpec, SamplingParams, StartSpec
+from services.core.generation import GenerationSpec, OutputLimits, PlaceSpec, Prompt, Sampling, StartSpec
 from services.core.records import Leader, Priority, dump, leader_key
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.secrets import Ticket, issue_ticket
@@ -176,8 +176,8 @@ def start_spec(grant: Any, number: int) -> StartSpec:
         model="sim",
         version_digest=DIGEST,
         route_revision=1,
-        prompt_ids=(1, 2, 3),
-        sampling=SamplingParams(seed=number),
-        max_output_tokens=8,
+        prompt=Prompt((1, 2, 3)),
+        sampling=Sampling(seed=number),
+        limits=OutputLimits(8),
     )
     return StartSpec(generation, 0, "acme", grant, initial_credit_tokens=8)

@@ -18,9 +18,9 @@ import psutil
 import pytest
 import typer
 
-from fairway.cli.changes import confirm
 from fairway.cli.errors import ExitCode
 from fairway.cli.main import app, main, run
+from fairway.cli.terminal.changes import confirm
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {
@@ -101,6 +101,7 @@ def _terminal(*arguments: str, settings: dict[str, str] | None = None) -> Iterat
     attributes[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **(settings or {})}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what the background job of a shell ignores
     with subprocess.Popen(
         [sys.executable, "-m", "fairway.cli.main", *arguments],
         cwd=ROOT,

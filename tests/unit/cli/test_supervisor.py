@@ -300,7 +300,7 @@ from fairway.cli.fleet.process import ProcessSpec
 from fairway.cli.fleet.ports import choose_ports
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.fleet.supervisor import ProcessSupervisor
-from fairway.cli.output import out
+from fairway.cli.terminal.output import out
 import os
 folder = Path({str(tmp_path)!r})
 ports = choose_ports(("a", "b"), fixed={{}}, remembered={{}}, preferred={{}})

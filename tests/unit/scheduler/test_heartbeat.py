@@ -10,7 +10,7 @@ from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.heartbeat import MAX_MEMBERS, MAX_TOLD, PER_POOL, members_of, sample_of
 from services.scheduler.term import Term
-from services.scheduler.term_streams import Session
+from services.scheduler.term_streams import GatewaySession
 from tests.unit.scheduler.model import SETTINGS, ManualClock
 
 POOL = PoolSnapshot(
@@ -36,7 +36,7 @@ def report(name: str, *pools: PoolSnapshot, epoch: int = 5, draining: bool = Fal
     return ReportSnapshot(name, 7, f"{name}:1", pools=pools, epoch=epoch, draining=draining)
 
 
-def told_of(session: Session) -> list[tuple[str, str]]:
+def told_of(session: GatewaySession) -> list[tuple[str, str]]:
     return [(member.worker_id, member.digest) for member in session.members or ()]
 
 

@@ -1,9 +1,9 @@
--- Count a request against the rate and the concurrency at once, or against neither. Follows bucket.lua.
--- KEYS: rate (hash used, at), slots (zset request -> deadline us), settled (zset request -> forget at us)
+-- Counts a request against the rate and the concurrency, or against neither. Concatenated after bucket.lua.
+-- KEYS: rate (hash used, at), slots (zset request -> deadline us), settled (zset request -> expiry us)
 -- ARGV: request id, requests per minute (0: none), max concurrency (0: none), lease us
 -- Returns {outcome, wait us}; outcome 0 admitted, 1 rate exceeded, 2 concurrency exceeded.
 --
--- The first write of an admission is one that Redis refuses when it is out of memory: then none is done.
+-- The first write of an admission is one that Redis rejects when it is out of memory: then nothing is written.
 local per_minute, max_slots, lease_us = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_us()
 local ttl_ms = math.ceil(lease_us / 1000) + 1000

@@ -1,5 +1,5 @@
--- The answers to these settlements arrived: they need not be remembered for long any more.
--- KEYS: settled. ARGV: us to remember them for, request ids...
+-- Shortens the retention of settlements whose responses have arrived.
+-- KEYS: settled. ARGV: retention us, request ids...
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 for i = 2, #ARGV do

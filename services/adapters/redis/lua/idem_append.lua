@@ -1,4 +1,4 @@
--- Add chunks to the logs of records of one tenant and renew their leases.
+-- Appends chunks to the logs of records of one tenant and renews their leases.
 -- KEYS: bodies, sizes, then head and log of each record
 -- ARGV: prefix of the heads, lease us, body us, most bytes of a record, most bytes of a tenant, tombstone us,
 --       then digest, owner, epoch, chunk of each record

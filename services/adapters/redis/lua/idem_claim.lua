@@ -1,5 +1,5 @@
--- Take a record that is new or has no live owner.
--- KEYS: head, log, index (zset digest -> forget at us), bodies, sizes
+-- Claims a record that is new or has no live owner.
+-- KEYS: head, log, index (zset digest -> expiry us), bodies, sizes
 -- ARGV: digest, fingerprint, owner, lease us, tombstone us, most keys
 -- Returns {'owned', epoch, chunks}, {'full', wait us} or {state}.
 local head, log, index = KEYS[1], KEYS[2], KEYS[3]
@@ -22,10 +22,10 @@ else
   redis.call('DEL', log)
 end
 
--- By the clock, so that an epoch of a record that was forgotten is not given again.
+-- At least the time, so that the epoch of a deleted record is not reused.
 local epoch = int(math.max(before + 1, now))
 local chunks = redis.call('LLEN', log)
-if chunks == 0 then forget_size(KEYS[4], KEYS[5], ARGV[1]) end -- it lapsed: the next owner begins anew
+if chunks == 0 then forget_size(KEYS[4], KEYS[5], ARGV[1]) end -- it lapsed: the next owner starts over
 redis.call('HSET', head, 'f', ARGV[2], 'o', ARGV[3], 'e', epoch, 's', 'r', 'l', int(now + lease_us), 'n', chunks)
 redis.call('PEXPIRE', head, math.ceil(tombstone_us / 1000))
 redis.call('ZADD', index, int(now + tombstone_us), ARGV[1])

@@ -1,7 +1,7 @@
--- Shared by the scripts of idempotency records, which it precedes. See redis_idempotency.py for the keys.
+-- Shared by the scripts of idempotency records; concatenated before them. Keys: see redis/idempotency.py.
 -- Head of a record: f fingerprint, o owner, e epoch, s state (r running, i idle, d ended, x log dropped),
--- l lease deadline us, w watched until us, n chunks that the log has to have, cp, co, cc tokens charged so far of
--- request cr.
+-- l lease deadline us, w watched until us, n chunks that the log must have, cp, co, cc tokens charged so
+-- far to request cr.
 local function now_us()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -11,7 +11,7 @@ local function int(value)
   return string.format('%d', value)
 end
 
--- A missing log of a record that ended, or one that was dropped, is a tombstone.
+-- A record is a tombstone when it has ended without a log, or when its log was dropped.
 local function state_of(head, log, now)
   local found = redis.call('HMGET', head, 's', 'l')
   if not found[1] then return 'gone' end
@@ -24,7 +24,7 @@ local function state_of(head, log, now)
   return 'free'
 end
 
--- Forget the size of a body; the field '' holds the sum.
+-- Remove the size of a body; the field '' contains the sum.
 local function forget_size(bodies, sizes, digest)
   local size = tonumber(redis.call('HGET', sizes, digest) or '0')
   redis.call('ZREM', bodies, digest)
@@ -38,8 +38,8 @@ local function forget_lapsed(bodies, sizes, now)
   end
 end
 
--- Drop the logs of records that nobody runs, the oldest first, until there is room. Their heads share the
--- tenant's hash tag, so that they are where this script runs.
+-- Drop the logs of records that no gateway runs, the oldest first, until there is room. Their heads share the
+-- tenant's hash tag, so they are on the node where this script runs.
 local function make_room(prefix, bodies, sizes, wanted, most, now)
   if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
   for _, digest in ipairs(redis.call('ZRANGE', bodies, 0, 63)) do
@@ -52,8 +52,8 @@ local function make_room(prefix, bodies, sizes, wanted, most, now)
   end
 end
 
--- Add a chunk to a log. Returns whether the record has its log; without room it loses it, and so it does when
--- chunks of it lapsed meanwhile: a log with a hole is none.
+-- Append a chunk to a log. Returns whether the record still has its log. The log is dropped when there is no
+-- room, or when chunks of it lapsed meanwhile: a log with a hole is not replayed.
 -- limits: body us, most bytes of a record, most bytes of a tenant, tombstone us
 local function put(prefix, digest, bodies, sizes, chunk, limits, now)
   local head, log = prefix .. digest, prefix .. digest .. ':log'
@@ -82,7 +82,7 @@ local function put(prefix, digest, bodies, sizes, chunk, limits, now)
   return true
 end
 
--- 'gone' or 'fenced' unless the caller is the owner and its epoch the record's.
+-- Returns nil if the caller is the owner under the record's epoch, else 'gone' or 'fenced'.
 local function refused(head, owner, epoch)
   local found = redis.call('HMGET', head, 'o', 'e')
   if not found[2] then return 'gone' end

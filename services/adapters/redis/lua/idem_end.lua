@@ -1,8 +1,8 @@
--- End a record or let go of it; give the slot back and charge what was not charged yet. One script, so that
--- there is one charge for one result. Follows idem_common.lua and usage.lua.
+-- Ends or releases a record, releases the slot and charges the tokens not charged yet. One script, so that a
+-- result is charged once. Concatenated after idem_common.lua and usage.lua.
 -- KEYS: head, log, index, bodies, sizes, slots, settled, usage
 -- ARGV: prefix of the heads, digest, owner, epoch, chunk, state (d or i), body us, most bytes of a record,
---       most bytes of a tenant, tombstone us, request id or '', us until the settlement is forgotten,
+--       most bytes of a tenant, tombstone us, request id or '', retention of the settlement us,
 --       days of usage kept, prompt, output, cached tokens
 -- Returns a word.
 local head, log = KEYS[1], KEYS[2]
@@ -20,7 +20,7 @@ if ARGV[11] ~= '' then
   redis.call('ZREM', KEYS[6], ARGV[11])
   redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', int(now))
   redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[12])), ARGV[11])
-  if redis.call('PTTL', KEYS[7]) < tonumber(ARGV[12]) / 1000 then -- others in it are kept for longer
+  if redis.call('PTTL', KEYS[7]) < tonumber(ARGV[12]) / 1000 then -- other entries may have a longer retention
     redis.call('PEXPIRE', KEYS[7], math.ceil(tonumber(ARGV[12]) / 1000) + 1000)
   end
   count_record(head, ARGV[11], KEYS[8], now, tonumber(ARGV[13]), {ARGV[14], ARGV[15], ARGV[16]})

@@ -1,5 +1,5 @@
--- Push the deadlines of running requests out; one that lapsed meanwhile holds its slot again, one that was
--- settled does not.
+-- Extends the deadlines of running requests. A slot that lapsed meanwhile is held again, unless the request was
+-- settled.
 -- KEYS: slots, settled. ARGV: lease us, request ids...
 local lease_us = tonumber(ARGV[1])
 local time = redis.call('TIME')

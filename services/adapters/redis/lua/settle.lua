@@ -1,11 +1,11 @@
--- Give the slot back and count the tokens, once per request. Follows usage.lua.
+-- Releases the slot and counts the tokens, once per request. Concatenated after usage.lua.
 -- KEYS: slots, settled, usage, and the head of its record for a request under an idempotency key
--- ARGV: request id, us that the settlement is remembered for, the same once its answer arrived, days of usage
---       kept, prompt, output, cached tokens, then ids of requests of the same tenant whose answers arrived
+-- ARGV: request id, retention of the settlement us, the same once confirmed, days of usage kept,
+--       prompt, output, cached tokens, then ids of the tenant's requests whose settlements are confirmed
 -- Returns 1 when it counted, 0 when it had been counted before.
 --
--- A settlement whose answer was lost is sent again, perhaps much later, so it is remembered for long; the few
--- that this holds for cost little, since every other is confirmed soon.
+-- A settlement whose response was lost is sent again, perhaps much later, so its retention is long. Such entries
+-- are few, because all others are confirmed soon.
 local keep_us, confirmed_us, keep_days = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local totals = {ARGV[5], ARGV[6], ARGV[7]}
 local time = redis.call('TIME')
@@ -26,7 +26,7 @@ elseif first then
 else
   counted = 0
 end
--- Remembered once it counted: a command that fails on a damaged key ends the script here.
+-- Recorded after counting: a command that fails on a damaged key ends the script before this.
 redis.call('ZADD', KEYS[2], 'NX', string.format('%d', now + keep_us), ARGV[1])
 redis.call('PEXPIRE', KEYS[2], math.ceil(keep_us / 1000) + 1000)
 return counted

@@ -1,7 +1,7 @@
--- Shared by the scripts that count tokens, which it precedes.
--- Count what totals (prompt, output, cached) are beyond what was charged of the same request before, under
--- today; the first charge counts the request, too. usage: hash "<day>:<what>" -> count
--- Returns what is charged of it by now.
+-- Shared by the scripts that count tokens; concatenated before them.
+-- Count the totals (prompt, output, cached) minus the tokens already charged to the same request, under today.
+-- The first charge also counts the request. usage: hash "<day>:<what>" -> count
+-- Returns the tokens charged to the request by now.
 local function count_usage(usage, now, keep_days, charged, totals)
   local day, sums = math.floor(now / 86400000000), {}
   if not charged[1] and redis.call('HINCRBY', usage, day .. ':requests', 1) == 1 then
@@ -18,13 +18,13 @@ local function count_usage(usage, now, keep_days, charged, totals)
   return sums
 end
 
--- Whether the head of a record holds the charges of this request, or of none yet: its key may have begun anew.
+-- Whether the head of a record has the charges of this request or of none. A new request may use the same key.
 local function is_of(head, request_id)
   local charged = redis.call('HGET', head, 'cr')
   return not charged or charged == request_id
 end
 
--- The same for a request under an idempotency key: its record's head remembers what was charged.
+-- The same for a request under an idempotency key: its record's head stores the charged tokens.
 local function count_record(head, request_id, usage, now, keep_days, totals)
   local charged = is_of(head, request_id) and redis.call('HMGET', head, 'cp', 'co', 'cc') or {}
   local sums = count_usage(usage, now, keep_days, charged, totals)

@@ -1,4 +1,4 @@
-"""InferenceService over gRPC: thin handlers over GatewayService."""
+"""InferenceService over gRPC: thin handlers over the gateway's service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.core.errors import Unimplemented, first_failure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.messages import complete_response, generate_response
 from services.gateway.faces.grpc.session import MuxedSession
-from services.gateway.service import GatewayService
+from services.gateway.service_interface import GatewayInterface
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
@@ -27,23 +27,23 @@ WRITE_TIMEOUT_S: Final = 30.0
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
-        service: GatewayService,
+        service: GatewayInterface,
         received: Callable[[], Received],
         *,
         heartbeat_s: float,
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
-        """A client that takes nothing of its stream for ``write_timeout_s``, up to twice that, is cut off."""
+        """A client that reads nothing for ``write_timeout_s``, up to twice that, is disconnected."""
         self._service = service
         self._received = received
         self._heartbeat_s = heartbeat_s
         self._write_timeout_s = write_timeout_s
 
-    async def Generate(  # type: ignore[override]  # the stubs know generators only
+    async def Generate(  # type: ignore[override]  # the stubs support generators only
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        # A coroutine that writes: when the client goes away it is cancelled at an await, and aclosing
-        # frees the request at once.
+        # A coroutine that writes: when the client disconnects it is cancelled at an await, and aclosing frees
+        # the request at once.
         events = self._service.stream(
             principal(),
             request.generation,
@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         return complete_response(completion)
 
-    async def Session(  # type: ignore[override]  # the stubs know generators only
+    async def Session(  # type: ignore[override]  # the stubs support generators only
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context
     ) -> None:
         many_requests()
@@ -120,7 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _read(
         self, session: MuxedSession, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context
     ) -> None:
-        """Apply what the client sends. What is wrong with it ends the session, by way of its writer."""
+        """Apply the client's messages. An invalid message ends the session through its writer."""
         try:
             async for message in requests:
                 session.handle(message, context.time_remaining())
@@ -133,9 +133,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _write(self, session: MuxedSession, writes: BoundedWrites) -> None:
         """Write until the client closed its side and every generation ended.
 
-        The only one that writes or ends the RPC: what the session failed with comes between two writes.
+        Only this task writes or ends the RPC: the session's error is raised between two writes.
         """
-        while not session.over:
+        while not session.ended:
             message = await session.next_message(self._heartbeat_s)
             if message.ByteSize():
                 await writes.write(message)

@@ -1,4 +1,4 @@
-"""Many generations on one stream; the tokens of one step for all of them share a message."""
+"""The muxed session: many generations on one stream; the tokens of one step of all share a message."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
 from services.core.generation import Principal, TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.faces.grpc.messages import accepted_message, finished_message
-from services.gateway.service import GatewayService
+from services.gateway.service_interface import GatewayInterface
 from services.rpc import bounds
 from services.rpc.convert.inference import token_logprobs
 from services.rpc.status import to_proto
 
 CHOICE_BITS: Final = 4
 MAX_STREAMS: Final = 1024
-# What a client that does not read may make wait: events, beyond which it is not read either, and tokens of
-# one message. A token with log probabilities counts as so many.
+# Bounds of a client that does not read: events, beyond which its messages are not read either, and tokens of
+# one message. A token with log probabilities counts as this many tokens.
 MAX_UNREAD: Final = 4096
 MAX_MESSAGE_TOKENS: Final = 32_768
 LOGPROBS_WEIGHT: Final = 32
@@ -65,14 +65,14 @@ class SessionStream:
 
 
 class MuxedSession:
-    """State of one Session RPC: its streams and the message being put together.
+    """State of one Session RPC: its streams and the next message.
 
-    Token columns are bounded by the gateway's window of each choice: credit is given when tokens were handed
-    to the transport, so a reader that stops stops its streams, whatever window it opened itself.
+    Token columns are bounded by the gateway's window of each choice: credit is granted when tokens were
+    passed to the transport. So a reader that stops also stops its streams, for every size of its own window.
     """
 
     def __init__(
-        self, service: GatewayService, principal: Principal, received: Callable[[], Received]
+        self, service: GatewayInterface, principal: Principal, received: Callable[[], Received]
     ) -> None:
         self._service = service
         self._principal = principal
@@ -91,12 +91,12 @@ class MuxedSession:
         self._wanted = asyncio.Event()
         self._read = asyncio.Event()
 
-    # --- what the client asks ----------------------------------------------------------------------
+    # --- requests of the client --------------------------------------------------------------------
 
     def handle(self, message: inference_pb2.SessionRequest, time_left_s: float | None) -> None:
         """Apply one request message. A generation's own errors end that generation, not the session.
 
-        Raises InvalidInput for a message that makes no sense on this stream.
+        Raises InvalidInput for a message that is invalid on this stream.
         """
         kind = message.WhichOneof("kind")
         if kind == "start":
@@ -144,29 +144,29 @@ class MuxedSession:
     def _credit(self, stream_id: int, tokens: int) -> None:
         stream = self.streams.get(stream_id)
         if stream is None or stream.request is None:
-            return  # it ended while the credit was on its way
+            return  # it ended while the credit was under way
         if not stream.manual:
             raise InvalidInput(f"stream {stream_id} was started without a window", field="credit.stream_ids")
         stream.request.allow(tokens)
 
     def end_requests(self) -> None:
-        """The client sends nothing more; what runs goes on."""
+        """The client has closed its side; running generations continue."""
         self._half_closed = True
         self.wake()
 
     def fail(self, error: Exception) -> None:
-        """End every generation now; who waits for the next message gets ``error``."""
+        """End every generation now; the task that waits for the next message gets ``error``."""
         self._failure = error
         self.close()
         self.wake()
 
     async def readable(self) -> None:
-        """Return once the client has read enough of what it was told to be told more."""
+        """Return once the client has read enough of the sent events for its next message."""
         while len(self.accepted) + len(self.finished) >= MAX_UNREAD:
             self._read.clear()
             await self._read.wait()
 
-    # --- what the client is sent -------------------------------------------------------------------
+    # --- responses to the client -------------------------------------------------------------------
 
     def add_tokens(
         self, handle: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -186,18 +186,19 @@ class MuxedSession:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nothing is left to send."""
+        """No generation runs and nothing is left to send."""
         return not (self.streams or self._handles or self.accepted or self.finished)
 
     @property
-    def over(self) -> bool:
-        """Nothing is left to send and nothing can come."""
+    def ended(self) -> bool:
+        """Nothing is left to send and nothing more can arrive."""
         return self._half_closed and self.idle
 
     async def next_message(self, heartbeat_s: float) -> inference_pb2.SessionResponse:
-        """Return what came since the last message, up to its size, or a heartbeat after a silence.
+        """Return the output since the last message, up to the size bound, or a heartbeat after
+        ``heartbeat_s``.
 
-        Raises what the session failed with.
+        Raises the error of a failed session.
         """
         if not self._wanted.is_set():
             try:
@@ -212,7 +213,7 @@ class MuxedSession:
         self.accepted = []
         if self._handles:
             self._take_tokens(message.tokens)
-        if self._handles:  # the rest goes into the next message, and only then the ends
+        if self._handles:  # the remaining tokens go into the next message, and the ends follow them
             self._wanted.set()
         else:
             message.finished.extend(self.finished)
@@ -221,7 +222,7 @@ class MuxedSession:
         return message
 
     def sent(self, message: inference_pb2.SessionResponse) -> None:
-        """The transport took the message: its tokens may be followed by as many."""
+        """The transport took the message: as many tokens of new credit are granted."""
         handles, counts = message.tokens.handles, message.tokens.counts
         for handle, count in zip(handles, counts, strict=True):
             stream = self.streams.get(handle >> CHOICE_BITS)

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI dialects: whole, and as the frames of a stream."""
+"""Answers in the OpenAI dialects: whole, and as the frames of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.requests import Dialect, Wanted
 from services.gateway.policy.degrade import Degradation
-from services.gateway.service_interface import Completed
+from services.gateway.requests.streaming import Completion
 from services.runtime.ids import ANSWER_PREFIXES
 
 _LOWEST_LOGPROB: Final = -9999.0
@@ -95,7 +95,7 @@ class _TextChoice(Struct, frozen=True):
 
 
 class DegradedBody(Struct, frozen=True):
-    """Ours: in what the answer is less than what was asked for."""
+    """An extension of the dialect: the differences between the answer and the request."""
 
     kind: str
     original: str
@@ -113,19 +113,23 @@ class _Head(Struct, frozen=True):
 
 class _Whole(Struct, frozen=True):
     id: str
+    # The object type in the dialect.
     object: str
+    # In seconds of Unix time.
     created: int
     model: str
     system_fingerprint: str
     choices: list[_ChatChoice] | list[_TextChoice]
     usage: UsageBody
+    # Only when the client requested it.
     stage_clock: list[StageClock] | UnsetType = UNSET
+    # Only when the answer differs from the request.
     degraded: list[DegradedBody] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What every part of one answer repeats."""
+class AnswerHead:
+    """The fields that every part of one answer repeats."""
 
     request_id: str
     created_unix_s: int
@@ -162,12 +166,12 @@ def finish_reasons(finished: Finished) -> dict[int, str]:
 
 
 def whole_answer(
-    wanted: Wanted, completions: Sequence[Completed], created_unix_s: int, request_id: str
+    wanted: Wanted, completions: Sequence[Completion], created_unix_s: int, request_id: str
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
-    identity = Identity(request_id, created_unix_s, first.model, first.version_digest)
-    head = identity.head(wanted.dialect, chunk=False)
+    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
+    head = answer.head(wanted.dialect, chunk=False)
     chat: list[_ChatChoice] = []
     text: list[_TextChoice] = []
     for number, completion in enumerate(completions):
@@ -183,7 +187,7 @@ def whole_answer(
                 listed = completion_logprobs(entries, 0) if wanted.logprobs else None
                 text.append(_TextChoice(index, content, listed, reason))
     usage = usage_body([completion.finished.usage for completion in completions])
-    answer = _Whole(
+    whole = _Whole(
         id=head.id,
         object=head.object,
         created=head.created,
@@ -194,7 +198,7 @@ def whole_answer(
         stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
         degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
     )
-    return _encode(answer)
+    return _encode(whole)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -209,7 +213,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprobs], offset_chars: int) -> CompletionLogprobs:
-    """``offset_chars`` is where the first token's text begins in the choice's output."""
+    """``offset_chars`` is the start of the first token's text in the choice's output."""
     offsets = []
     for entry in entries:
         offsets.append(offset_chars)
@@ -223,7 +227,7 @@ def completion_logprobs(entries: Sequence[TokenLogprobs], offset_chars: int) -> 
 
 
 def _tops(entry: TokenLogprobs) -> dict[str, float]:
-    """By text, as the dialect has it: of two tokens with one text the likelier stays. The sampled one too."""
+    """By text, as in the dialect, with the sampled token. Of equal texts the likelier token stays."""
     found: dict[str, float] = {}
     for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
         found.setdefault(token, _finite(value))
@@ -237,13 +241,13 @@ def _finite(logprob: float) -> float:
 
 
 class Frames:
-    """Writes the frames of one streamed answer: one JSON head, made once, around each choice."""
+    """Writes the frames of one streamed answer: one JSON head, built once, around each choice."""
 
-    def __init__(self, wanted: Wanted, identity: Identity) -> None:
+    def __init__(self, wanted: Wanted, answer: AnswerHead) -> None:
         self._wanted = wanted
-        head = _encode(identity.head(wanted.dialect, chunk=True))
+        head = _encode(answer.head(wanted.dialect, chunk=True))
         self._before = b"data: " + head[:-1] + b',"choices":['
-        # With usage asked for, every frame but the last says that its own is null.
+        # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
 
@@ -252,7 +256,7 @@ class Frames:
         return self._frame(_ChatChunkChoice(index, _Delta(role="assistant", content="")))
 
     def tokens(self, index: int, event: Tokens) -> bytes:
-        """The frame of new output; empty while text is held back and nobody asked for log probabilities."""
+        """The frame of new output; empty while text is held back and no log probabilities were requested."""
         wants = self._wanted.logprobs and bool(event.logprobs)
         if not event.text and not wants:
             return b""
@@ -272,13 +276,13 @@ class Frames:
         return self._frame(_TextChoice(index, "", finish_reason=reason))
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
-        """The frame of the whole answer's usage; empty unless it was asked for."""
+        """The frame of the whole answer's usage; empty unless requested."""
         if not self._wanted.include_usage:
             return b""
         return self._before + b'],"usage":' + _encode(usage_body(usages)) + b"}\n\n"
 
     def stage_clock(self, clocks: Sequence[StageClock]) -> bytes:
-        """The frame that says where the time went, per generation; empty unless it was asked for."""
+        """The frame of the stage times, per generation; empty unless requested."""
         if not self._wanted.stage_clock:
             return b""
         return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"

@@ -1,4 +1,4 @@
-"""Reading bodies within bounds of memory, by tenant and in all, and parsing them beside the event loop."""
+"""Request bodies: read within memory bounds, per tenant and in total, and parsed beside the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.gateway.faces.openai.types import is_cheap
 
 T = TypeVar("T")
 
-# A small body is in no account: its connection bounds it.
+# A small body is not accounted: its connection bounds it.
 FREE_BYTES: Final = 64 * 1024
 _TENANT_BODIES: Final = 4
 _ALL_BODIES: Final = 16
@@ -22,7 +22,7 @@ _RETRY_S: Final = 1.0
 class BodyReader:
     """Accounts for the bytes of bodies that are being read, and parses bodies.
 
-    A tenant's large bodies hold at most as much as four of the largest, all tenants' as much as sixteen.
+    One tenant's large bodies take at most four times the largest size, those of all tenants sixteen times.
     """
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -37,9 +37,10 @@ class BodyReader:
 
     @contextmanager
     def account(self, tenant_id: str) -> Iterator[Callable[[int], None]]:
-        """Yield what to call with the size that a body has reached; it holds that much until the block ends.
+        """Yield the function to call with the present size of a body; the reservation lasts until the block
+        ends.
 
-        The call raises HttpProblem where nothing more can be held.
+        The call raises HttpProblem when the bound is reached.
         """
         held = 0
 
@@ -66,10 +67,10 @@ class BodyReader:
                     del self._held[tenant_id]
 
     async def parse(self, parse: Callable[[bytes], T], body: bytes) -> T:
-        """Return what ``parse`` returns, which runs in a thread unless the body costs little.
+        """Return the result of ``parse``, which runs in a thread unless the body is cheap.
 
-        One at a time: decoding holds the interpreter lock, so several threads would stop the loop for the
-        sum of their times.
+        One at a time: decoding holds the interpreter lock, so several threads would stop the loop for the sum
+        of their times.
         """
         if is_cheap(body):
             return parse(body)

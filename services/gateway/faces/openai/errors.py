@@ -24,14 +24,14 @@ Header = tuple[bytes, bytes]
 
 
 class HttpProblem(FairwayError):
-    """What is wrong with the HTTP request itself, before it asks for anything."""
+    """An error of the HTTP request itself, before its content is read."""
 
     reason = "HTTP_PROBLEM"
 
     def __init__(
         self, status: int, message: str, *, close: bool = False, retry_after_s: float | None = None
     ) -> None:
-        """``close``: the connection cannot be used again, since bytes of the request are unread."""
+        """``close``: the connection cannot be reused, since bytes of the request are unread."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.status = status
         self.close = close
@@ -64,7 +64,7 @@ _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
     (Unauthenticated, "invalid_api_key"),
     (RequestRateExceeded, "rate_limit_exceeded"),
 )
-# Fields of fairway.v1 whose name differs in this dialect; longest first.
+# Fields of fairway.v1 with another name in this dialect; longest first.
 _PARAMS: Final = (
     ("token_ids.ids", "prompt"),
     ("chat.messages", "messages"),
@@ -84,7 +84,7 @@ def status_of(error: FairwayError) -> int:
 
 
 def error_headers(error: FairwayError) -> list[Header]:
-    """Return retry-after where a retry helps, and what a 401 must carry."""
+    """Return retry-after where a retry helps, and the headers that a 401 must carry."""
     headers: list[Header] = []
     if error.retry_after_s is not None:
         wait_s = max(0.0, error.retry_after_s)
@@ -93,7 +93,7 @@ def error_headers(error: FairwayError) -> list[Header]:
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, IdempotencyConflict):
-        # OpenAI's clients send again after a 409 unless they are told not to.
+        # OpenAI's clients retry after a 409 unless this header forbids it.
         headers.append((b"x-should-retry", b"false"))
     if isinstance(error, HttpProblem) and error.close:
         headers.append((b"connection", b"close"))
@@ -101,7 +101,7 @@ def error_headers(error: FairwayError) -> list[Header]:
 
 
 def error_body(error: FairwayError) -> bytes:
-    """Return the JSON of an error. A bug's own text never travels, only its incident id."""
+    """Return the JSON of an error. It omits a bug's own text and contains only its incident id."""
     status = status_of(error)
     field = error.metadata.get("field")
     param = _param(field) if field else None

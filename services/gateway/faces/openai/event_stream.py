@@ -1,11 +1,11 @@
 """A streamed answer: the events of one or several generations as server-sent events.
 
-The order is OpenAI's: a role frame per chat choice, content, a finish frame per choice, usage if asked
-for, ``[DONE]``. An error in the middle is raised, and the exchange's owner ends the stream with its frame
+The order is OpenAI's: a role frame per chat choice, content, a finish frame per choice, usage if requested,
+``[DONE]``. An error in the middle is raised, and the exchange's owner ends the stream with its frame
 (``Reply.error``).
 
-A write waits while the client does not read; the next event is taken only after it, so that the service
-merges what piles up meanwhile and withholds credit from the worker.
+A write waits while the client does not read, and the next event is taken only after it. So the service merges
+the events that accumulate meanwhile and withholds credit from the worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
-from services.gateway.faces.openai.answers import Frames, Identity, finish_reasons
+from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
 from services.gateway.faces.openai.exchange import Reply, foremost
 from services.gateway.faces.openai.requests import Wanted
 from services.gateway.policy.degrade import Degradation, header_value
@@ -30,7 +30,7 @@ REPLAYED: Final = (b"idempotent-replayed", b"true")
 
 
 def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
-    """Return the header that says in what the answer is less than what was asked for."""
+    """Return the header with the differences between the answer and the request."""
     distinct = tuple(dict.fromkeys(degradations))
     return b"x-fairway-degraded", header_value(distinct).encode("ascii", "replace")
 
@@ -72,7 +72,7 @@ class EventStream:
         if isinstance(event, Accepted):
             await self._on_accepted(number, event)
             return
-        if self._frames is None:  # a heartbeat while it is still being admitted: the status is open
+        if self._frames is None:  # a heartbeat during admission: the status is still undecided
             return
         await self._open()
         if isinstance(event, Tokens):
@@ -93,20 +93,20 @@ class EventStream:
                 self._reply.add_header(*REPLAYED)
             if event.degradations:
                 self._reply.add_header(*degraded_header(event.degradations))
-            identity = Identity(
+            answer = AnswerHead(
                 request_id, created_unix_s, event.model, event.version_digest, event.degradations
             )
-            self._frames = Frames(self._wanted, identity)
+            self._frames = Frames(self._wanted, answer)
         if self._wanted.dialect == "chat":
             first = number * self._wanted.choices
             self._opening += [self._frames.role(first + choice) for choice in range(self._wanted.choices)]
         self._accepted += 1
-        # Until all are accepted a refusal can still be a plain status.
+        # Until all are accepted, a rejection can still be a plain status.
         if self._accepted == len(self._wanted.generations):
             await self._open()
 
     async def _open(self) -> None:
-        """Begin the answer, and send the role frames that wait. Called with the turn held."""
+        """Begin the answer, and send the waiting role frames. The caller holds the lock."""
         if not self._reply.started:
             await self._reply.start_events()
         if self._opening:
@@ -125,5 +125,5 @@ class EventStream:
 
 
 def original(accepted: Accepted, number: int) -> tuple[str, int]:
-    """Return id and time of the request that was accepted, of which this was generation ``number``."""
+    """Return id and time of the accepted request, of which this was generation ``number``."""
     return accepted.request_id.removesuffix(f"-{number}"), accepted.received_unix_us // 1_000_000

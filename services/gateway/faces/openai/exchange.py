@@ -1,4 +1,4 @@
-"""One HTTP exchange: the body read under limits, the answer written under a timeout, a client that leaves."""
+"""One HTTP exchange: body limits, write timeout, and detection of a disconnected client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _ATTEMPT: Final = re.compile(rb"\d{1,6}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
 
-# What each header of a request means, for docs/reference/http.md.
+# The meaning of each request header, for docs/reference/http.md.
 REQUEST_HEADERS: Final = {
     "authorization": "`Bearer KEY`",
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
@@ -41,8 +41,8 @@ REQUEST_HEADERS: Final = {
 }
 
 
-class ClientGone(Exception):
-    """The client closed the connection before it had its answer."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before its answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class HttpLimits:
 
 
 class Headers:
-    """Request headers; a name that must be unique and is not is a 400."""
+    """Request headers; a repeated header that must be unique is a 400."""
 
     def __init__(self, scope: Scope) -> None:
         self._pairs: Iterable[Header] = scope["headers"]
@@ -73,7 +73,7 @@ class Headers:
             raise HttpProblem(400, "a stream needs HTTP/1.1; without `stream` the answer comes whole")
 
     def client_request_id(self) -> bytes | None:
-        """What the client calls its request: echoed and logged, never used as a key. None unless harmless."""
+        """The client's id of its request: echoed and logged, never used as a key. None unless harmless."""
         for name in (b"x-request-id", b"x-client-request-id"):
             for key, value in self._pairs:
                 if key == name and _CLIENT_ID.fullmatch(value):
@@ -103,12 +103,12 @@ class Headers:
         return value.decode()
 
     def traceparent(self) -> str:
-        """Return the trace context that the client sends, or anything else; empty without one."""
+        """Return the client's trace context, or arbitrary text; empty without one."""
         found = [value for key, value in self._pairs if key == b"traceparent" and len(value) <= 64]
         return found[0].decode("latin-1") if len(found) == 1 else ""
 
     def attempt(self) -> int:
-        """Return how often the client sent the request before, as far as it says so: 0 without a number."""
+        """Return how often the client sent the request before, by its own count: 0 without a number."""
         for name in (b"x-fairway-attempt", b"x-stainless-retry-count"):
             for key, value in self._pairs:
                 if key == name and _ATTEMPT.fullmatch(value):
@@ -116,7 +116,7 @@ class Headers:
         return 0
 
     def wants_stage_clock(self) -> bool:
-        """Whether the answer is to say where the time went. Raises InvalidInput unless it is 0 or 1."""
+        """Whether the answer includes the stage times. Raises InvalidInput unless the header is 0 or 1."""
         value = self.one(b"x-stage-clock")
         if value not in (None, b"0", b"1"):
             raise InvalidInput("x-stage-clock must be 0 or 1", field="x-stage-clock")
@@ -139,10 +139,10 @@ class Headers:
 async def read_body(
     headers: Headers, receive: Receive, limits: HttpLimits, hold: Callable[[int], None]
 ) -> bytes:
-    """Return the body. Raises HttpProblem before it holds more than the limit, or after the timeout.
+    """Return the body. Raises HttpProblem before it exceeds the limit, or after the timeout.
 
-    ``hold`` is called with the size it has reached; what it raises ends the reading. Raises ClientGone when
-    the client leaves in the middle.
+    ``hold`` is called with the size so far; an error that it raises ends the reading. Raises
+    ClientDisconnected when the client disconnects in the middle.
     """
     content_type = headers.one(b"content-type")
     if content_type is not None and not _JSON_TYPE.fullmatch(content_type.strip()):
@@ -167,7 +167,7 @@ async def _read_all(receive: Receive, limits: HttpLimits, hold: Callable[[int], 
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > limits.max_body_bytes:
@@ -183,14 +183,14 @@ def _too_large(limits: HttpLimits) -> HttpProblem:
 
 
 def mark_authenticated(scope: Scope) -> None:
-    """Keep the connection open while this exchange lasts, however many others come. Needs HttpServer."""
+    """Protect the connection from eviction by other connections during this exchange. Needs HttpServer."""
     offered: Mapping[str, Callable[[], None]] = scope.get("extensions", {}).get("fairway.connection", {})
     if (mark := offered.get("authenticated")) is not None:
         mark()
 
 
 class Reply:
-    """The answer of one exchange. Writes wait for the client: what it does not read is not made."""
+    """The answer of one exchange. Writes wait for the client: unread output is not produced."""
 
     def __init__(
         self, scope: Scope, send: Send, headers: list[Header], *, write_timeout_s: float = WRITE_TIMEOUT_S
@@ -201,12 +201,12 @@ class Reply:
         self._send = send
         self._headers = headers
         self._write_timeout_s = write_timeout_s
-        # Offered by HttpServer; elsewhere the server closes the connection when the application ends.
+        # HttpServer offers this; other servers close the connection when the application ends.
         offered: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.connection", {})
         self._abort: Callable[[], None] | None = offered.get("cut")
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """Send a header with the answer, which has not begun."""
+        """Add a header to the answer, which has not begun."""
         self._headers = [*self._headers, (name, value)]
 
     async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
@@ -225,7 +225,7 @@ class Reply:
     async def error(self, error: FairwayError) -> None:
         """Send an error: the whole answer, or the last frame of a stream that has begun.
 
-        The frame is not followed by ``[DONE]``: clients take a stream that merely stops for a complete one.
+        The frame is not followed by ``[DONE]``: clients treat a stream that merely stops as complete.
         """
         if self.complete:
             return
@@ -241,21 +241,21 @@ class Reply:
             [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache, no-store"),
-                # Reverse proxies that buffer would hold the first token back.
+                # Buffering reverse proxies would delay the first token.
                 (b"x-accel-buffering", b"no"),
             ],
         )
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Send bytes; returns when the connection takes more.
+        """Send bytes; returns when the connection accepts more.
 
-        Raises SlowReader, with the connection aborted, when it takes none for the write timeout.
+        Raises SlowReader, with the connection aborted, when it accepts none for the write timeout.
         """
         self.complete = self.complete or last
         await self._put({"type": "http.response.body", "body": data, "more_body": not last})
 
     def abort(self) -> None:
-        """Cut the connection: nothing more can be said, and a plain end would read as success."""
+        """Cut the connection: no error can be sent any more, and a plain end would mean success."""
         self.complete = True
         if self._abort is not None:
             self._abort()
@@ -275,10 +275,10 @@ class Reply:
         )
 
 
-async def unless_gone(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` returns. Raises ClientGone when the client leaves; ``work`` has ended by then.
+async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``. A disconnection ends ``work``, then raises ClientDisconnected.
 
-    The body must have been read: from then on the server tells only of the end of the connection.
+    The body must have been read: from then on the server reports only the end of the connection.
     """
     try:
         async with TaskGroup() as group:
@@ -294,13 +294,13 @@ async def unless_gone(receive: Receive, reply: Reply, work: Coroutine[Any, Any, 
 async def _watch(receive: Receive, reply: Reply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    # The server reports the end of a complete answer in the same way.
+    # The server also reports the end of a complete answer in this way.
     if not reply.complete:
-        raise ClientGone
+        raise ClientDisconnected
 
 
 def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """ClientGone if it is among them: the others are its consequences; else the first."""
+    """The ClientDisconnected among them, if any: the others are its consequences; otherwise the first."""
     leaves: list[BaseException] = []
     groups: list[BaseExceptionGroup[BaseException]] = [failures]
     while groups:
@@ -309,4 +309,4 @@ def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
                 groups.append(found)
             else:
                 leaves.append(found)
-    return next((leaf for leaf in leaves if isinstance(leaf, ClientGone)), leaves[0])
+    return next((leaf for leaf in leaves if isinstance(leaf, ClientDisconnected)), leaves[0])

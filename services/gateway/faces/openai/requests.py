@@ -1,4 +1,4 @@
-"""The OpenAI dialects as generations of fairway.v1, so that the one validator sees them."""
+"""Converts the OpenAI dialects to generations of fairway.v1, so that the same validator checks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Dialect = Literal["chat", "completions"]
 MAX_PROMPTS: Final = 32
 MAX_OUTPUTS: Final = 128
 _MAX_STOPS: Final = 16
-_MAX_BIASES: Final = 1024  # as the proto has it
+_MAX_BIASES: Final = 1024  # as in the proto
 _TOKEN_ID: Final = re.compile(r"\d{1,10}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PRIORITIES: Final = {
@@ -34,22 +34,27 @@ _PRIORITIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One HTTP request: a generation per prompt, and how the answer is written.
+    """One HTTP request: a generation per prompt, and the form of the answer.
 
     Choice c of generation g is number ``g * choices + c`` in the answer.
     """
 
+    # The endpoint's dialect, which defines the form of the answer.
     dialect: Dialect
     generations: tuple[inference_pb2.Generation, ...]
+    # Choices of each generation.
     choices: int
     stream: bool
+    # Whether the stream ends with a usage frame.
     include_usage: bool
+    # Whether the answer includes log probabilities.
     logprobs: bool
+    # Whether the answer includes the stage times.
     stage_clock: bool = False
 
 
 def chat_request(data: bytes) -> Wanted:
-    """Return what a body of /v1/chat/completions asks for. Raises InvalidInput, UnsupportedFeature."""
+    """Return the request of a /v1/chat/completions body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, ChatBody)
     generation = _generation(body, _chat_max_tokens(body))
     for index, turn in enumerate(body.messages):
@@ -64,7 +69,7 @@ def chat_request(data: bytes) -> Wanted:
 
 
 def completion_request(data: bytes) -> Wanted:
-    """Return what a body of /v1/completions asks for. Raises InvalidInput, UnsupportedFeature."""
+    """Return the request of a /v1/completions body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, CompletionBody)
     template = _generation(body, body.max_tokens)
     if body.logprobs is not None:
@@ -106,7 +111,7 @@ def _wanted(
 
 
 def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generation:
-    """Everything but the input. Fields that are absent stay absent: the validator has the defaults."""
+    """Everything except the input. Absent fields stay absent: the validator has the defaults."""
     generation = inference_pb2.Generation(
         model=body.model,
         sampling=_sampling(body),
@@ -127,7 +132,7 @@ def _sampling(body: Options) -> common_pb2.Sampling:
     sampling = common_pb2.Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        # -1 is how vLLM's clients switch it off.
+        # -1 is the off value of vLLM's clients.
         top_k=None if body.top_k is None else max(0, body.top_k),
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
@@ -208,7 +213,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     if not prompt:
         raise InvalidInput("prompt is empty", field="prompt")
     first = type(prompt[0])
-    # The type of a list is that of its first element; the others must have it too.
+    # A list has the type of its first element; the others must have it too.
     if any(type(entry) is not first for entry in prompt):
         raise InvalidInput("prompt mixes texts and token ids", field="prompt")
     if first is int:

@@ -1,7 +1,6 @@
-"""The OpenAI HTTP API over GatewayService. Every route states who may call it; nothing else is reachable.
+"""The OpenAI HTTP API over the gateway's service. Every route has an access rule; no other path is reachable.
 
-Authorisation looks at the route's rule and the authorization header alone, never at a URL or host that
-the client spells.
+Authorisation uses only the route's rule and the authorization header, never a URL or host from the client.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from services.gateway.faces.openai.bodies import BodyReader
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
 from services.gateway.faces.openai.exchange import (
-    ClientGone,
+    ClientDisconnected,
     Headers,
     HttpLimits,
     Receive,
@@ -42,10 +41,11 @@ from services.gateway.faces.openai.exchange import (
     foremost,
     mark_authenticated,
     read_body,
-    unless_gone,
+    unless_disconnected,
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
-from services.gateway.service_interface import Completed, Generations, Identity, IdSource, Served
+from services.gateway.requests.streaming import Completion
+from services.gateway.service_interface import Authenticator, Generations, IdSource, ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -60,7 +60,7 @@ class Access(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request on its way through a handler. ``principal`` is None on public routes."""
+    """One request inside a handler. ``principal`` is None on public routes."""
 
     scope: Scope
     receive: Receive
@@ -76,13 +76,13 @@ class Exchange:
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
-# Route, status of the answer (0 when there was none) and seconds.
+# Route, status of the answer (0 without an answer) and seconds.
 ObserveExchange = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route, its access rule, and what it accepts in words, for docs/reference/http.md."""
+    """A route, its access rule, and a description of its input, for docs/reference/http.md."""
 
     method: str
     path: str
@@ -93,7 +93,7 @@ class Endpoint:
 
 def build_app(
     service: Generations,
-    identity: Identity,
+    identity: Authenticator,
     clock: Clock,
     ids: IdSource,
     *,
@@ -104,8 +104,8 @@ def build_app(
 ) -> Starlette:
     """Return the ASGI application.
 
-    ``not_ready`` returns why no traffic should come now, or an empty text. ``observe`` hears of each exchange
-    when it is over. The endpoints with their rules are in ``app.state.endpoints``.
+    ``not_ready`` returns why no traffic should arrive now, or an empty text. ``observe`` is called for each
+    exchange when it is over. The endpoints with their rules are in ``app.state.endpoints``.
     """
     if limits is None:
         limits = HttpLimits(max_body_bytes)
@@ -120,14 +120,14 @@ def build_app(
         ],
         exception_handlers={HTTPException: problems.answer},
     )
-    # A redirect would be made from the Host header, which is the client's.
+    # A redirect would use the Host header, which the client controls.
     app.router.redirect_slashes = False
     app.state.endpoints = endpoints
     return app
 
 
 class OpenAiFace:
-    """The handlers."""
+    """The handlers of the routes."""
 
     def __init__(
         self, service: Generations, clock: Clock, limits: HttpLimits, not_ready: Callable[[], str]
@@ -201,9 +201,9 @@ class OpenAiFace:
         if wanted.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, wanted, timeout_s)
-            await unless_gone(exchange.receive, exchange.reply, work)
+            await unless_disconnected(exchange.receive, exchange.reply, work)
             return
-        completions = await unless_gone(
+        completions = await unless_disconnected(
             exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
         )
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
@@ -230,7 +230,9 @@ class OpenAiFace:
         ]
         await stream.run(sources)
 
-    async def _complete(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> list[Completed]:
+    async def _complete(
+        self, exchange: Exchange, wanted: Wanted, timeout_s: float | None
+    ) -> list[Completion]:
         """Return one answer per generation; the first failure ends the others."""
         try:
             async with TaskGroup() as group:
@@ -250,11 +252,11 @@ class OpenAiFace:
 
 
 def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
-    """Every generation is a request of its own, with an id of its own."""
+    """Every generation is a separate request with an id of its own."""
     received = exchange.received
     if len(wanted.generations) == 1:
         return [received]
-    # Under a key each has a record of its own; that they belong together is part of what they are.
+    # With an idempotency key each generation has a record; the hash of the whole is part of its fingerprint.
     whole = hashlib.sha256()
     for generation in wanted.generations:
         whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
@@ -264,7 +266,7 @@ def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
     ]
 
 
-def _model(entry: Served) -> dict[str, object]:
+def _model(entry: ServedModel) -> dict[str, object]:
     return {
         "id": entry.name,
         "object": "model",
@@ -275,12 +277,12 @@ def _model(entry: Served) -> dict[str, object]:
 
 
 class _Guard:
-    """The ASGI application of one endpoint: identifies, authorises, and turns errors into answers."""
+    """The ASGI application of one endpoint: authenticates, authorises, and turns errors into answers."""
 
     def __init__(
         self,
         endpoint: Endpoint,
-        identity: Identity,
+        identity: Authenticator,
         clock: Clock,
         ids: IdSource,
         limits: HttpLimits,
@@ -326,15 +328,15 @@ class _Guard:
             except FairwayError as error:
                 log.info("http.rejected", reason=error.reason)
                 await exchange.reply.error(error)
-            except ClientGone:
+            except ClientDisconnected:
                 log.info("http.client_left")
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
-            except BaseException:  # a native library's panic is no Exception
+            except BaseException:  # a panic in a native library is no Exception
                 incident = self._ids.incident_id()
                 log.exception("http.crashed", incident=incident)
                 await exchange.reply.error(InternalError("internal error", incident=incident))
-        except FairwayError as error:  # the error itself could not be sent
+        except FairwayError as error:  # sending the error failed
             log.info("http.answer_lost", reason=error.reason)
 
     def _authorised(self, exchange: Exchange) -> Exchange:
@@ -352,7 +354,7 @@ class _Guard:
 
 
 class _Problems:
-    """Answers what the router refuses, in the API's error shape."""
+    """Answers requests that the router rejects, in the API's error shape."""
 
     def __init__(self, ids: IdSource) -> None:
         self._ids = ids

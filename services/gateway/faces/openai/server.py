@@ -1,8 +1,8 @@
-"""uvicorn in the running event loop, with the limits that it lacks.
+"""uvicorn in the running event loop, with additional limits.
 
-uvicorn bounds neither the head of a request, nor what follows it once the answer is sent, nor the time that
-either takes; it takes trailers for headers, lets one client open every connection, and offers no way to cut
-one. ``_Protocol`` and ``ConnectionTable`` add these. Signals stay with whoever runs the process.
+uvicorn bounds neither the head of a request, nor the bytes after it once the answer is sent, nor the time of
+either. It treats trailers as headers, lets one client open every connection, and offers no way to cut one.
+``_Protocol`` and ``ConnectionTable`` add these. The process handles signals itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
@@ -19,25 +20,27 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.core.errors import FailedPrecondition
-from services.gateway.faces.openai.turns import Turns
-from services.runtime.connections import ConnectionTable
+from services.gateway.faces.openai.exchange import Receive, Scope, Send
+from services.runtime.connections import ConnectionTable, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
-# What frames a chunked body: its chunk sizes and extensions, beside an eighth of what they frame.
+# The framing of a chunked body: its chunk sizes and extensions, plus an eighth of the framed bytes.
 MAX_FRAMING_BYTES: Final = 64 * 1024
 HEAD_TIMEOUT_S: Final = 20.0
-BODY_TIMEOUT_S: Final = 35.0  # the application's own limit ends a request before, with an answer
+BODY_TIMEOUT_S: Final = 35.0  # the application's own limit is shorter, and sends an answer
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
-# A reverse proxy is one source, so that a share of it must serve an installation.
+# A reverse proxy is one source, so a source's share must suffice for an installation.
 MAX_SOURCE_SHARE: Final = 0.5
 MAX_PIPELINED: Final = 32
 BACKLOG: Final = 1024
-# Connections on which no request showed a credential, half of them of one source: as many as wait to be
-# accepted at once, which do not push out one another before they are read.
-MAX_STRANGERS: Final = 2 * BACKLOG
-# One read of the event loop, and what the protocol keeps before it pauses reading.
+# Requests that start per iteration of the event loop.
+BEGUN_PER_TURN: Final = 16
+# Connections without a credential so far. One source may have half of them, the size of the accept backlog,
+# so that they do not evict each other before they are read.
+MAX_UNAUTHENTICATED: Final = 2 * BACKLOG
+# One read of the event loop, and the protocol's buffer before it pauses reading.
 _IN_FLIGHT_BYTES: Final = 512 * 1024
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _HEAD_TOO_LARGE: Final = (
@@ -46,7 +49,7 @@ _HEAD_TOO_LARGE: Final = (
 
 
 class _Refused(Exception):
-    """The request is not answered by the application. Raised in a callback, it stops the parser."""
+    """The application does not answer the request. Raised in a callback, it stops the parser."""
 
 
 class _Protocol(HttpToolsProtocol):
@@ -62,9 +65,9 @@ class _Protocol(HttpToolsProtocol):
         self._max_body_bytes = max_body_bytes
         self._in_head = True
         self._in_body = False
-        self._read_bytes = 0  # of the head, the body or what is between requests, but its first read
+        self._read_bytes = 0  # of the head, the body or the gap between requests, except its first read
         self._body_bytes = 0
-        self._known = False  # a request on this connection showed a credential
+        self._known = False  # a request on this connection had a credential
         self._serving = False  # such a request has no complete answer yet
         self._refusal = _BAD_REQUEST
         self._refused = False
@@ -78,7 +81,7 @@ class _Protocol(HttpToolsProtocol):
         self._stop_timer()
         self._table.remove(self.transport)
         super().connection_lost(exc)
-        # Both refer to this protocol: without them a closed connection is gone without the cycle collector.
+        # Both refer to this protocol: without them a closed connection is freed without the cycle collector.
         self.cycle = self.scope = cast(Any, None)
         self.pipeline.clear()
 
@@ -148,7 +151,7 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(self._refusal)
 
     def _authenticated(self) -> None:
-        """The request that is served now is that of somebody known."""
+        """The request in progress has an authenticated caller."""
         self._known = self._serving = True
         self._table.update(self.transport, busy=not self._in_body, known=True)
         if not self._in_body and not self._in_head:
@@ -162,13 +165,13 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _start_timer(self) -> None:
-        """Bound the wait for the client, where it is the client who is waited for."""
+        """Bound the wait for the client, while the client has to act."""
         if self._timer is not None or self.transport.is_closing():
             return
         if self._in_head:
             limit_s = self.head_timeout_s
         elif self._in_body:
-            if self.pipeline:  # it is read when the answers before it are complete
+            if self.pipeline:  # it is read when the earlier answers are complete
                 return
             limit_s = self.body_timeout_s
         elif self._serving:
@@ -183,10 +186,10 @@ class _Protocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, answer: bytes) -> None:
-        """End the connection, with an answer where it would not come into the middle of another."""
+        """End the connection, with an answer unless that would interleave with another."""
         self._refused = True
         self._stop_timer()
-        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn types it as always there
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's type omits None
         begun = cycle is not None and (
             not cycle.response_complete if self._in_head else cycle.response_started
         )
@@ -200,8 +203,8 @@ class _Protocol(HttpToolsProtocol):
             cycle.message_event.set()
 
 
-class _Door(asyncio.Protocol):
-    """Admits a connection before anything is made for it."""
+class _ConnectionGate(asyncio.Protocol):
+    """Admits or rejects a connection before anything is allocated for it."""
 
     def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
         self._table = table
@@ -226,24 +229,24 @@ class HttpServer:
         max_body_bytes: int = MAX_BODY_BYTES,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """``port`` 0 takes a free one; ``port`` is that one, once started."""
+        """``port`` 0 takes a free port; after the start, ``port`` is the actual one."""
         self.host = host
         self.port = port
         self.table = ConnectionTable(
             max_connections,
             max(1, int(max_connections * MAX_SOURCE_SHARE)),
-            max_strangers=min(MAX_STRANGERS, max_connections),
+            max_strangers=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Turns(app),
+                PacedApp(app),
                 http=self._door,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                # The application logs what happens to requests; the rest is strangers' malformed bytes.
+                # The application logs its requests; the rest is malformed bytes of unknown clients.
                 log_level="critical",
                 access_log=False,
                 server_header=False,
@@ -255,7 +258,7 @@ class HttpServer:
         )
 
     async def start(self) -> None:
-        """Return once connections are accepted. Raises FailedPrecondition when the address cannot be had."""
+        """Return once connections are accepted. Raises FailedPrecondition when the address is unavailable."""
         bound = _bind(self.host, self.port)
         self.port = bound.getsockname()[1]
         self._sockets = [bound]
@@ -269,11 +272,11 @@ class HttpServer:
         """How many connections are open."""
         return len(self.table)
 
-    def _door(self, **kwargs: Any) -> _Door:
-        return _Door(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+    def _door(self, **kwargs: Any) -> _ConnectionGate:
+        return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connections, give running answers ``grace_s``, then cut them."""
+        """Reject new connections, give running answers ``grace_s``, then cut them."""
         if not self._sockets:
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
@@ -309,3 +312,44 @@ def _cannot_listen(exc: OSError, host: str, port: int) -> str:
     if exc.errno == errno.EADDRNOTAVAIL:
         return f"{host} is no address of this machine"
     return f"cannot listen on {host}:{port}: {exc.strerror or exc}"
+
+
+class PacedApp:
+    """An ASGI application that starts at most ``BEGUN_PER_TURN`` requests per iteration of the event loop.
+
+    Otherwise thousands of requests that are readable at once would start in one iteration, for a second or
+    more, during which no stream progresses. Waiting requests start round-robin, one of each source, so that a
+    source with few requests does not wait for one with many. The number of connections bounds the waiting
+    requests.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._begun = 0  # in this iteration
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        if self._begun < BEGUN_PER_TURN:
+            if not self._begun:
+                loop.call_soon(self._next_turn, loop)
+            self._begun += 1
+        else:
+            turn = loop.create_future()
+            self._waiting.setdefault(source_of(scope.get("client")), deque()).append(turn)
+            await turn
+        await self._app(scope, receive, send)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < BEGUN_PER_TURN:
+            source = next(iter(self._waiting))
+            turns = self._waiting.pop(source)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[source] = turns  # behind the other sources
+            if not turn.done():  # its task was not cancelled
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next_turn, loop)

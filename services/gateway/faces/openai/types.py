@@ -1,9 +1,8 @@
-"""What the OpenAI dialects may send, read strictly.
+"""The request bodies of the OpenAI dialects, parsed strictly.
 
-Three kinds of fields. Those that mean something here have their type. Those that OpenAI knows and this
-server does not offer are accepted at the value that asks for nothing (``tools: []``), so that clients
-which always send them work, and refused by name otherwise. Any other field is refused by name: an option
-that is dropped silently is a wrong answer.
+Fields are of three kinds. Supported fields have their type. OpenAI fields that this server does not support
+are accepted at a neutral value (``tools: []``), because some clients always send them, and rejected by name
+otherwise. Any other field is rejected by name: a silently dropped option is a wrong answer.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """What both dialects share. The second block is this server's own, as vLLM names it."""
+    """The fields of both dialects. The second block is this server's own, with vLLM's names."""
 
     model: str
     stream: bool | None = None
@@ -113,7 +112,7 @@ class CompletionBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=T
     best_of: Raw = Raw()
 
 
-# What asks for nothing, besides absence and null.
+# The neutral values, besides absence and null.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "annotations": ([],),
     "best_of": (1,),
@@ -139,7 +138,7 @@ _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 
-# What a body may be made of. A request within the bounds of every field has less: 2,048 messages, 1,048,576
+# Bounds of a body's content. A request within the bounds of every field has less: 2,048 messages, 1,048,576
 # token ids.
 _MAX_STRINGS: Final = 65_536  # names of fields and values
 _MAX_OPENINGS: Final = 32_768  # objects and lists
@@ -152,7 +151,7 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
 def is_cheap(data: bytes) -> bool:
-    """Whether decoding this JSON takes a millisecond or so, whatever is in it."""
+    """Whether decoding this JSON takes about a millisecond for every content."""
     if len(data) <= _SMALL_BYTES:
         return True
     return len(data) <= _CHEAP_BYTES and sum(_counts(data)) <= _CHEAP_MARKS
@@ -161,7 +160,7 @@ def is_cheap(data: bytes) -> bool:
 def check_json_cost(data: bytes) -> None:
     """Return if the JSON has no more strings, objects and values than a request needs. Raises InvalidInput.
 
-    Decoding costs time and memory for each of these, and 8 MB hold millions.
+    Decoding costs time and memory for each of these, and 8 MB contain millions.
     """
     strings, openings, commas = _counts(data)
     if strings > _MAX_STRINGS:
@@ -173,10 +172,10 @@ def check_json_cost(data: bytes) -> None:
 
 
 def _counts(data: bytes) -> tuple[int, int, int]:
-    """Return how many strings, openings and commas JSON has, by scans of C speed.
+    """Return the number of strings, openings and commas of JSON, by fast native scans.
 
-    Without the escaped quotes, every second piece between quotes is what is outside of strings. It is not
-    looked at where there are too many strings.
+    Without the escaped quotes, every second piece between quotes is outside of strings. Commas and openings
+    are not counted when there are too many strings.
     """
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
     quotes = plain.count(b'"')
@@ -189,8 +188,8 @@ def _counts(data: bytes) -> tuple[int, int, int]:
 def parse_body(data: bytes, kind: type[Body]) -> Body:
     """Return the body of a request. Raises InvalidInput or UnsupportedFeature naming the field.
 
-    What the standard library lets through is refused: NaN and infinities, numbers out of range,
-    duplicate keys, invalid UTF-8, lone surrogates, nesting beyond the parser's depth.
+    Rejects what the standard library accepts: NaN and infinities, numbers out of range, duplicate keys,
+    invalid UTF-8, lone surrogates, nesting beyond the parser's depth.
     """
     if len(data) > _CHEAP_BYTES:
         check_json_cost(data)
@@ -203,7 +202,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     except RecursionError:
         raise InvalidInput("the body is nested too deeply") from None
     require_neutral(body, "")
-    # After the types: what is left has no more objects than messages, so this pass is cheap.
+    # After the type checks the body has no more objects than messages, so this pass is cheap.
     try:
         json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
@@ -212,7 +211,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
 
 
 def require_neutral(found: Struct, path: str) -> None:
-    """Return if every option that is not offered asks for nothing. Raises UnsupportedFeature."""
+    """Return if every unsupported option has a neutral value. Raises UnsupportedFeature."""
     for name in found.__struct_fields__:
         value = getattr(found, name)
         if isinstance(value, Raw) and not _is_neutral(name, bytes(value).strip()):

@@ -1,15 +1,14 @@
-"""A model version's chat template, and what keeps a message from speaking for the server.
+"""A model version's chat template, guarded against control tokens in messages.
 
 A chat template joins messages with control tokens, and a tokenizer reads control tokens back out of text
-wherever they are spelled. A user who writes ``<|end|><|system|>`` must not end his turn. So the template
-computes with text that carries which of its characters come from a message (``template_text``), and writes
-exactly the text that it writes elsewhere. Where a control token is spelled with at least one such character,
-the text is cut behind the token's first character and tokenised in pieces, so that no piece spells it.
-Messages that spell none give exactly the tokens that they give elsewhere. ``TextEncoder.encode_chat`` counts
-the control tokens afterwards.
+wherever they are spelled. A user who writes ``<|end|><|system|>`` must not end the user's turn. So the
+template computes with text that records which of its characters come from a message (``traced_text``), and
+writes exactly its usual text. Where a control token is spelled with at least one such character, the text is
+cut behind the token's first character and tokenised in pieces, so that no piece spells it. Messages that
+spell none give exactly their usual tokens. ``TextEncoder.encode_chat`` counts the control tokens afterwards.
 
-Control tokens are the tokenizer's added tokens that are flagged special. Other added tokens (``<think>``)
-are ordinary text with an id of their own: transformers reads them from messages too.
+Control tokens are the tokenizer's added tokens that are flagged special. Other added tokens (``<think>``) are
+ordinary text with an id of their own: transformers reads them from messages too.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from services.gateway.text.template.sandbox import (
     BudgetExceeded,
     TemplateRefused,
 )
-from services.gateway.text.template.traced_text import MESSAGE, Traced, concat, origin_of
-from services.gateway.text.text_model import Message
+from services.gateway.text.template.traced_text import MESSAGE, OriginText, concat, origin_of
+from services.gateway.text.text_model import ChatMessage
 from services.ports.clock import Clock
 
 _STRFTIME: Final = re.compile(r"(%[-_0^#]?[A-Za-z%]|[^%])*")
 MAX_STEPS: Final = 200_000
 RENDER_TIMEOUT_S: Final = 2.0
-# Characters of text that one rendering may make on the way, all operations together.
+# Intermediate characters of one rendering, all operations together.
 MAX_WORK_CHARS: Final = 16 * 1024 * 1024
 _TEMPLATE_MISTAKES: Final = (
     jinja2.TemplateError,
@@ -55,7 +54,7 @@ _TEMPLATE_MISTAKES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Rendered text; ``cuts`` are the offsets at which it is taken apart before it is tokenised."""
+    """Rendered text; ``cuts`` are the offsets at which it is split before tokenisation."""
 
     text: str
     cuts: tuple[int, ...] = ()
@@ -76,7 +75,7 @@ class ControlTokens:
         return self._special.findall(text) if self._special else []
 
     def guarded(self, text: str) -> Rendered:
-        """Return a template's text, cut inside each control token that a message spells or takes part in."""
+        """Return a template's text, cut inside each control token that contains message text."""
         origin = origin_of(text)
         if self._special is None or MESSAGE not in origin:
             return Rendered(str.__str__(text))
@@ -101,7 +100,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
     ) -> None:
-        """``tokens`` are ``bos_token`` and the like. Raises FailedPrecondition when it does not compile."""
+        """``tokens`` are ``bos_token`` and similar. Raises FailedPrecondition for an invalid template."""
         if len(source.encode()) > MAX_TEMPLATE_BYTES:
             raise FailedPrecondition(f"the chat template is longer than {MAX_TEMPLATE_BYTES} bytes")
         environment = BudgetedEnvironment({"strftime_now": _strftime(clock)})
@@ -118,11 +117,11 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self.depends_on_time = "strftime_now" in source
 
-    def render(self, messages: Sequence[Message], *, max_chars: int) -> Rendered:
-        """Return the text up to where the assistant speaks.
+    def render(self, messages: Sequence[ChatMessage], *, max_chars: int) -> Rendered:
+        """Return the text up to the assistant's turn.
 
-        Raises InvalidInput when the template refuses the messages or asks for more than it is given,
-        FailedPrecondition when it fails on them.
+        Raises InvalidInput when the template rejects the messages or exceeds its budget, FailedPrecondition
+        when it fails on them.
         """
         budget = Budget(
             max_chars=8 * max_chars + MAX_WORK_CHARS,
@@ -153,17 +152,17 @@ class ChatTemplate:
             ) from exc
         return self._control.guarded(text)
 
-    def _message(self, message: Message) -> dict[str, str]:
-        # Templates older than the role call it by its former name.
+    def _message(self, message: ChatMessage) -> dict[str, str]:
+        # Templates older than the role ``developer`` use its former name.
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        found: dict[str, str] = {"role": role, "content": Traced(message.content)}
+        found: dict[str, str] = {"role": role, "content": OriginText(message.content)}
         if message.name:
-            found["name"] = Traced(message.name)
+            found["name"] = OriginText(message.name)
         return found
 
 
 def _line(exc: BaseException) -> str:
-    """Return where in the template an error arose, nothing where that is not recorded."""
+    """Return where in the template an error occurred, empty where that is not recorded."""
     frames = traceback.walk_tb(exc.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
     return f" in line {lines[-1]}" if lines else ""
@@ -181,7 +180,7 @@ def _bounded(pieces: Iterable[str], max_chars: int) -> list[str]:
 
 def _strftime(clock: Clock) -> Callable[..., object]:
     def strftime_now(text: str) -> str:
-        # Widths (%0999d) are a bomb of their own.
+        # A large width (%0999d) exhausts memory.
         if len(text) > 256 or not _STRFTIME.fullmatch(text):
             raise BudgetExceeded("strftime_now takes no widths and at most 256 characters")
         return datetime.fromtimestamp(clock.unix_s(), UTC).strftime(text)

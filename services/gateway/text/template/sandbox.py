@@ -1,14 +1,14 @@
-"""The Jinja environment of chat templates: what transformers offers them, within a budget.
+"""The Jinja environment of chat templates: the features of transformers, within a budget.
 
-Jinja's sandbox keeps a template away from Python's internals and ``range`` below 100,000, but allows
-``'a' * 10**9``, doubling by ``~``, ``'%999999999d'``, padding and nested loops. Here loop steps and
-characters are charged to a budget, most of them before the operation happens, and widths are bounded, so
-that a template that computes too much ends with an error of its own. The budget need not catch everything:
-the process that renders is bounded by the kernel. What a template may call is an allow-list. Templates come
-from model versions alone; the messages that they read come from clients, as ``Traced`` text.
+Jinja's sandbox blocks Python's internals and limits ``range`` to 100,000, but allows ``'a' * 10**9``,
+doubling by ``~``, ``'%999999999d'``, padding and nested loops. Here loop steps and characters are charged to
+a budget, most of them before the operation, and widths are bounded, so that a template that computes too much
+ends with an error of its own. The budget need not catch everything: the kernel bounds the process that
+renders. An allow-list defines what a template may call. Templates come from model versions alone; their
+messages come from clients, as ``OriginText`` text.
 
-Not offered, since the same messages have to give the same text: ``random`` and ``lipsum``. Nor are
-``autoescape`` and what needs further files.
+Not offered, since the same messages must give the same text: ``random`` and ``lipsum``. Also not offered:
+``autoescape`` and everything that needs further files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
-from services.gateway.text.template.traced_text import Traced, concat, join, replaced, settled
+from services.gateway.text.template.traced_text import OriginText, concat, join, replaced, settled
 
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_LIST_ITEMS: Final = 100_000
@@ -37,10 +37,10 @@ MAX_INT_BITS: Final = 128
 MAX_WIDTH: Final = 4096
 MAX_FORMAT_CHARS: Final = 16 * 1024 * 1024
 
-# A name that no template can spell: it holds a blank.
+# A name that no template can spell: it contains a blank.
 BUDGET: Final = "fairway budget"
 
-# Filters that only pick, order or count what they are given: its text keeps its origin by itself.
+# Filters that only select, order or count their input: its text keeps its origin without help.
 # fmt: off
 _PICKING_FILTERS: Final = frozenset(
     (
@@ -50,7 +50,7 @@ _PICKING_FILTERS: Final = frozenset(
     )
 )
 _PADDING_METHODS: Final = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
-_EXACT: Final = (str, Traced)  # texts that carry their origin through operators and methods
+_EXACT: Final = (str, OriginText)  # texts that keep their origin through operators and methods
 _NOT_OFFERED: Final = frozenset(("encode", "format", "format_map"))
 # fmt: on
 _STR_METHODS: Final = frozenset(
@@ -72,15 +72,15 @@ _PERCENT_WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[#0\- +]*([0-9]*\*?)(?:\.([0
 
 
 class TemplateRefused(Exception):
-    """The template called ``raise_exception``; the text is its author's."""
+    """The template called ``raise_exception``; the text is from its author."""
 
 
 class BudgetExceeded(Exception):
-    """The template asked for more characters, steps or time than it is given."""
+    """The template exceeded its characters, steps or time."""
 
 
 class Budget:
-    """What one rendering may still use. Any thread, one at a time."""
+    """The remaining budget of one rendering. Any thread, one at a time."""
 
     def __init__(
         self, *, max_chars: int, max_steps: int, deadline_s: float, monotonic_s: Callable[[], float]
@@ -103,7 +103,7 @@ class Budget:
 
 
 def weight(value: object, budget: Budget) -> int:
-    """Charge and return about how many characters ``str(value)`` has, without making them."""
+    """Charge and return the approximate length of ``str(value)``, without building it."""
     if isinstance(value, str):
         budget.charge(len(value))
         return len(value)
@@ -131,7 +131,7 @@ def _budget(context: Context) -> Budget:
 
 @jinja2.pass_context
 def _each(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """What every loop iterates over: the same items, each charged."""
+    """The iterator of every loop: the same items, each charged."""
     budget = _budget(context)
     for item in items:
         budget.charge()
@@ -152,7 +152,7 @@ def _concat(context: Context, *parts: Any) -> str:
 
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> str:
-    """The text of any value, as it is written; charged."""
+    """The text of any value in the output; charged."""
     if isinstance(value, str):
         _budget(context).charge(len(value))
         return str(value)
@@ -204,7 +204,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, as chat templates are written for."""
+    """JSON without HTML escapes, as chat templates expect it."""
     if isinstance(indent, int):
         _check_width(indent)
     encoder = json.JSONEncoder(
@@ -223,7 +223,7 @@ def _indent(context: Context, s: Any, width: Any = 4, first: bool = False, blank
         _check_width(width)
         width = " " * width
     text = _finalize(context, s)
-    # Jinja appends a newline, so that an empty last line is one.
+    # Jinja appends a newline, so that an empty last line counts as a line.
     lines = (text + "\n").splitlines()
     _budget(context).charge(len(text) + (len(width) + 1) * len(lines))
     wanted = [first, *(bool(line) or blank for line in lines[1:])]
@@ -246,7 +246,7 @@ def _format(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter whose text carries which of its characters come from a message; charged."""
+    """Return a filter that keeps the origin of its text's characters; charged."""
     wants = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
 
     @jinja2.pass_context
@@ -264,14 +264,14 @@ def _raise_exception(message: object) -> None:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what an assistant said, for training; here its content passes through."""
+    """``{% generation %}`` marks the assistant's text, for training; here its content passes through."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A block of its own scope, as in transformers: what is set in it is not seen after it.
+        # A block with its own scope, as in transformers: its variables are not visible after it.
         return nodes.CallBlock(self.call_method("content"), [], [], body).set_lineno(line)
 
     def content(self, caller: Macro) -> str:
@@ -279,7 +279,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, as transformers has it."""
+    """Jinja's namespace without names that begin with an underscore, as in transformers."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -299,7 +299,7 @@ def _check_name(name: object) -> None:
 
 
 class _Dict:
-    """The type ``dict`` without the methods that every Python type has."""
+    """The type ``dict`` without the methods of every Python type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -345,7 +345,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             for name, found in self.filters.items()
             if name != "random"
         }
-        # These carry the origin themselves.
+        # These keep the origin themselves.
         self.filters |= {
             "each ": _each, "text ": _text, "concat ": _concat, "join": _join, "replace": _replace,
             "indent": _indent, "string": _string, "trim": _trim,
@@ -362,7 +362,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join what a macro, a block or an assignment wrote."""
+        """Join the output of a macro, a block or an assignment."""
         return concat(parts)
 
     def is_safe_callable(self, obj: Any) -> bool:
@@ -370,7 +370,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         for kind, allowed in _METHODS:
             if isinstance(owner, kind):
                 return getattr(obj, "__name__", "") in allowed
-        # Of other objects only Jinja's own and those here have methods: (2).to_bytes(10**9) is none.
+        # Of other objects, only Jinja's own and those here have methods: (2).to_bytes(10**9) is not allowed.
         known = owner is None or isinstance(owner, LoopContext | Cycler | _GenerationTag | _Dict)
         return known and super().is_safe_callable(obj)
 
@@ -397,7 +397,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             args = (_each(__context, args[0]), *args[1:])
         if not isinstance(owner, str) and _moves_values(__obj, owner):
             return super().call(__context, __obj, *args, **kwargs)
-        for scope in ("_loop_vars", "_block_vars"):  # which generated code passes to every call
+        for scope in ("_loop_vars", "_block_vars"):  # generated code passes these to every call
             kwargs.pop(scope, None)
         if not isinstance(owner, str):
             return settled(functools.partial(super().call, __context, __obj), args, kwargs)
@@ -414,7 +414,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def _built(self, context: Context, text: str, name: str, *args: Any) -> str:
-        """``str.join`` and ``str.replace``: of texts alone, where the filters take anything."""
+        """``str.join`` and ``str.replace``: for texts alone, while the filters accept any value."""
         first, *others = args
         parts = list(_each(context, first)) if name == "join" else [first, *others[:1]]
         if not all(isinstance(part, str) for part in parts):
@@ -451,7 +451,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _moves_values(obj: Any, owner: Any) -> bool:
-    """Return whether a callable makes no text of its arguments that does not carry its origin."""
+    """Return whether a callable makes no text of its arguments that lacks its origin."""
     return (
         isinstance(obj, Macro | LoopContext | BlockReference | Joiner | _Dict)
         or isinstance(owner, Mapping | list | tuple | LoopContext | Cycler | _GenerationTag | _Dict)
@@ -482,7 +482,7 @@ def _check_items(count: int) -> None:
 
 
 def _check_product(operator: str, left: Any, right: Any, budget: Budget) -> None:
-    """Raise BudgetExceeded when ``left operator right`` is large, before it is made."""
+    """Raise BudgetExceeded if the result of ``left operator right`` would be large, before it is built."""
     for number, sequence in ((left, right), (right, left)):
         if isinstance(sequence, str | list | tuple):
             if operator != "*" or not isinstance(number, int):

@@ -1,11 +1,11 @@
-"""Circuit breakers: whoever fails most of what it is given gets nothing but a few trials for a while.
+"""Circuit breakers: a worker, version or zone that fails most requests gets only trial requests for a while.
 
     closed ──failures, enough of them and most of what is seen──► open ──its time is over──► half-open
        ▲                                                           ▲                             │
        └─────────────trials that succeed───────────────────────────┼─────────────────────────────┘
                                                                    └──a trial fails: open for twice as long
 
-One circuit stands for one worker, version or zone. Pure: time is an argument, in monotonic seconds.
+One circuit belongs to one worker, version or zone. Pure: time is an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class CircuitState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """A circuit opens at ``min_failures`` within about ``window_s`` when they are ``failure_ratio`` of all
-    that is seen. Open, it lets nothing through for ``base_open_s``, twice as long each time, at most
-    ``max_open_s``. Half-open, it lets one trial through every ``trial_interval_s``, and closes after
-    ``trial_successes``. After ``forgive_s`` without a failure its past is forgotten.
+    """Thresholds and times of a circuit.
+
+    A circuit opens at ``min_failures`` within about ``window_s`` when their share of all results is at least
+    ``failure_ratio``. An open circuit rejects all requests for ``base_open_s``, doubled each time, at most
+    ``max_open_s``. A half-open circuit admits one trial every ``trial_interval_s`` and closes after
+    ``trial_successes``. After ``forgive_s`` without a failure the doubling is reset.
     """
 
     window_s: float = 30.0
@@ -48,12 +50,12 @@ class BreakerPolicy:
 
 @dataclass(slots=True, eq=False)
 class Circuit:
-    """One breaker. Counts fade with their age, so that a window needs no list of what was seen."""
+    """One breaker. Counts decay with age, so that a window needs no list of results."""
 
     policy: BreakerPolicy
     since_s: float = 0.0
     state: CircuitState = CircuitState.CLOSED
-    until_s: float = 0.0  # when an open one lets a first trial through, a half-open one its next
+    until_s: float = 0.0  # open: when the first trial may start; half-open: when the next may
     opened: int = 0  # times in a row
     _failures: float = 0.0
     _successes: float = 0.0
@@ -62,7 +64,7 @@ class Circuit:
     _good_trials: int = 0
 
     def failed(self, now_s: float, count: int = 1) -> bool:
-        """Count failures; return whether that opened it."""
+        """Count failures; return whether that opened the circuit."""
         self._fade(now_s)
         self._failures += count
         self._failed_s = now_s
@@ -78,7 +80,8 @@ class Circuit:
         return True
 
     def succeeded(self, now_s: float, count: int = 1) -> bool:
-        """Count successes; return whether that closed it. One that began before it opened says nothing."""
+        """Count successes; return whether that closed the circuit. Successes of an open circuit do not count
+        as trials."""
         self._fade(now_s)
         self._successes += count
         if self.state is not CircuitState.HALF_OPEN:
@@ -91,7 +94,7 @@ class Circuit:
         return True
 
     def advance(self, now_s: float) -> bool:
-        """Let time pass; return whether that made an open one half-open."""
+        """Advance the time; return whether that changed an open circuit to half-open."""
         if self.state is CircuitState.OPEN and now_s >= self.until_s:
             self._set(CircuitState.HALF_OPEN, now_s)
             self._good_trials = 0
@@ -107,12 +110,12 @@ class Circuit:
         return self.state is CircuitState.HALF_OPEN and now_s >= self.until_s
 
     def passed(self, now_s: float) -> None:
-        """A request went through: a trial, when it is half-open."""
+        """Record that a request was admitted: a trial, when the circuit is half-open."""
         if self.state is CircuitState.HALF_OPEN:
             self.until_s = now_s + self.policy.trial_interval_s
 
     def idle(self, now_s: float) -> bool:
-        """Whether it is as a new one would be."""
+        """Whether the circuit equals a new one."""
         quiet = now_s - max(self._seen_s, self._failed_s) >= self.policy.forgive_s
         return self.state is CircuitState.CLOSED and quiet
 
@@ -128,7 +131,7 @@ class Circuit:
 
     def _fade(self, now_s: float) -> None:
         if now_s == self._seen_s:
-            return  # as for all but the first of what one report tells
+            return  # usual for all but the first event of a report
         kept = math.exp(-max(0.0, now_s - self._seen_s) / self.policy.window_s)
         self._failures *= kept
         self._successes *= kept
@@ -149,8 +152,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Circuits(Generic[Key]):
-    """The circuits of one kind, at most ``max_circuits``: the one that was not heard of for longest goes, a
-    closed one if there is any, since an open one is not heard of for as long as it is."""
+    """The circuits of one kind, at most ``max_circuits``. Beyond that, the closed one used least recently is
+    removed, or the least recently used one when none is closed: an open circuit gets no events."""
 
     def __init__(self, kind: str, policy: BreakerPolicy, *, max_circuits: int = 4096) -> None:
         self.kind: Final = kind
@@ -184,14 +187,14 @@ class Circuits(Generic[Key]):
         self._circuits.pop(key, None)
 
     def advance(self, now_s: float) -> tuple[Key, ...]:
-        """Let time pass; return the keys whose circuit became half-open. Idle ones are forgotten."""
+        """Advance the time; return the keys whose circuit became half-open. Idle circuits are removed."""
         found = tuple(key for key, circuit in self._circuits.items() if circuit.advance(now_s))
         for key in [key for key, circuit in self._circuits.items() if circuit.idle(now_s)]:
             del self._circuits[key]
         return found
 
     def change(self, key: Key, name: Callable[[Key], str] = str) -> CircuitChange:
-        """Return what to say of the key's circuit."""
+        """Return the present state of the key's circuit, to log it."""
         circuit = self._circuits[key]
         return CircuitChange(self.kind, name(key), circuit.state, circuit.until_s)
 

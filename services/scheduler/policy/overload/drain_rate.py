@@ -1,4 +1,4 @@
-"""How fast a queue moves, for telling a refused caller when to come back."""
+"""Drain rate of a queue, for the retry-after of a refused caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 MIN_WAIT_S = 1.0
 MAX_WAIT_S = 30.0
-_LEAST_WEIGHT = 0.05  # one grant, three windows ago: what is less says nothing any more
+_LEAST_WEIGHT = 0.05  # one grant, three windows ago: a lower weight is no evidence
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class DrainRate:
         self._last_s = now_s
 
     def drain_s(self, queued: int, now_s: float) -> float | None:
-        """Return how long a queue of this length takes to drain; None when nothing moved of late."""
+        """Return how long a queue of this length takes to drain; None without recent grants."""
         rate = self._decayed(now_s) / self.window_s
         return queued / rate if rate * self.window_s >= _LEAST_WEIGHT else None
 

@@ -1,12 +1,12 @@
-"""How long what is submitted now would wait, and how hard that presses a pool: 0 (not at all) to 1.
+"""Predicted wait of a new placement, and the pressure on a pool: 0 (none) to 1.
 
     wait = tokens that go before it / tokens per second that the pool can do
 
-Tokens of a placement are its prompt and its predicted output. What a pool can do is measured while work
-waits, since what an idle pool does says nothing of what it could. The tokens before a placement are those of
-its class and higher ones, of each tenant at most as many as fair service gives it until the placement's own
-tenant is through: a tenant with little queued does not wait for one with much.
-Processor sharing: Parekh and Gallager, A Generalized Processor Sharing Approach, 1993.
+Tokens of a placement are its prompt and its predicted output. The rate of a pool is measured only while work
+waits, because an idle pool computes less than it could. The tokens before a placement are those of its class
+and higher classes, of each tenant at most as many as fair service grants it until the placement's own tenant
+has been served: a tenant with a short queue does not wait for one with a long queue. Processor sharing:
+Parekh and Gallager, A Generalized Processor Sharing Approach, 1993.
 
 Pure: time is an argument, in monotonic seconds.
 """
@@ -28,9 +28,9 @@ LEAST_LEFT_RATIO: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServiceTargets:
-    """How long a request of each class may wait for its first token, seconds, when it does not say itself.
+    """Default time to first token of each class, in seconds, for requests without a target.
 
-    Batch has as long as it may queue.
+    Batch is bounded by its queue time only.
     """
 
     interactive_s: float = 2.0
@@ -52,10 +52,10 @@ class ServiceTargets:
 
 @dataclass(slots=True)
 class TokenRate:
-    """Tokens per second that one worker of a pool can do, measured in windows of ``window_s``.
+    """Tokens per second of one worker of a pool, measured in windows of ``window_s``.
 
     A window above the rate raises it at once. One below lowers it, by ``follow_ratio`` of the difference, if
-    work waited meanwhile: what a pool does when nothing waits says nothing of what it could.
+    work waited meanwhile: otherwise the window does not show what the pool could do.
     """
 
     window_s: float = 2.0
@@ -65,17 +65,18 @@ class TokenRate:
     _rate: float = 0.0
 
     def note(self, tokens: float, now_s: float, *, workers: int, waits: bool) -> None:
-        """Count tokens of prompts and outputs that ``workers`` computed. ``waits``: more is there to do."""
+        """Count tokens of prompts and outputs that ``workers`` computed. ``waits``: more work is queued."""
         past_s = now_s - self._began_s
         if past_s >= self.window_s:
-            # After a gap the window holds less than it spans, and one that was opened late says nothing.
+            # After a gap the window covers more time than its work, and one that was opened late is no
+            # evidence.
             if past_s < 2.0 * self.window_s and workers > 0:
                 self._learn(self._tokens / past_s / workers, waits=waits)
             self._tokens, self._began_s = 0.0, now_s
         self._tokens += tokens
 
     def tokens_per_s(self, workers: int) -> float | None:
-        """Return the rate of that many workers, None before anything was measured."""
+        """Return the rate of that many workers, None before the first measurement."""
         return self._rate * workers if self._rate > 0.0 and workers > 0 else None
 
     def _learn(self, rate: float, *, waits: bool) -> None:
@@ -87,7 +88,7 @@ class TokenRate:
 
 @dataclass(slots=True)
 class ArrivalRate:
-    """Tokens per second that came to wait, of about the last ``window_s``; older ones fade."""
+    """Queued tokens per second over about the last ``window_s``; older ones decay."""
 
     window_s: float = 5.0
     _tokens: float = 0.0
@@ -99,7 +100,7 @@ class ArrivalRate:
         self._seen_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Return the rate. It starts from 0, so that one burst is not taken for a stream of them at once."""
+        """Return the rate. It starts from 0, so that one burst does not count as a steady stream at once."""
         return self._faded(now_s) / self.window_s
 
     def _faded(self, now_s: float) -> float:
@@ -108,7 +109,7 @@ class ArrivalRate:
 
 @dataclass(slots=True)
 class Backlog:
-    """Tokens that wait in one pool, by class and tenant. Bounded by what waits."""
+    """Waiting tokens of one pool, by class and tenant. Bounded by the queue."""
 
     _tokens: dict[Priority, dict[str, float]] = field(
         default_factory=lambda: {priority: {} for priority in Priority}
@@ -137,11 +138,11 @@ class Backlog:
         return sum(tokens for other, tokens in self._sums.items() if other.rank >= priority.rank)
 
     def holds(self, tenant: str) -> bool:
-        """Whether something of the tenant waits."""
+        """Whether a placement of the tenant waits."""
         return any(tenant in by_tenant for by_tenant in self._tokens.values())
 
     def waits(self, priority: Priority) -> bool:
-        """Whether something of the class waits."""
+        """Whether a placement of the class waits."""
         return bool(self._tokens[priority])
 
     def ahead_of(
@@ -153,9 +154,9 @@ class Backlog:
         *,
         weight: float = 1.0,
     ) -> float:
-        """Return the tokens that go before a placement of ``own_tokens`` that the tenant submits now.
+        """Return the tokens that are served before a placement of ``own_tokens`` that the tenant submits now.
 
-        ``weights`` are those of the tenants that wait and are not 1, ``weight`` that of this one.
+        ``weights``: those of waiting tenants that differ from 1; ``weight``: that of this tenant.
         """
         mine = self._tokens[priority].get(tenant, 0.0)
         horizon = (mine + own_tokens) / weight
@@ -172,11 +173,11 @@ class Backlog:
 def wait_s(
     tokens_ahead: float, tokens_per_s: float | None, *, arriving_tokens_per_s: float = 0.0
 ) -> float | None:
-    """Return how long that many tokens take, None while no rate is known.
+    """Return how long that many tokens take, None while the rate is unknown.
 
-    ``arriving_tokens_per_s`` keep coming and go before it: what is left of the rate is for it, at least a
-    tenth, since a class that takes everything now need not do so for long. Cobham's waiting time of a lower
-    class, Priority assignment in waiting line problems, 1954.
+    ``arriving_tokens_per_s`` continue to arrive and are served first: the placement gets the rest of the
+    rate, at least a tenth, because a class that uses the whole rate now may use less later. Cobham's waiting
+    time of a lower class, Priority assignment in waiting line problems, 1954.
     """
     if tokens_ahead <= 0.0:
         return 0.0
@@ -187,9 +188,9 @@ def wait_s(
 
 
 def pressure_ratio(backlog: Backlog, tokens_per_s: float | None, targets: ServiceTargets) -> float:
-    """Return the pressure: the wait of the class that is worst off, over its target, at most 1.
+    """Return the pressure: the highest ratio of predicted wait to target over all classes, at most 1.
 
-    A class of which nothing waits does not count, and neither does one without a target.
+    A class without waiting placements does not count, and neither does one without a target.
     """
     worst = 0.0
     for priority in Priority:

@@ -1,8 +1,8 @@
-"""What is refused when a pool cannot serve everything in time, and who goes first.
+"""Load shedding: the order in which placements are refused when a pool cannot serve all of them in time.
 
-Order: batch, over-quota, standard, interactive; what has begun to stream is never shed. Within a rank a retry
-goes before a first attempt, and of those the newest goes first: what has waited longest is nearest to its
-turn. Nothing is refused for the pool's sake while something of a lower rank waits there: that goes instead.
+Order: batch, over-quota, standard, interactive; a request that has begun to stream is never shed. Within a
+rank, retries are shed before first attempts, and of those the newest first: the oldest is closest to its
+start. No placement is refused for the pool's load while one of a lower rank waits there: that one is shed.
 
 Prioritised shedding: Google SRE book, Handling Overload; retries first: AWS Builders' Library. Pure.
 """
@@ -20,7 +20,7 @@ from services.scheduler.policy.overload.pressure import ServiceTargets
 
 
 class ShedRank(IntEnum):
-    """The lower is shed first."""
+    """Shedding rank; the lowest is shed first."""
 
     BATCH = 0
     OVER_QUOTA = 1
@@ -31,25 +31,24 @@ class ShedRank(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SheddingPolicy:
-    """``retry_patience_ratio``: the share of its target that a retry may be predicted to wait.
-    ``overdue_ratio``: what waits already is shed when it is predicted to wait that many times its target.
+    """Settings of load shedding.
 
-    A retry-after is the wait beyond the target, at least ``min_retry_after_s`` and ``jitter_ratio`` more at
-    random, times one more for each earlier attempt, at most ``max_retry_after_s``.
+    A retry-after is the wait beyond the target, at least ``min_retry_after_s``, plus up to ``jitter_ratio``
+    of it at random; it grows with each earlier attempt, up to ``max_retry_after_s``.
     """
 
     enabled: bool = True
     targets: ServiceTargets = field(default_factory=ServiceTargets)
-    retry_patience_ratio: float = 0.5
-    overdue_ratio: float = 1.5
+    retry_patience_ratio: float = 0.5  # share of its target that a retry may be predicted to wait
+    overdue_ratio: float = 1.5  # a waiting placement is shed at a predicted wait of so many times its target
     min_retry_after_s: float = 1.0
     max_retry_after_s: float = 60.0
     jitter_ratio: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A placement that comes, as far as shedding goes. Times in seconds; None: without one."""
+class OfferedPlacement:
+    """A new placement, with the facts that shedding uses. Times in seconds; None: no limit."""
 
     priority: Priority
     over_quota: bool
@@ -66,12 +65,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """It may wait."""
+    """The placement may wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hopeless:
-    """Its own deadline passes before it could start, whoever else is shed."""
+    """The deadline of the placement passes before it could start, even if others were shed."""
 
     wait_s: float
     limit_s: float
@@ -80,10 +79,10 @@ class Hopeless:
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    """Somebody must go: whoever of the pool has the lowest rank, and the one that comes if that is it.
+    """A placement has to be shed: the one with the lowest rank in the pool, or the new one if it is lowest.
 
-    ``claims``: the wait exceeds the target of its class too. If it does not, nobody else goes for it: to ask
-    for more than one's class, or to be a retry, is no claim on others.
+    ``claims``: the predicted wait exceeds the target of its class too. Otherwise no other placement is shed
+    for it: a stricter target than that of the class, or a retry, does not justify shedding others.
     """
 
     wait_s: float
@@ -96,7 +95,7 @@ Verdict = Take | Hopeless | Shed
 
 
 def shed_rank(priority: Priority, *, over_quota: bool, begun: bool) -> ShedRank:
-    """Return where the placement stands in the order. Batch stays lowest, over its quota or not."""
+    """Return the shedding rank. Batch is lowest, over its quota or not."""
     if begun:
         return ShedRank.BEGUN
     if priority is Priority.BATCH:
@@ -106,8 +105,9 @@ def shed_rank(priority: Priority, *, over_quota: bool, begun: bool) -> ShedRank:
     return ShedRank.STANDARD if priority is Priority.STANDARD else ShedRank.INTERACTIVE
 
 
-def judge(arrival: Arrival, wait_s: float | None, policy: SheddingPolicy, rng: Random) -> Verdict:
-    """Return whether the placement may wait. ``wait_s`` is predicted; None, nothing known, refuses nobody."""
+def judge(arrival: OfferedPlacement, wait_s: float | None, policy: SheddingPolicy, rng: Random) -> Verdict:
+    """Return whether the placement may wait. ``wait_s`` is predicted; None (no prediction) admits the
+    placement."""
     if wait_s is None or arrival.begun or not policy.enabled:
         return Take()
     own_s = math.inf if arrival.deadline_left_s is None else arrival.deadline_left_s
@@ -125,21 +125,21 @@ def judge(arrival: Arrival, wait_s: float | None, policy: SheddingPolicy, rng: R
 
 
 def retry_after_s(wait_s: float, limit_s: float, attempt: int, policy: SheddingPolicy, rng: Random) -> float:
-    """Return when to come back, seconds: once the queue is predicted to be short enough, and not all at once.
+    """Return the retry-after in seconds: when the queue is predicted to be short enough, randomised.
 
-    Later with each attempt, so that those who were refused before do not crowd out those who come first.
+    It grows with each attempt, so that refused callers do not crowd out first attempts.
     """
     return spread_s(max(policy.min_retry_after_s, wait_s - limit_s) * (1 + min(attempt, 16)), policy, rng)
 
 
 def spread_s(later_s: float, policy: SheddingPolicy, rng: Random) -> float:
-    """Return the time within its bounds, and up to ``jitter_ratio`` more at random."""
+    """Return the time within its bounds, plus up to ``jitter_ratio`` at random."""
     within_s = min(policy.max_retry_after_s, max(policy.min_retry_after_s, later_s))
     return within_s * (1.0 + policy.jitter_ratio * rng.random())
 
 
 class Sheddable(Protocol):
-    """``number`` is unique and grows with submission."""
+    """A placement that can be shed. ``number`` is unique and grows with submission."""
 
     @property
     def number(self) -> int: ...
@@ -155,10 +155,10 @@ Item = TypeVar("Item", bound=Sheddable)
 
 
 class SheddingOrder(Generic[Item]):
-    """The waiting placements of one pool in the order in which they are shed. Each call is O(ranks)."""
+    """The waiting placements of one pool in shedding order. Each call is O(ranks)."""
 
     def __init__(self) -> None:
-        # By number, in the order of coming: the newest stands last.
+        # By number, in submission order: the newest is last.
         self._items: dict[tuple[ShedRank, bool], dict[int, Item]] = {
             (rank, retried): {} for rank in ShedRank for retried in (True, False)
         }
@@ -172,19 +172,20 @@ class SheddingOrder(Generic[Item]):
         self._count += 1
 
     def discard(self, item: Item) -> None:
-        """Forget the item; KeyError if it is not there."""
+        """Remove the item; KeyError if it is not present."""
         del self._items[item.rank, item.retried][item.number]
         self._count -= 1
 
     def first(self) -> Item | None:
-        """Return what is shed first, None when nothing that may be shed waits."""
+        """Return the placement that is shed first, None when none may be shed."""
         for (rank, _), items in self._items.items():
             if items and rank is not ShedRank.BEGUN:
                 return items[next(reversed(items))]
         return None
 
     def victim_for(self, rank: ShedRank, *, retried: bool) -> Item | None:
-        """Return what goes instead of one of this rank that comes: None when that one itself is to go."""
+        """Return the placement to shed instead of a new one of this rank; None when the new one is shed
+        first."""
         found = self.first()
         if found is None or (found.rank, not found.retried) >= (rank, not retried):
             return None

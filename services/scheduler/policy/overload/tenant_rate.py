@@ -1,4 +1,4 @@
-"""How many tokens each tenant uses per minute, for telling who is above what was promised to it.
+"""Token rate of each tenant, to find tenants above their committed rate.
 
 Pure: time is an argument, in monotonic seconds.
 """
@@ -16,7 +16,8 @@ _KEPT: Final = round(WINDOW_S / _SLICE_S) + 1
 
 @dataclass(slots=True)
 class _Use:
-    """Tokens by slice of time; ``number`` is that of the newest slice, and one more than a minute is kept."""
+    """Tokens by time slice. ``number`` is that of the newest slice; one slice more than a minute is
+    stored."""
 
     number: int
     slices: list[int]
@@ -30,7 +31,7 @@ class _Use:
 class TenantRates:
     """Tokens of the last minute, of at most ``max_tenants``, counted in slices of ten seconds.
 
-    The tenant that was not heard of for longest is forgotten first: it counts as one that used nothing.
+    The tenant updated least recently is removed first; it then counts as having used nothing.
     """
 
     def __init__(self, max_tenants: int = 16384) -> None:
@@ -54,7 +55,7 @@ class TenantRates:
         use.slices[number % _KEPT] += tokens
 
     def tokens_per_minute(self, tenant: str, now_s: float) -> int:
-        """Return the tokens of the last minute; of its oldest slice the share that is within it."""
+        """Return the tokens of the last minute; the oldest slice counts with its share of the minute."""
         use = self._uses.get(tenant)
         if use is None:
             return 0
@@ -64,5 +65,5 @@ class TenantRates:
         return sum(use.slices) - round(oldest * into_s / _SLICE_S)
 
     def is_over(self, tenant: str, committed_per_minute: int, now_s: float) -> bool:
-        """Whether the tenant uses more than was promised. Without a promise everything is within it."""
+        """Whether the tenant exceeds its committed rate. Without a commitment it never does."""
         return committed_per_minute > 0 and self.tokens_per_minute(tenant, now_s) > committed_per_minute

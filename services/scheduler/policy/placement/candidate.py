@@ -1,4 +1,4 @@
-"""What a placement asks for, what a worker offers for it, and the filters between the two. Pure values."""
+"""Placement query, candidate worker, and the filters between the two. Pure values."""
 
 from __future__ import annotations
 
@@ -16,57 +16,49 @@ from services.scheduler.policy.step_time import PRIOR, StepModel
 
 
 class Candidate(Struct, frozen=True, gc=False):
-    """One pool of one worker. ``kv_tokens_*`` are whole blocks, in tokens; room may be negative.
-
-    ``heard``: its reports arrive and honour this leader. ``slots`` are sequences it may still take.
-    ``ejected``: it is slower than its peers, or its breaker is open. ``queued_prefill_tokens`` are those of
-    accepted prompts and of grants on their way, less what the worker has cached of them. ``running``
-    sequences decode and read ``attended_tokens`` of KV in a step. ``slowness_ratio`` is measured over
-    predicted step time, ``cost_ratio`` the cheapest peer's price of a token over this one's.
-    """
+    """One pool of one worker, as input of filters and scorers."""
 
     worker_id: str
-    kv_tokens_total: int
-    kv_tokens_room: int
+    kv_tokens_total: int  # whole blocks, in tokens
+    kv_tokens_room: int  # whole blocks, in tokens; may be negative
     block_size: int
-    slots: int
+    slots: int  # sequences that it may still take
     max_model_len: int
-    queued_prefill_tokens: int = 0
+    queued_prefill_tokens: int = 0  # of accepted prompts and outstanding grants, without the cached part
     ready: bool = True
     draining: bool = False
-    heard: bool = True
-    ejected: bool = False
+    heard: bool = True  # its reports arrive and confirm this leader's epoch
+    ejected: bool = False  # slower than its peers, or its circuit is open
     zone: str = ""
-    running: int = 0
-    attended_tokens: int = 0
+    running: int = 0  # sequences that decode
+    attended_tokens: int = 0  # tokens of KV that these read in a step
     long_prefills: int = 0
     step_model: StepModel = PRIOR
-    slowness_ratio: float = 1.0
-    cost_ratio: float = 1.0
+    slowness_ratio: float = 1.0  # measured over predicted step time
+    cost_ratio: float = 1.0  # the cheapest peer's price of a token over this one's
 
     @property
     def serving(self) -> bool:
-        """It takes new sequences, as far as it has room."""
+        """Whether it takes new sequences, within its room."""
         return self.ready and self.heard and not self.draining and not self.ejected
 
 
 class PlaceQuery(Struct, frozen=True):
-    """``prefix_hashes`` name the blocks of the prompt, first to last; ``zone`` is its gateway's, empty when
-    unknown. ``ttft_target_s`` is None without one. ``shared``: what of the prompt costs a worker no room.
-    ``gives_way``: its tenant has more than its share, and more than that waiting (``held_share``)."""
+    """One placement to decide."""
 
     demand: Demand
     excluded_workers: tuple[str, ...] = ()
-    prefix_hashes: tuple[int, ...] = ()
-    zone: str = ""
-    ttft_target_s: float | None = None
+    prefix_hashes: tuple[int, ...] = ()  # names of the prompt's blocks, first to last
+    zone: str = ""  # of its gateway; empty: unknown
+    ttft_target_s: float | None = None  # None: no target
+    # Its tenant holds more than its share, with more than that waiting (``held_share``).
     gives_way: bool = False
-    shared: SharedRun = NOTHING_SHARED
+    shared: SharedRun = NOTHING_SHARED  # the part of the prompt that needs no room on workers that share it
 
 
 class Offer(NamedTuple):
-    """What a candidate means for one query: tokens of the prompt it has cached, the predicted time from the
-    grant to the first token, and by how much prompts that wait there come later for it, all together."""
+    """A candidate evaluated for one query: cached prompt tokens, predicted time from the grant to the first
+    token, and the total additional wait of the prompts queued there."""
 
     candidate: Candidate
     cached_tokens: int
@@ -119,7 +111,7 @@ def has_sequence_slot(_: PlaceQuery, candidate: Candidate) -> bool:
 def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
     """Return the filters that keep long prompts from filling a worker; they are named as in ``length``.
 
-    A prompt is as long as what the worker would compute of it: one that is cached there holds nobody up.
+    The length of a prompt is the part that the worker would compute: a cached prompt delays no other.
     """
 
     def has_long_prefill_slot(_: PlaceQuery, candidate: Candidate, uncached_tokens: int) -> bool:
@@ -132,7 +124,7 @@ def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
         if queued_tokens <= (CHUNK_TOKENS if query.gives_way else policy.min_backlog_tokens):
             return True
         if uncached_tokens <= min(policy.min_backlog_tokens, query.demand.prompt_tokens // 2):
-            return True  # to compute it elsewhere would cost more than what it adds here
+            return True  # computing it elsewhere would cost more than it adds here
         chunk_s = candidate.slowness_ratio * candidate.step_model.seconds(1, CHUNK_TOKENS, 0, 0)
         tokens_per_s = CHUNK_TOKENS / max(1e-9, chunk_s)
         if query.gives_way and queued_tokens > policy.giving_way_backlog_s * tokens_per_s:
@@ -143,5 +135,5 @@ def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
 
 
 def may_use(query: PlaceQuery, candidate: Candidate) -> bool:
-    """Whether the worker would take it when empty."""
+    """Whether the worker would take the sequence when empty."""
     return not_excluded(query, candidate) and fits_when_empty(query, candidate)

@@ -1,9 +1,8 @@
-"""Which worker a sequence goes to: filter, score, pick. Pure: no clock, no I/O, no global random source.
+"""Placement of a sequence on a worker: filter, score, pick. Pure: no clock, no I/O, no global random source.
 
-The design is that of the endpoint picker of the Kubernetes inference gateway. Candidates already stand for
-what the scheduler knows: reported room less outstanding grants. Who is a candidate at all is decided in
-``pool_seats``: the holders of the longest cached prefix and a random sample (Mitzenmacher, The Power of Two
-Choices, 2001).
+The design is that of the endpoint picker of the Kubernetes inference gateway. Candidates are based on
+reported room less outstanding grants. ``pool_seats`` selects the candidates: the holders of the longest
+cached prefix and a random sample (Mitzenmacher, The Power of Two Choices, 2001).
 """
 
 from __future__ import annotations
@@ -44,16 +43,18 @@ from services.scheduler.policy.placement.ttft import delay_of_others_s, predict_
 from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
 from services.scheduler.policy.queue.length import LengthPolicy
 
-MAX_NAMED: Final = 16  # workers that a decision names with the filter that dropped them
+MAX_NAMED: Final = 16  # rejected workers that a decision names
 _NOTHING_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementProfile:
-    """``prompt_filters`` are asked with what a worker would compute of the prompt. ``scorers`` with their
-    weights. ``spread``: those within it of the best score share the draw, so that equal workers fill evenly.
-    ``sample``: workers with room that are looked at besides at most ``holders`` of the prefix; None looks at
-    every one."""
+    """Filters, weighted scorers and sampling of a placement.
+
+    ``prompt_filters`` get the prompt tokens that a worker would compute. ``spread``: all workers within it of
+    the best score are in the draw, so that equal workers fill evenly. ``sample``: number of workers with room
+    that are candidates besides at most ``holders`` of the prefix; None: all of them.
+    """
 
     filters: tuple[Filter, ...] = (
         ready,
@@ -80,7 +81,7 @@ class PlacementProfile:
 
 @dataclass(frozen=True, slots=True)
 class Rejections:
-    """``counts`` by name of the filter, ``named``: some of the workers, each with its filter."""
+    """``counts`` by name of the filter; ``named``: some of the workers, each with its filter."""
 
     counts: tuple[tuple[str, int], ...] = ()
     named: tuple[tuple[str, str], ...] = ()
@@ -95,7 +96,7 @@ class Ranked(NamedTuple):
 
 
 class Chosen(Struct, frozen=True):
-    """``ranked`` are all that passed the filters, ``floor`` the score from which on one was in the draw."""
+    """The chosen worker. ``ranked``: all that passed the filters; ``floor``: lowest score in the draw."""
 
     worker_id: str
     offer: Offer
@@ -105,7 +106,7 @@ class Chosen(Struct, frozen=True):
 
     @property
     def scores(self) -> tuple[tuple[str, float], ...]:
-        """Those in the draw, with their scores."""
+        """The workers in the draw, with their scores."""
         return tuple(
             (found.offer.candidate.worker_id, found.score)
             for found in self.ranked
@@ -113,7 +114,8 @@ class Chosen(Struct, frozen=True):
         )
 
     def parts(self, query: PlaceQuery, profile: PlacementProfile) -> tuple[tuple[str, ScoreParts], ...]:
-        """Return, for each in the draw, what every scorer gave. ``profile`` is the one that chose."""
+        """Return the result of every scorer for each worker in the draw. ``profile`` is the one that
+        chose."""
         return tuple(
             (
                 found.offer.candidate.worker_id,
@@ -129,9 +131,11 @@ ScoreParts = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class NoWorker:
-    """``never_fits``: there are serving workers that it may use, and each would refuse it even when empty.
-    ``waits_for_room``: a serving worker that it may use has no room for it now. ``rejections`` are counted
-    when it waits for no room.
+    """Result of a placement without a worker.
+
+    ``never_fits``: there are serving workers that the query may use, and each would refuse it even when
+    empty. ``waits_for_room``: a serving worker that it may use has no room for it now. ``rejections`` are
+    counted when it waits for no room.
     """
 
     rejections: Rejections
@@ -155,10 +159,10 @@ def choose(
     cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
     filters: Sequence[Filter] | None = None,
 ) -> Chosen | NoWorker:
-    """Choose one worker. The same arguments and the same state of ``rng`` give the same answer.
+    """Choose one worker. The same arguments and the same state of ``rng`` give the same result.
 
-    ``cached_tokens``: how many tokens of the prompt a worker has cached, none where it is not named.
-    ``filters``: those of the profile that these candidates may fail; all of them by default.
+    ``cached_tokens``: cached prompt tokens by worker, 0 for others. ``filters``: those of the profile that
+    these candidates may fail; all of them by default.
     """
     checks = profile.filters if filters is None else filters
     rejected: dict[str, int] = {}
@@ -193,7 +197,7 @@ def _refusal(
     filters: Sequence[Filter],
     prompt_filters: Sequence[PromptFilter],
 ) -> str:
-    """Return the name of the first filter that the candidate fails, empty when it passes all."""
+    """Return the name of the first filter that rejects the candidate, empty when it passes all."""
     for check in filters:
         if not check(query, candidate):
             return check.__name__
@@ -205,7 +209,7 @@ def _refusal(
 
 
 def offer_of(query: PlaceQuery, candidate: Candidate, cached_tokens: int) -> Offer:
-    """Return what the candidate means for the query."""
+    """Return the offer of the candidate for the query."""
     model, ahead_tokens = candidate.step_model, candidate.queued_prefill_tokens
     uncached_tokens = query.demand.prompt_tokens - cached_tokens
     ttft_s = candidate.slowness_ratio * predict_ttft_s(
@@ -220,7 +224,7 @@ def offer_of(query: PlaceQuery, candidate: Candidate, cached_tokens: int) -> Off
 
 
 def no_worker(rejections: Rejections) -> NoWorker:
-    """Return what it means that these filters dropped every worker."""
+    """Return the result when these filters rejected every worker."""
     serving = [reason for reason, _ in rejections.counts if reason not in SERVING_FILTERS]
     waits = any(reason in ROOM_FILTERS for reason in serving)
     return NoWorker(rejections, never_fits=bool(serving) and not waits, waits_for_room=waits)

@@ -1,14 +1,15 @@
-"""The workers of one version, indexed so that a placement looks at few of them.
+"""Index of the workers of one version, so that a placement evaluates few of them.
 
 A *seat* is one worker's pool. It is *open* while it serves, has a sequence slot and any KV room. Open seats
-stand in an array, from which a sample is drawn, and in a heap by room, whose top says what the largest room
-is. Serving seats are counted by size and those that do not serve by reason. So a change of a seat costs
-O(log n), a choice the candidates it looks at, and a refusal nothing that grows with the fleet.
+are in an array, from which a sample is drawn, and in a heap by room, whose top is the largest room. Serving
+seats are counted by size, other seats by reason. A change of a seat costs O(log n), a choice costs the
+candidates that it evaluates, and a refusal costs nothing that grows with the fleet.
 
-``choose`` finds a worker whenever one has room for the whole of a query and passes the filters: when no
-candidate does, the one with the largest room is looked at, then every open one. What a look at every one
-found futile is not looked for again until a seat gets better, nor is what asks for more. Then come some of
-those that have room for what they do not share. Pure; single writer.
+``choose`` finds a worker whenever one has room for the whole query and passes the filters: when no candidate
+does, it evaluates the seat with the largest room, then every open seat. A query for which every open seat was
+evaluated without success is remembered until a seat improves; it and larger queries are not repeated. Finally
+it evaluates some workers that have room for the part of the query that they do not share. Pure; single
+writer.
 """
 
 from __future__ import annotations
@@ -46,48 +47,51 @@ from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED
 
 SERVING: Final = ""
 _MAX_FUTILE: Final = 4
-_MAX_YIELDING: Final = 8  # looked at for a tenant below its share, when no worker has a slot
-_MAX_SHARERS: Final = 8  # looked at for a prompt whose beginning they share, when none has room for all
-_OF_OPEN_SEATS: Final = (ready, heard, not_draining, not_ejected, has_sequence_slot)  # each passes them
-_OF_ROOM: Final = (fits_when_empty, has_kv_room, not_excluded)  # those with room pass, where none is excluded
+_MAX_YIELDING: Final = 8  # evaluated for a tenant below its share, when no worker has a slot
+_MAX_SHARERS: Final = 8  # evaluated for a prompt whose prefix they share, when none has room for all of it
+# Filters that every open seat passes.
+_OF_OPEN_SEATS: Final = (ready, heard, not_draining, not_ejected, has_sequence_slot)
+# Filters that seats with room pass, when no worker is excluded.
+_OF_ROOM: Final = (fits_when_empty, has_kv_room, not_excluded)
 
 
-class Level(NamedTuple):
-    """What the index knows of a seat. ``standing``: ``SERVING``, or the name of the filter that keeps it out.
+class SeatLevel(NamedTuple):
+    """Indexed state of a seat."""
 
-    ``number`` is the worker's bit in masks of workers. ``yields_to_rank``: the lowest class of which a tenant
-    below its share may have a slot of another tenant's, where none is free; 0: of no class.
-    """
-
+    # ``SERVING``, or the name of the filter that rejects the seat.
     standing: str
     room_tokens: int
     slots: int
     kv_tokens_total: int
     max_model_len: int
-    number: int
+    number: int  # the worker's bit in masks of workers
+    # Lowest class whose tenants below their share may take the slot of another tenant, where none is free; 0:
+    # none.
     yields_to_rank: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Seat:
     worker_id: str
-    level: Level
+    level: SeatLevel
     place: int = -1  # in the array of open seats
     candidate: Candidate | None = None
 
 
 class PoolSeats:
-    """``build`` returns the candidate of a worker at its present level; it is asked once for each."""
+    """Seats of one pool. ``build`` returns the candidate of a worker at its present level; it is called once
+    per level."""
 
-    def __init__(self, build: Callable[[str, Level], Candidate]) -> None:
+    def __init__(self, build: Callable[[str, SeatLevel], Candidate]) -> None:
         self._build = build
         self._seats: dict[str, _Seat] = {}
         self._open: list[_Seat] = []
-        self._by_room: list[tuple[int, str]] = []  # heap of (-room, worker), with entries that are no more so
+        self._by_room: list[tuple[int, str]] = []  # heap of (-room, worker), including outdated entries
         self._sizes: dict[tuple[int, int], int] = {}  # serving seats by (pool size, model length)
-        self._bounds: tuple[int, int, int] | None = None  # what ``room`` says of the sizes, while they stay
-        self._away: dict[str, int] = {}  # the others by standing
-        self._yielding: dict[str, _Seat] = {}  # without a slot, but for tenants below their share
+        # Bounds of the sizes for ``room``, while they are unchanged.
+        self._bounds: tuple[int, int, int] | None = None
+        self._away: dict[str, int] = {}  # the other seats by standing
+        self._yielding: dict[str, _Seat] = {}  # without a slot, except for tenants below their share
         self._futile: list[tuple[PlaceQuery, NoWorker]] = []
         self._profile: PlacementProfile | None = None
         self._filters: tuple[Filter, ...] = ()
@@ -100,15 +104,15 @@ class PoolSeats:
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._seats
 
-    # --- what changes -----------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
-    def put(self, worker_id: str, level: Level) -> None:
-        """The seat is like this from now on."""
+    def put(self, worker_id: str, level: SeatLevel) -> None:
+        """Set the level of a seat."""
         self._futile.clear()
         self.take(worker_id, level)
 
-    def take(self, worker_id: str, level: Level) -> None:
-        """The seat is like this from now on, and no better than before for any query."""
+    def take(self, worker_id: str, level: SeatLevel) -> None:
+        """Set the level of a seat that improves for no query."""
         seat = self._seats.get(worker_id)
         if seat is None:
             seat = self._seats[worker_id] = _Seat(worker_id, level)
@@ -135,7 +139,7 @@ class PoolSeats:
             self._yielding.pop(worker_id, None)
 
     def drop(self, worker_id: str) -> None:
-        """The worker has no such pool any more."""
+        """Remove a worker that no longer has this pool."""
         seat = self._seats.pop(worker_id)
         self._yielding.pop(worker_id, None)
         self._count(seat.level, -1)
@@ -145,22 +149,22 @@ class PoolSeats:
             self._tidy()
 
     def forget_candidates(self) -> None:
-        """What ``build`` returns changed for all."""
+        """Discard all candidates because the results of ``build`` have changed."""
         self._futile.clear()
         for seat in self._seats.values():
             seat.candidate = None
 
-    # --- what is asked ----------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def candidate(self, worker_id: str) -> Candidate:
-        """Return the seat as the filters see it. KeyError without such a seat."""
+        """Return the seat as a candidate for the filters. KeyError without such a seat."""
         return self._candidate(self._seats[worker_id])
 
     def all(self) -> Iterator[str]:
         return iter(self._seats)
 
     def room(self) -> RoomSummary:
-        """Return the best that any serving seat offers."""
+        """Return the maximum that any serving seat offers."""
         if not self._sizes:
             return RoomSummary(serving=False)
         top = self._top()
@@ -181,10 +185,11 @@ class PoolSeats:
         holders: Sequence[str] = (),
         cached_tokens: Callable[[Sequence[str]], Mapping[str, int]] = lambda _: {},
     ) -> Chosen | NoWorker:
-        """Return a worker that passes the filters, whenever one has room for all of the query, or why there
-        is none. Of those that have room only since they share its prefix some are looked at.
+        """Return a worker that passes the filters, whenever one has room for the whole query, or why there is
+        none. Of the workers that have room only because they share its prefix, some are evaluated.
 
-        ``holders`` are looked at besides the sample; ``cached_tokens`` says what workers have of the prompt.
+        ``holders`` are evaluated besides the sample; ``cached_tokens`` returns the cached prompt tokens of
+        workers.
         """
         found = self._with_room(query, profile, rng, holders, cached_tokens)
         if isinstance(found, Chosen) or query.shared is NOTHING_SHARED:
@@ -201,7 +206,7 @@ class PoolSeats:
     def choose_yielding(
         self, query: PlaceQuery, rank: int, profile: PlacementProfile, rng: Random
     ) -> Chosen | NoWorker:
-        """Return a worker without a slot where another tenant yields one to a class of that rank."""
+        """Return a worker without a free slot where another tenant yields one to a class of that rank."""
         some = islice(self._yielding.values(), _MAX_YIELDING * 4)
         seats = [seat for seat in some if seat.level.yields_to_rank <= rank]
         if len(seats) > _MAX_YIELDING:
@@ -220,7 +225,7 @@ class PoolSeats:
         if top is None or top.level.room_tokens < query.demand.reserved_tokens:
             return self._nobody(query, None)
         known = self._known_futile(query)
-        if known is not None:  # but for those that have much of it cached
+        if known is not None:  # evaluate the workers that have much of it cached
             seats = [seat for name in holders if (seat := self._seats[name]).place >= 0]
             found = self._choose(seats, query, profile, rng, cached_tokens)
             return found if isinstance(found, Chosen) else self._nobody(query, known)
@@ -261,13 +266,13 @@ class PoolSeats:
     # --- choosing ---------------------------------------------------------------------------------
 
     def _sampled(self, profile: PlacementProfile, rng: Random, holders: Sequence[str]) -> Sequence[_Seat]:
-        """Return the holders that are open and a sample of all that are; all of them when that is as many."""
+        """Return the open holders and a sample of all open seats; all open seats when that is as many."""
         count, wanted = len(self._open), profile.sample
         if wanted is None or count <= wanted + len(holders):
             return self._open
         found = {name: seat for name in holders if (seat := self._seats[name]).place >= 0}
         wanted += len(found)
-        for _ in range(2 * wanted):  # few draws hit a seat twice
+        for _ in range(2 * wanted):  # few draws repeat a seat
             seat = self._open[int(rng.random() * count)]
             found[seat.worker_id] = seat
             if len(found) >= wanted:
@@ -275,9 +280,9 @@ class PoolSeats:
         return list(found.values())
 
     def _known_futile(self, query: PlaceQuery) -> NoWorker | None:
-        """Return what a look everywhere gave for one that asks for no more than this, None without such a
-        look. Filters are monotonic: what a worker refuses to a demand it refuses to a larger one, unless it
-        has more of that cached."""
+        """Return the result of a full search for a query that needs no more than this one, None without one.
+        Filters are monotonic: a worker that rejects a demand rejects a larger one, unless it has more of that
+        prompt cached."""
         for known, found in self._futile:
             if (
                 query.demand.reserved_tokens >= known.demand.reserved_tokens
@@ -311,7 +316,7 @@ class PoolSeats:
         return choose(query, candidates, profile, rng, cached_tokens=cached, filters=filters)
 
     def _nobody(self, query: PlaceQuery, found: NoWorker | None) -> NoWorker:
-        """Say why no seat passes: by the sizes of those that serve, since each of them has no room now."""
+        """Return why no seat passes: by the sizes of the serving seats, because none of them has room now."""
         sizes = dict(self._sizes)
         excluded = 0
         for worker_id in dict.fromkeys(query.excluded_workers):
@@ -362,7 +367,7 @@ class PoolSeats:
         return 64 + 3 * len(self._seats)
 
     def _tidy(self) -> None:
-        """Keep of the heap what is so now."""
+        """Rebuild the heap from the open seats."""
         self._by_room = [(-found.level.room_tokens, found.worker_id) for found in self._open]
         heapq.heapify(self._by_room)
 
@@ -371,7 +376,7 @@ class PoolSeats:
         self._open.append(seat)
         self.open_mask |= 1 << seat.level.number
 
-    def _leave(self, seat: _Seat, before: Level | None) -> None:
+    def _leave(self, seat: _Seat, before: SeatLevel | None) -> None:
         last = self._open.pop()
         if last is not seat:
             self._open[seat.place] = last
@@ -380,12 +385,12 @@ class PoolSeats:
         if before is not None:
             self.open_mask &= ~(1 << before.number)
 
-    def _remask(self, before: Level | None, level: Level) -> None:
+    def _remask(self, before: SeatLevel | None, level: SeatLevel) -> None:
         if before is not None:
             self.open_mask &= ~(1 << before.number)
         self.open_mask |= 1 << level.number
 
-    def _count(self, level: Level, change: int) -> None:
+    def _count(self, level: SeatLevel, change: int) -> None:
         if level.standing == SERVING:
             size = level.kv_tokens_total, level.max_model_len
             self._bounds = None
@@ -398,18 +403,18 @@ class PoolSeats:
                 del self._away[level.standing]
 
 
-def _is_open(level: Level) -> bool:
+def _is_open(level: SeatLevel) -> bool:
     return level.standing == SERVING and level.slots > 0 and level.room_tokens > 0
 
 
-def _yields(level: Level) -> bool:
+def _yields(level: SeatLevel) -> bool:
     if level.standing != SERVING or level.slots > 0:
         return False
     return level.yields_to_rank > 0 and level.room_tokens > 0
 
 
 def _have_room(seats: Sequence[_Seat], query: PlaceQuery) -> bool:
-    """Whether each of these open seats has room for all of the query, and would take it when empty."""
+    """Whether each of these open seats has room for the whole query and would accept it when empty."""
     demand = query.demand
     reserved, worst_case = demand.reserved_tokens, demand.worst_case_tokens
     for seat in seats:
@@ -419,6 +424,6 @@ def _have_room(seats: Sequence[_Seat], query: PlaceQuery) -> bool:
     return True
 
 
-def _kind(level: Level) -> str | tuple[int, int]:
-    """How the seat is counted."""
+def _kind(level: SeatLevel) -> str | tuple[int, int]:
+    """Return the key under which the seat is counted."""
     return level.standing or (level.kv_tokens_total, level.max_model_len)

@@ -1,22 +1,22 @@
-"""Which worker has which prefix blocks cached: a bounded table of block names, fed by the workers' reports.
+"""Index of cached prefix blocks by worker: a bounded table of block names, updated from worker reports.
 
-A name stands for a whole prefix (``core.prefix``), so a worker that has a block has, as far as it evicts the
-ends of chains first, every block before it. The longest match of a prompt is therefore found by doubling
-back: the positions that are tried are sums of powers of two, whatever the prompt's length. What is tried is
-marked as used, so that what later searches of the same prefix rely on stays. A block that is missing in the
-middle makes a search end before it: the match counts as shorter than it is, never as longer.
+A name identifies a whole prefix (``core.prefix``), so a worker that has a block has every block before it,
+provided that it evicts the ends of chains first. The longest match of a prompt is therefore found by a binary
+search: the tried positions are sums of powers of two, whatever the prompt's length. Tried names are marked as
+used, so that names which later searches of the same prefix need stay in the table. A block that is missing in
+the middle makes a search end before it: the match is then too short, never too long.
 
-Memory: one row per name in flat columns. The holders of a row are one integer: the number of the only
-worker, or a negated bit mask of several. 134 bytes a block with one holder. Workers are
-numbered; a number that was given up is masked out at once, and reused after every row was cleaned of it, a
-few rows with each call.
+Memory: one row per name in flat columns. The holders of a row are one integer: the number of the only worker,
+or a negated bit mask of several. 134 bytes per block with one holder. Workers are numbered. A released number
+is masked out at once, and is reused after every row was cleaned of it, a few rows with each call.
 
-Bound: at ``max_blocks`` names a new one displaces the next that was not used since the hand came by last
+Bound: at ``max_blocks`` names a new name evicts the next one that was not used since the hand last passed it
 (CLOCK: Corbató, A Paging Experiment with the Multics System, 1968).
 
-Expected blocks: a grant makes its prefix expected on its worker for ``EXPECTED_S`` at most, until reports
-tell, so that a burst of one new prefix finds one place. Not on a worker that never reported a cached block.
-Of a long prefix one position in eight of its octave is noted. Pure; single writer.
+Expected blocks: a grant marks its prefix as expected on its worker for at most ``EXPECTED_S``, until reports
+confirm it, so that a burst of requests with one new prefix goes to one worker. This does not apply to a
+worker that never reported a cached block. Of a long prefix, one position in eight of its octave is recorded.
+Pure; single writer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Final
 from services.core.prefix import MAX_PREFIX_BLOCKS
 
 EXPECTED_S: Final = 10.0
-_MAX_LOOKED_AT: Final = 64  # rows that the hand passes over for one new name
-_SWEEP_ROWS: Final = 64  # rows that a call cleans of given-up numbers, or 1/256 of all
+_MAX_LOOKED_AT: Final = 64  # rows that the hand passes for one new name
+_SWEEP_ROWS: Final = 64  # rows that a call cleans of released numbers, or 1/256 of all
 
 
 def _noted(length: int) -> Iterator[int]:
-    """Yield the positions of a chain that are noted as expected: all up to 16, then eight in each octave."""
+    """Yield the positions of a chain that are recorded as expected: all up to 16, then eight per octave."""
     place = 1
     while place <= length:
         yield place
@@ -45,9 +45,9 @@ NOTED: Final = tuple(_noted(MAX_PREFIX_BLOCKS))
 
 
 class PrefixIndex:
-    """Names of blocks by worker, of all versions: a name holds its version.
+    """Block names by worker, of all versions: a name depends on its version.
 
-    ``max_expected`` bounds the expected names that are kept, twice.
+    ``max_expected`` bounds the stored expected names of each of two generations.
     """
 
     def __init__(self, max_blocks: int = 262_144, *, max_expected: int = 32_768) -> None:
@@ -61,11 +61,11 @@ class PrefixIndex:
         self._free = array("L")
         self._hand = 0
         self._numbers: dict[str, int] = {}
-        self._workers: list[str] = []  # by number; "": nobody's
+        self._workers: list[str] = []  # by number; "": unused
         self._live = 0
         self._shown = 0  # numbers of workers that reported a cached block
         self._unused: list[int] = []  # numbers that no row has
-        self._given_up: list[int] = []  # since the sweep began
+        self._given_up: list[int] = []  # released since the sweep began
         self._sweeping: list[int] = []
         self._swept = 0
         self._young: dict[int, int] = {}
@@ -75,10 +75,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # --- what reports tell ------------------------------------------------------------------------
+    # --- updates from reports ---------------------------------------------------------------------
 
     def replace(self, worker_id: str, names: Sequence[int]) -> int:
-        """The worker holds these blocks and no others. Returns its number from now on."""
+        """Set the blocks of a worker, replacing all others. Returns its new number."""
         self.drop(worker_id)
         number = self._unused.pop() if self._unused else len(self._workers)
         if number == len(self._workers):
@@ -90,7 +90,7 @@ class PrefixIndex:
         return number
 
     def add(self, worker_id: str, names: Sequence[int]) -> None:
-        """The worker, which ``replace`` made known, holds these blocks too."""
+        """Add blocks to a worker that was registered by ``replace``."""
         number = self._numbers[worker_id]
         bit = 1 << number
         if names:
@@ -109,7 +109,7 @@ class PrefixIndex:
         self._sweep()
 
     def discard(self, worker_id: str, names: Iterable[int]) -> None:
-        """The worker holds these blocks no more. Names that are not known are ignored."""
+        """Remove blocks from a worker. Unknown names are ignored."""
         number = self._numbers[worker_id]
         rows, holders = self._rows, self._holders
         for name in names:
@@ -123,7 +123,7 @@ class PrefixIndex:
                 holders[row] = self._packed(-held & ~(1 << number))
 
     def drop(self, worker_id: str) -> None:
-        """The worker holds nothing and is unknown. Costs a few rows, whatever it held."""
+        """Remove a worker and its blocks. The cost is a few rows, whatever it held."""
         number = self._numbers.pop(worker_id, None)
         if number is not None:
             self._workers[number] = ""
@@ -132,10 +132,10 @@ class PrefixIndex:
             self._given_up.append(number)
             self._sweep()
 
-    # --- what grants promise ----------------------------------------------------------------------
+    # --- expected blocks --------------------------------------------------------------------------
 
     def expect(self, worker_id: str, chain: Sequence[int]) -> None:
-        """The worker will soon hold the chain, if it was seen to cache anything."""
+        """Mark the chain as expected on the worker, if the worker ever reported a cached block."""
         number = self._numbers.get(worker_id)
         if number is None or not self._shown >> number & 1:
             return
@@ -150,22 +150,23 @@ class PrefixIndex:
             young[name] = young.get(name, 0) | bit
 
     def advance(self, now_s: float) -> None:
-        """Forget what was expected for too long: between half of ``EXPECTED_S`` and all of it."""
+        """Remove expired expectations: after between half of ``EXPECTED_S`` and all of it."""
         if now_s - self._turned_s >= EXPECTED_S / 2:
             self._old = self._young if now_s - self._turned_s < EXPECTED_S else {}
             self._young, self._turned_s = {}, now_s
 
-    # --- what is asked ----------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def find_number(self, worker_id: str) -> int:
-        """Return the worker's number, its bit in ``among``; -1 of one that is not known."""
+        """Return the worker's number, its bit in ``among``; -1 for an unknown worker."""
         return self._numbers.get(worker_id, -1)
 
     def worker_of(self, number: int) -> str:
         return self._workers[number]
 
     def match(self, chain: Sequence[int]) -> Match | None:
-        """Return who has the beginning of the chain, None when nobody has. Good until the index changes."""
+        """Return the holders of the beginning of the chain, None without any. Valid until the index
+        changes."""
         if not chain or not (first := self.mask_of_name(chain[0]) & self._live):
             return None
         return Match(self, chain, first)
@@ -194,7 +195,7 @@ class PrefixIndex:
     # --- inside -----------------------------------------------------------------------------------
 
     def mask_of_name(self, name: int) -> int:
-        """Return who has or is expected to have the block."""
+        """Return the mask of workers that have or are expected to have the block."""
         row = self._rows.get(name)
         if row is None:
             mask = 0
@@ -213,14 +214,14 @@ class PrefixIndex:
         return 1 << held if held >= 0 else -held
 
     def _packed(self, mask: int) -> int:
-        """Return how a row says that these hold it; the number's own object, which rows share."""
+        """Return the row value for these holders: a number's own object, which rows share, or a mask."""
         if mask & (mask - 1):
             return -mask
         number = mask.bit_length() - 1
         return self._numbers.get(self._workers[number], number)
 
     def _insert(self, name: int, number: int) -> None:
-        if name == 0:  # never a name, and how a free row says that it is free
+        if name == 0:  # never a name: it marks a free row
             return
         if len(self._rows) >= self.max_blocks:
             self._evict()
@@ -235,7 +236,7 @@ class PrefixIndex:
         self._rows[name] = row
 
     def _evict(self) -> None:
-        """Make room for one name."""
+        """Evict one name."""
         count = len(self._names)
         for _ in range(_MAX_LOOKED_AT):
             self._hand = (self._hand + 1) % count
@@ -253,7 +254,7 @@ class PrefixIndex:
         self._free.append(row)
 
     def _sweep(self) -> None:
-        """Clean some rows of numbers that were given up; reuse those that every row was cleaned of."""
+        """Clean some rows of released numbers; make those numbers reusable that every row was cleaned of."""
         if not self._sweeping:
             if not self._given_up:
                 return
@@ -277,12 +278,12 @@ class PrefixIndex:
 
 
 class Match:
-    """Who has how much of one chain."""
+    """Holders of one chain, with their match lengths."""
 
     def __init__(self, index: PrefixIndex, chain: Sequence[int], first: int) -> None:
         self._index = index
         self._chain = chain
-        self._masks = {1: first}  # by position, of those that a search came by
+        self._masks = {1: first}  # by tried position
         self._first = first
 
     def blocks_on(self, worker_id: str) -> int:
@@ -293,10 +294,10 @@ class Match:
         return self._reach(bit)[0]
 
     def holders(self, limit: int, rng: Random, *, among: int = -1) -> list[tuple[str, int]]:
-        """Return at most ``limit`` workers with the longest match, and how many blocks each has.
+        """Return at most ``limit`` workers with the longest match, and the number of blocks of each.
 
-        Of more with the same match some are drawn; fewer are filled up with those of shorter matches that
-        the search came by. ``among``: a mask of the numbers that count.
+        Among more workers with the same match some are drawn; fewer are completed by workers with shorter
+        matches at the tried positions. ``among``: a mask of the worker numbers to consider.
         """
         found: list[tuple[str, int]] = []
         among &= self._first
@@ -313,8 +314,8 @@ class Match:
         return found
 
     def _reach(self, among: int) -> tuple[int, list[tuple[int, int]]]:
-        """Return the length of the longest match of any of these, and the tried positions that matched with
-        their holders among them."""
+        """Return the length of the longest match of any of these workers, and the tried positions that
+        matched, each with its holders among them."""
         masks, chain, index = self._masks, self._chain, self._index
         reached, path = 0, []
         length = len(chain)
@@ -333,7 +334,7 @@ class Match:
 
 
 def _draw(mask: int, limit: int, rng: Random) -> Iterator[int]:
-    """Yield at most ``limit`` of the mask's numbers, each the next one from a random place on."""
+    """Yield at most ``limit`` numbers of the mask, each the next one after a random position."""
     while mask and limit > 0:
         place = int(rng.random() * mask.bit_length())
         above = mask >> place

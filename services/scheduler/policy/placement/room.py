@@ -1,4 +1,5 @@
-"""The best that any serving worker offers: decides most hopeless placements without a look at each worker."""
+"""Maximum room over all serving workers: it decides most unsuccessful placements without evaluating each
+worker."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from services.scheduler.policy.placement.kv_admission import Demand
 
 
 class RoomSummary(Struct, frozen=True, gc=False):
-    """Of the serving workers: the largest room with a sequence slot, the smallest pool, the shortest model
-    length, all pools together, in tokens."""
+    """Over the serving workers, in tokens: the largest room with a sequence slot, the smallest pool, the
+    shortest model length, and the sum of all pools."""
 
     serving: bool
     room_tokens: int = 0
@@ -18,9 +19,10 @@ class RoomSummary(Struct, frozen=True, gc=False):
     pool_tokens: int = 0
 
     def is_short_for(self, demand: Demand, *, shared_tokens: int = 0) -> bool:
-        """True when no serving worker has room now and every one of them would when empty.
+        """True when no serving worker has room now and every one of them would have it when empty.
 
-        ``shared_tokens``: of the prompt, what workers may share at best. False decides nothing: look at each.
+        ``shared_tokens``: prompt tokens that workers may share at best. False decides nothing: evaluate each
+        worker.
         """
         return (
             self.room_tokens < demand.reserved_tokens - shared_tokens

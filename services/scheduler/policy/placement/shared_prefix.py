@@ -1,19 +1,19 @@
-"""Which prefix blocks the live sequences of a worker share, as its reports tell: another costs no room there.
+"""Index of the prefix blocks that live sequences of a worker share: another sequence needs no room for them.
 
-A worker tells of the blocks that its live sequences refer to (``PoolSnapshot.prefix_shared``; of those that
-were of use to one alone it is silent), in the same instant as of what it has reserved, which counts each of
-them once. A sequence that begins with such a block therefore lacks only the rest. What is merely cached, by
-contrast, is free to the worker until somebody refers to it: a sequence that begins with that needs all of
-its blocks. A name stands for a whole prefix, so a worker that shares a block shares all before it, and a run
-is found by doubling back.
+A worker reports the blocks that its live sequences refer to (``PoolSnapshot.prefix_shared``, without blocks
+that were of use to one sequence only). The same snapshot has its reserved blocks, which count each shared
+block once. A sequence that begins with such a block therefore needs room only for the rest. A block that is
+only cached, by contrast, counts as free on the worker until a sequence refers to it: a sequence that begins
+with it needs room for all of its blocks. A name identifies a whole prefix, so a worker that shares a block
+shares all before it, and a run is found by binary search.
 
-Of the grants on their way to a worker only one *leans* on a prefix, the others of the same beginning count
-whole until a report speaks for it. For should all that hold the prefix end and its blocks be evicted before
-the grants arrive, then what that sets free is enough for one of them, and each of several would compute its
-own.
+Of the outstanding grants of a worker only one *leans* on a prefix (counts without its shared blocks); other
+grants with the same beginning count in full until a report includes that one. Reason: if all sequences with
+the prefix end and its blocks are evicted before the grants arrive, the freed blocks are enough for one of
+them, and each further one would compute its own.
 
-Bound: of ``max_names`` names over all workers no more are taken; what is not known counts as not shared,
-which errs towards less room. Pure; single writer.
+Bound: at ``max_names`` names over all workers, no more are added. A name that is not in the index counts as
+not shared, which errs towards less room. Pure; single writer.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class SharedPrefixes:
         self._max_names = max_names
         self._names: dict[str, dict[str, set[int]]] = {}  # by worker and version
         self._workers: dict[int, dict[str, None]] = {}  # by name, which holds its version
-        self._pools: dict[str, int] = {}  # those that share anything, by version
+        self._pools: dict[str, int] = {}  # pools with any shared block, by version
         self._count = 0
         self._leaning: dict[str, dict[int, int]] = {}  # by worker and first name, the number of the grant
 
     def __len__(self) -> int:
         return self._count
 
-    # --- what reports tell ------------------------------------------------------------------------
+    # --- updates from reports ---------------------------------------------------------------------
 
     def change(self, worker_id: str, digest: str, added: Iterable[int], removed: Iterable[int]) -> None:
-        """These are shared on the worker from now on, and those no more. What is not known is ignored."""
+        """Add and remove shared blocks of a worker. Unknown names are ignored."""
         pools = self._names.setdefault(worker_id, {})
         names = pools.get(digest)
         if names is None:
@@ -64,20 +64,20 @@ class SharedPrefixes:
             self._drop_pool(worker_id, digest)
 
     def drop(self, worker_id: str) -> None:
-        """Nothing is shared on the worker."""
+        """Remove all shared blocks of a worker."""
         for digest, names in list(self._names.get(worker_id, {}).items()):
             for name in sorted(names):
                 self._leave(worker_id, name)
             self._drop_pool(worker_id, digest)
 
-    # --- what grants lean on ----------------------------------------------------------------------
+    # --- grants that lean on a prefix -------------------------------------------------------------
 
     def lean(self, worker_id: str, chain: Sequence[int], number: int) -> None:
-        """The grant of that number counts without what is shared of its chain, and no other does."""
+        """Let the grant of that number lean on its chain: it alone counts without the shared blocks."""
         self._leaning.setdefault(worker_id, {})[chain[0]] = number
 
     def let_go(self, worker_id: str, chain: Sequence[int], number: int) -> None:
-        """The grant is no longer on its way."""
+        """Release the prefix of a grant that is no longer outstanding."""
         leaning = self._leaning.get(worker_id)
         if leaning is not None and chain and leaning.get(chain[0]) == number:
             del leaning[chain[0]]
@@ -85,28 +85,29 @@ class SharedPrefixes:
                 del self._leaning[worker_id]
 
     def let_all_go(self, worker_id: str) -> None:
-        """No grant is on its way to the worker."""
+        """Release the prefixes of all grants of the worker."""
         self._leaning.pop(worker_id, None)
 
     def leaning_on(self, worker_id: str) -> Sequence[int]:
-        """Return the numbers of the grants that lean on what the worker shares."""
+        """Return the numbers of the grants that lean on prefixes of the worker."""
         leaning = self._leaning.get(worker_id)
         return () if leaning is None else tuple(leaning.values())
 
-    # --- what is asked ----------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def any_in(self, digest: str) -> bool:
-        """Whether any worker shares anything of the version."""
+        """Whether any worker shares a block of the version."""
         return digest in self._pools
 
     def run_of(self, digest: str, chain: Sequence[int], prompt_tokens: int) -> SharedRun:
-        """Return who shares how much of a prompt; ``NOTHING_SHARED`` when nobody does."""
+        """Return the shared beginning of a prompt by worker; ``NOTHING_SHARED`` when no worker shares it."""
         if not chain or chain[0] not in self._workers:
             return NOTHING_SHARED
         return SharedRun(self, digest, chain, prompt_tokens)
 
     def blocks_on(self, worker_id: str, digest: str, chain: Sequence[int], prompt_tokens: int) -> int:
-        """Return how many leading prefix blocks of the prompt the worker shares, the last token's apart."""
+        """Return how many leading prefix blocks of the prompt the worker shares, without the block of the
+        last token."""
         pools = self._names.get(worker_id)
         names = None if pools is None else pools.get(digest)
         length = shareable_blocks(chain, prompt_tokens)
@@ -119,7 +120,7 @@ class SharedPrefixes:
         return reached
 
     def free_blocks_on(self, worker_id: str, digest: str, chain: Sequence[int], prompt_tokens: int) -> int:
-        """Return how many of these blocks another grant may count on."""
+        """Return how many of these blocks another grant may lean on."""
         leaning = self._leaning.get(worker_id)
         if not chain or (leaning is not None and chain[0] in leaning):
             return 0
@@ -162,7 +163,7 @@ class SharedPrefixes:
 
 
 class SharedRun:
-    """What of one prompt is shared where. Good until the index changes."""
+    """The shared beginning of one prompt by worker. Valid until the index changes."""
 
     def __init__(
         self, prefixes: SharedPrefixes | None, digest: str, chain: Sequence[int], prompt_tokens: int
@@ -173,14 +174,14 @@ class SharedRun:
         self._prompt_tokens = prompt_tokens
 
     def tokens_on(self, worker_id: str) -> int:
-        """Return how many tokens of the prompt cost the worker no room."""
+        """Return how many tokens of the prompt need no room on the worker."""
         if self._prefixes is None:
             return 0
         blocks = self._prefixes.free_blocks_on(worker_id, self._digest, self._chain, self._prompt_tokens)
         return blocks * PREFIX_BLOCK_TOKENS
 
     def workers(self, limit: int, rng: Random) -> Sequence[str]:
-        """Return at most ``limit`` workers that share the beginning, from a random one on."""
+        """Return at most ``limit`` workers that share the beginning, starting at a random one."""
         found = [] if self._prefixes is None else self._prefixes.workers_of(self._chain[0])
         if len(found) <= limit:
             return found
@@ -192,5 +193,6 @@ NOTHING_SHARED: Final = SharedRun(None, "", (), 0)
 
 
 def shareable_blocks(chain: Sequence[int], prompt_tokens: int) -> int:
-    """Return how many prefix blocks of a prompt another sequence can share. The last token is computed."""
+    """Return how many prefix blocks of a prompt another sequence can share. The last token is always
+    computed."""
     return min(len(chain), max(0, prompt_tokens - 1) // PREFIX_BLOCK_TOKENS)

@@ -1,17 +1,17 @@
-"""When the first token of a prompt would come from a worker, from its grant on, and whom that delays.
+"""Predicted time to first token on a worker, from the grant on, and the delay of the other prompts there.
 
-Workers prefill the shortest rest first, the oldest with a quarter of each step
-(``worker.policy.prefill_share``; Schrage, 1968). So what is queued there is not all ahead of a prompt: what
-has less to compute is, and the oldest one's share. How the queue is made up is not reported; of a long one
-about ``AHEAD_RATIO`` times a prompt's own tokens run before it, whatever its length, as simulated fleets near
-their capacity show (1.0 to 1.5 below 4,096 tokens, 1.8 above).
+Workers prefill the shortest rest first, and the oldest prompt with a quarter of each step
+(``worker.policy.prefill_share``; Schrage, 1968). So only a part of the queue is ahead of a prompt: prompts
+with less to compute, and the share of the oldest one. The composition of the queue is not reported. In a long
+queue about ``AHEAD_RATIO`` times a prompt's own tokens run before it, whatever its length, as simulated
+fleets near their capacity show (1.0 to 1.5 below 4,096 tokens, 1.8 above).
 
-What a prompt does not wait for waits for it. The longer prompts of the queue come later by all that it
-computes, so a placement is charged for that too: what is left of a queue that is served shortest first is
-mostly long, and holds about one prompt for every ``LONG_PROMPT_TOKENS``.
+The rest of the queue waits for the prompt: its longer prompts are delayed by all that the prompt computes, so
+a placement is charged for that delay too. A queue that is served shortest first contains mostly long prompts,
+about one for every ``LONG_PROMPT_TOKENS``.
 
-Prompts run in steps of at most ``CHUNK_TOKENS`` prompt tokens, each of which also decodes the sequences that
-run (Sarathi-Serve, OSDI'24). A step that is under way ends first: half of one on average.
+Prompts run in steps of at most ``CHUNK_TOKENS`` prompt tokens, each of which also decodes the running
+sequences (Sarathi-Serve, OSDI'24). The current step ends first: half a step on average.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def predict_ttft_s(
     """Return the seconds until the first token.
 
     ``ahead_tokens`` are queued for prefill besides this prompt's ``uncached_tokens``, of which at least one
-    is computed whatever is cached. ``running`` sequences read ``attended_tokens`` of KV in a step.
+    is always computed. ``running`` sequences read ``attended_tokens`` of KV in a step.
     """
     own_tokens = max(1, uncached_tokens)
     tokens = own_tokens + min(ahead_tokens, int(AHEAD_RATIO * own_tokens))
@@ -41,8 +41,8 @@ def predict_ttft_s(
 
 
 def delay_of_others_s(model: StepModel, *, ahead_tokens: int, uncached_tokens: int) -> float:
-    """Return by how many seconds the queued prompts come later, all together, for a prompt of
-    ``uncached_tokens`` where ``ahead_tokens`` are queued."""
+    """Return the total delay in seconds of the queued prompts that a prompt of ``uncached_tokens`` causes
+    where ``ahead_tokens`` are queued."""
     if ahead_tokens <= 0:
         return 0.0
     per_token_s = model.per_prefill_s + model.per_step_s / CHUNK_TOKENS

@@ -1,7 +1,7 @@
-"""The waiting placements of one pool, in fair order: between classes, between tenants, within a tenant.
+"""Fair order of the waiting placements of one pool: between classes, between tenants, within a tenant.
 
-What holds is said in ``queue_order``. Adding, granting and discarding cost a few binary searches, whatever
-number of tenants wait. Pure: time is an argument, in Unix microseconds.
+``policy/queue/order.py`` documents the rules. Adding, granting and removing cost a few binary searches, for
+any number of waiting tenants. Pure: time is an argument, in Unix microseconds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ CLASSES = tuple(sorted(Priority, key=lambda priority: -priority.rank))  # the hi
 
 
 class FairItem(Protocol):
-    """``due_us``: its deadline, or what stands for it; ``arrival_us``: both Unix microseconds.
+    """A waiting placement. ``due_us``: its deadline, or the default for it; ``arrival_us``: both Unix
+    microseconds.
 
-    Nothing of it changes while it waits.
+    It does not change while it waits.
     """
 
     @property
@@ -53,7 +54,7 @@ Place = tuple[int, int, int]  # due, arrival, number
 
 @dataclass(slots=True, eq=False)
 class _Tenant(Generic[Item]):
-    """What one tenant has waiting in a class, earliest deadline first."""
+    """Waiting placements of one tenant in a class, earliest deadline first."""
 
     account: Account
     places: list[Place] = field(default_factory=list)
@@ -61,7 +62,7 @@ class _Tenant(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class _Class(Generic[Item]):
-    """``owed_tokens``: what the class is to be granted before the higher ones go on."""
+    """One class. ``owed_tokens``: tokens to grant to the class before higher classes continue."""
 
     shares: FairShares
     tenants: dict[str, _Tenant[Item]] = field(default_factory=dict)
@@ -70,14 +71,14 @@ class _Class(Generic[Item]):
     owed_tokens: float = 0.0
 
     def oldest_us(self) -> int:
-        """Return when the one that waits for longest arrived. Something waits."""
+        """Return the arrival of the oldest item. The class is not empty."""
         while self.arrivals[0][1] not in self.members:
             heapq.heappop(self.arrivals)
         return self.arrivals[0][0]
 
 
 class FairOrder(QueueOrder[Item]):
-    """Single writer. The counters outlive the queue: ``shares`` are handed in, and are written to here."""
+    """Single writer. The counters outlive the queue: ``shares`` are passed in and written here."""
 
     def __init__(self, policy: OrderPolicy, shares: dict[Priority, FairShares]) -> None:
         self._policy = policy
@@ -105,7 +106,7 @@ class FairOrder(QueueOrder[Item]):
         heapq.heappush(queue.arrivals, (item.arrival_us, item.number))
 
     def discard(self, item: Item) -> None:
-        """Forget the item; KeyError if it is not there."""
+        """Remove the item; KeyError if it is not present."""
         queue = self._classes[item.priority]
         if queue.members.get(item.number) is not item:
             raise KeyError(item.number)
@@ -123,7 +124,7 @@ class FairOrder(QueueOrder[Item]):
             queue.owed_tokens = 0.0
 
     def granted(self, item: Item, cost_tokens: float) -> None:
-        """Classes that have waited past their head start are owed their share of it."""
+        """Charge a grant: classes past their head start become entitled to a share of its cost."""
         rank = item.priority.rank
         for priority in self._aged:
             queue = self._classes[priority]
@@ -134,7 +135,7 @@ class FairOrder(QueueOrder[Item]):
             own.owed_tokens -= cost_tokens
 
     def value(self, item: Item) -> float:
-        """Return the counter of the item's tenant, which waits, in its class."""
+        """Return the counter of the item's tenant in its class. The tenant has an item waiting."""
         return self._classes[item.priority].tenants[item.tenant].account.value
 
     def items(self) -> Iterator[Item]:
@@ -144,7 +145,7 @@ class FairOrder(QueueOrder[Item]):
                     yield queue.members[number]
 
     def in_order(self, now_us: int = 0) -> Iterator[Item]:
-        """Each class by the least counter; whose turn it is among the classes is asked for each item."""
+        """Yield by least counter within each class; the class is chosen again for each item."""
         self._aged = self._find_aged(now_us)
         passes = {
             priority: self._in_class(queue) for priority, queue in self._classes.items() if queue.members
@@ -162,7 +163,7 @@ class FairOrder(QueueOrder[Item]):
     # --- inside -----------------------------------------------------------------------------------
 
     def _in_class(self, queue: _Class[Item]) -> Iterator[Item]:
-        """The order is walked once: what was passed had no room, and room only gets less in a pass."""
+        """Yield each item once: an item without room stays without, because room only decreases in a pass."""
         index = 0
         passed: dict[str, int] = {}
         while (account := queue.shares.at(index)) is not None:
@@ -177,7 +178,8 @@ class FairOrder(QueueOrder[Item]):
                 passed[account.tenant] = skip + 1
 
     def _find_aged(self, now_us: int) -> tuple[Priority, ...]:
-        """Return the classes that wait for longer than their head start over the highest that waits."""
+        """Return the classes whose oldest item has waited longer than the head start over the highest waiting
+        class."""
         waiting = [priority for priority, queue in self._classes.items() if queue.members]
         aged: list[Priority] = []
         for priority in waiting[1:]:

@@ -1,15 +1,15 @@
-"""How much service each tenant of a class had, and who is owed most.
+"""Fair sharing: the service of each tenant of a class, and the tenant to serve next.
 
-A virtual token counter per tenant: weighted tokens over the tenant's weight. Whoever waits and has the least
-goes first; a tenant that comes back from idle is lifted to the least of those that wait, to the last that did
-where nobody does, and in any case to the floor, so that nobody saves up service while away. Sheng et al.,
-Fairness in Serving Large Language Models, OSDI'24.
+A virtual token counter per tenant: weighted tokens over the tenant's weight. The waiting tenant with the
+smallest counter is served first. A tenant that returns from idle is raised to the smallest counter of the
+waiting tenants, or to that of the last waiting tenant when none waits, and always to the floor, so that no
+tenant accumulates service while idle. Sheng et al., Fairness in Serving Large Language Models, OSDI'24.
 
-What differs from the paper: a grant charges the expected cost ahead (an *advance*), since many grants go out
-between two reports, and reports then use the advance up; see ``value``. The floor is the most that whoever
-was first in order was served so far, without advances: it never falls, although advances that were too
-large are given back, so that the bound does not grow with the number of tenants that come and go.
-How far two tenants may come apart is in ``fairness_bound``.
+Difference from the paper: a grant charges the expected cost in advance (an *advance*), because many grants
+are issued between two reports, and reports then use the advance up; see ``value``. The floor is the largest
+service, without advances, that any tenant had while it was first in order: it never decreases, although
+unused advances are returned, so that the bound does not grow with the number of tenants that come and go. The
+maximum difference between two tenants is in ``simulator/invariants/fairness_bound.py``.
 
 Pure: values only, no clock.
 """
@@ -24,28 +24,32 @@ from typing import Final
 MIN_WEIGHT: Final = 1e-3
 MAX_WEIGHT: Final = 1e6
 MAX_ACCOUNTS: Final = 16384
-_KEPT_ACCOUNTS: Final = 12288  # of those, once there are too many
-_SPARE_ACCOUNTS: Final = 64  # of idle tenants, kept before any is looked at for forgetting
+_KEPT_ACCOUNTS: Final = 12288  # remaining accounts after a removal at the limit
+_SPARE_ACCOUNTS: Final = 64  # idle accounts that are stored before any is removed
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceWeights:
-    """What one token costs, in weighted tokens: of a prompt that is computed, of output, of a prompt from the
-    prefix cache. Output reads all weights for one token: twice a prompt's, as in the paper."""
+    """Price of one token in weighted tokens.
 
-    prompt: float = 1.0
+    Computing an output token reads all weights for one token: twice the price of a prompt token, as in the
+    paper.
+    """
+
+    prompt: float = 1.0  # of a prompt, computed
     output: float = 2.0
-    cached: float = 0.1
+    cached: float = 0.1  # of a prompt, read from the prefix cache
 
     def cost(self, prompt_tokens: float, output_tokens: float, *, cached_tokens: float = 0.0) -> float:
-        """Return the service of a sequence; ``cached_tokens`` are part of ``prompt_tokens``."""
+        """Return the cost of a sequence; ``cached_tokens`` are part of ``prompt_tokens``."""
         hit = cached_tokens if cached_tokens < prompt_tokens else prompt_tokens
         return self.prompt * (prompt_tokens - hit) + self.cached * hit + self.output * output_tokens
 
 
 @dataclass(slots=True)
 class Tab:
-    """Advances of one tenant on one worker, and what reports charged since the first of them; virtual."""
+    """Advances of one tenant on one worker, and the service reported since the first of them, in virtual
+    tokens."""
 
     advances: int = 0
     expected: float = 0.0
@@ -59,33 +63,26 @@ class Tab:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant in one class of a pool; all in virtual tokens, weighted tokens over ``weight``.
-
-    ``base`` is where it started: what an earlier leader counted, or the floor at its return. ``served`` is
-    what reports charged since, ``advanced`` what grants charged ahead and no report speaks for yet.
-    ``unweighted`` tokens were reported before the weight was known. ``told``: what an earlier leader counted,
-    and ``lag`` how far below that leader's floor it was. ``waited``: under this one. ``lifted``: what of
-    ``base`` is for want of such a word.
-    """
+    """One tenant in one class of a pool; all in virtual tokens, weighted tokens over ``weight``."""
 
     tenant: str
     number: int
     weight: float | None = None
-    base: float = 0.0
-    served: float = 0.0
-    advanced: float = 0.0
-    unweighted: float = 0.0
-    told: float | None = None
-    lag: float = 0.0
-    lifted: float = 0.0
-    waited: bool = False
+    base: float = 0.0  # start value: the counter of an earlier leader, or the floor at its return
+    served: float = 0.0  # charged by reports since then
+    advanced: float = 0.0  # charged in advance by grants and not yet reported
+    unweighted: float = 0.0  # reported before the weight was known
+    told: float | None = None  # counter of an earlier leader
+    lag: float = 0.0  # how far ``told`` was below that leader's floor
+    lifted: float = 0.0  # the part of ``base`` that was raised for lack of ``told``
+    waited: bool = False  # it has waited in this term
     waiting: int = 0
-    listed: float = 0.0  # the value under which it stands in the order
+    listed: float = 0.0  # its value in the order
     tabs: dict[str, Tab] = field(default_factory=dict)
 
     @property
     def settled(self) -> float:
-        """What is known to be served."""
+        """Service without advances."""
         return self.base + self.served
 
     @property
@@ -98,25 +95,26 @@ class Account:
 
     @property
     def awaited(self) -> bool:
-        """It waited under an earlier leader, as far as is known, and its gateways did not ask again yet."""
+        """It waited in an earlier term, if its counter was restored, and its gateways have not submitted
+        again yet."""
         return self.told is not None and not self.waited
 
 
 class FairShares:
     """The counters of one class of a pool. Single writer.
 
-    Tenants that wait are in order of their counters. A change costs two binary searches and a memmove; a
-    counter that reports changed is put in place with the next look at the order.
+    Waiting tenants are ordered by counter. A change costs two binary searches and a memmove; a counter that
+    reports changed is moved when the order is next read.
     """
 
     def __init__(self) -> None:
         self.floor = 0.0
-        self._told_floor = 0.0
-        self._awaits = False  # those that an earlier leader told of
+        self._told_floor = 0.0  # highest floor of an earlier leader
+        self._awaits = False  # restored tenants may still submit again
         self._accounts: dict[str, Account] = {}
         self._order: list[tuple[float, int, Account]] = []
         self._moved: dict[str, Account] = {}
-        self._last: Account | None = None  # that waited, before nobody did
+        self._last: Account | None = None  # the last one that waited, before the order became empty
         self._numbers = 0
         self._sweep_at = _SPARE_ACCOUNTS
 
@@ -125,7 +123,7 @@ class FairShares:
 
     @property
     def idle(self) -> bool:
-        """Nobody waits and nothing is granted."""
+        """No tenant waits and nothing is granted."""
         return not self._order and all(account.idle for account in self._accounts.values())
 
     def find(self, tenant: str) -> Account | None:
@@ -134,16 +132,15 @@ class FairShares:
     def accounts(self) -> Iterator[Account]:
         yield from self._accounts.values()
 
-    # --- who waits --------------------------------------------------------------------------------
+    # --- waiting tenants --------------------------------------------------------------------------
 
     def enter(self, tenant: str, weight: float) -> Account:
-        """Count one more that waits; a tenant that had none is lifted to those that wait."""
+        """Count a waiting placement; a tenant without others is raised to the waiting tenants."""
         account = self._account(tenant)
         self._weigh(account, weight)
         account.waiting += 1
         if account.waiting == 1:
-            self._settle_order()
-            self._raise_floor()
+            self.raise_floor()
             lift = self._lift_to(account) - account.value
             if lift > 0.0:
                 account.base += lift
@@ -154,10 +151,9 @@ class FairShares:
         return account
 
     def leave(self, account: Account) -> None:
-        """Count one less that waits."""
+        """Count a placement that left."""
         if account.waiting == 1:
-            self._settle_order()
-            self._raise_floor()
+            self.raise_floor()
             self._unlist(account)
             self._last = account
         account.waiting -= 1
@@ -165,24 +161,24 @@ class FairShares:
             self._sweep()
 
     def at(self, index: int) -> Account | None:
-        """Return the account at this place of the order, the least counter first, None beyond its end."""
+        """Return the account at this place of the order, the smallest counter first, None beyond its end."""
         self._settle_order()
         return self._order[index][2] if index < len(self._order) else None
 
     def in_order(self) -> list[Account]:
-        """Return those that wait, the least counter first."""
+        """Return the waiting accounts, the smallest counter first."""
         self._settle_order()
         return [account for _, _, account in self._order]
 
     def gap(self) -> float:
-        """Return how far apart the counters of those that wait are, 0 while fewer than two do."""
+        """Return the spread of the counters of waiting tenants, 0 while fewer than two wait."""
         self._settle_order()
         return self._order[-1][0] - self._order[0][0] if self._order else 0.0
 
-    # --- what they are served ---------------------------------------------------------------------
+    # --- service ----------------------------------------------------------------------------------
 
     def charge(self, tenant: str, tokens: float, worker_id: str) -> Account:
-        """Charge what a worker produced; its advances there are used up first."""
+        """Charge the service that a worker reported; its advances on that worker are used up first."""
         account = self._accounts.get(tenant) or self._account(tenant)
         if account.weight is None:
             account.unweighted += tokens
@@ -200,8 +196,7 @@ class FairShares:
 
     def advance(self, account: Account, tokens: float, worker_id: str) -> float:
         """Charge the expected cost of a grant ahead; return it in virtual tokens."""
-        self._settle_order()
-        self._raise_floor()
+        self.raise_floor()
         virtual = tokens / (account.weight or 1.0)
         tab = account.tabs.setdefault(worker_id, Tab())
         before = tab.open
@@ -212,9 +207,9 @@ class FairShares:
         return virtual
 
     def close(self, tenant: str, worker_id: str, virtual: float, *, used_tokens: float = 0.0) -> None:
-        """End an advance: what it was more than used is given back, and nothing else changes.
+        """End an advance: return its unused part, and change nothing else.
 
-        ``used_tokens`` are what reports have charged for its sequence.
+        ``used_tokens``: what reports have charged for its sequence.
         """
         account = self._accounts.get(tenant)
         tab = None if account is None else account.tabs.get(worker_id)
@@ -228,23 +223,29 @@ class FairShares:
             del account.tabs[worker_id]
             account.advanced -= before
             if not account.tabs:
-                account.advanced = 0.0  # no rounding is carried along
+                account.advanced = 0.0  # no rounding error remains
         else:
             account.advanced += tab.open - before
         self._changed(account)
         self._sweep()
 
+    def raise_floor(self) -> None:
+        """Raise the floor to what the first in order was served so far."""
+        self._settle_order()
+        if self._order and not self._awaits:
+            self.floor = max(self.floor, self._order[0][2].settled)
+
     def tell(self, account: Account) -> float:
-        """Return what another leader may start the tenant from, besides ``floor``: advances apart. One that
-        has nothing waiting is told as the lift would leave it."""
+        """Return the counter from which another leader may start the tenant, besides ``floor``: without
+        advances. For a tenant with nothing waiting it is at least the floor."""
         settled = account.base + account.served
         return settled if account.waiting or settled > self.floor else self.floor
 
     def restore(self, tenant: str, counter: float, *, floor: float = 0.0) -> None:
-        """Start from what an earlier leader counted; what was charged since stays on top.
+        """Start from the counter of an earlier leader; what was charged since is added.
 
-        ``floor`` was that leader's when it said so: of tenants without a word of it, none starts lower. Words
-        may come in any order; of several on one tenant the highest counts.
+        ``floor`` belongs to that leader at the same time: no tenant without a restored counter starts lower.
+        Calls may come in any order; of several for one tenant the highest counter applies.
         """
         self._awaits = True
         account = self._account(tenant)
@@ -260,8 +261,9 @@ class FairShares:
                 self._start_from(found, floor - found.lag)
 
     def await_no_more(self) -> None:
-        """Who was waiting under an earlier leader has asked again, or returns from idle when it does. Until
-        this is said after a ``restore``, the floor does not rise: the least of them may be still to come."""
+        """End the wait for restored tenants: those that waited in an earlier term have submitted again, or
+        count as returning from idle later. After a ``restore`` the floor does not rise until this call,
+        because the tenant with the smallest counter may not have submitted yet."""
         if self._awaits:
             self._awaits = False
             for account in self._accounts.values():
@@ -287,17 +289,13 @@ class FairShares:
     # --- inside -----------------------------------------------------------------------------------
 
     def _lift_to(self, account: Account) -> float:
-        """What a tenant that returns starts from at least. One that is awaited does not return: it stays as
-        far behind those that came before it as it was."""
+        """Return the lowest value from which a returning tenant starts. An awaited tenant is not returning:
+        its distance behind the others of the earlier term is preserved."""
         if account.awaited:
             return self._told_floor - account.lag
         if self._order:
             return max(self.floor, self._order[0][0])
         return self.floor if self._last is None else max(self.floor, self._last.value)
-
-    def _raise_floor(self) -> None:
-        if self._order and not self._awaits:
-            self.floor = max(self.floor, self._order[0][2].settled)
 
     def _weigh(self, account: Account, weight: float) -> None:
         account.weight = min(MAX_WEIGHT, max(MIN_WEIGHT, weight)) if weight > 0.0 else 1.0
@@ -343,10 +341,10 @@ class FairShares:
         self._moved.pop(account.tenant, None)
 
     def _sweep(self) -> None:
-        """Forget idle tenants that the lift would put where they are: nothing is lost by that.
+        """Remove idle tenants that would be raised to the same counter at their return: nothing is lost.
 
-        Beyond MAX_ACCOUNTS those next to the floor go too, and what they were ahead is forgiven. Those that
-        are awaited are kept until then.
+        Beyond MAX_ACCOUNTS those next to the floor are removed too, and the excess of their counters is lost.
+        Awaited tenants are kept until then.
         """
         if len(self._accounts) < self._sweep_at:
             return

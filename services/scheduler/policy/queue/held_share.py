@@ -1,17 +1,17 @@
-"""Which tenants of a pool hold more than their share of it, with more than that waiting: they give way.
+"""Held shares: the tenants of a pool that hold more than their share, with more than that waiting.
 
-A fair queue says who is next, and a pool gives room as it comes. A tenant with a standing queue takes each
-piece of it at once, so that whoever comes next finds its workers with no room and with prompts queued. The
-one with the queue loses little by starting a moment later; the others lose their time to the first token. So
-a placement of such a tenant starts only where next to no prefill is queued (``length``). A stream that
-floods a network is held to what it leaves free for the same reason: trunk reservation (Key, Optimal control
-and trunk reservation in loss networks, 1990).
+A fair queue determines the next placement, and a pool frees room a piece at a time. A tenant with a standing
+queue takes each piece at once, so that the next tenant finds workers with no room and with queued prompts. A
+tenant with a queue loses little when a placement starts slightly later; the others would miss their time to
+first token. So a placement of such a tenant starts only where almost no prefill is queued (``length``).
+Networks limit a flooding stream to the capacity that it leaves free for the same reason: trunk reservation
+(Key, Optimal control and trunk reservation in loss networks, 1990).
 
-The share is by weight, among the tenants that hold something, and counts sequences: granted and not ended. A
-tenant that is alone gives way to nobody, nor does one whose queue is short.
+The share is by weight, among the tenants that hold sequences: granted and not ended. A tenant that is alone
+is not limited, nor is one whose queue is short.
 
-Where no worker has a slot, a tenant that would hold no more than its share with one sequence more may have a
-slot that a worker takes from the tenant with the most. Pure; a change costs O(1).
+Where no worker has a slot, a tenant that would stay within its share with one more sequence may get a slot
+that a worker takes from the tenant with the most. Pure; a change costs O(1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING: Final = _Held(0, 0.0)
 
 
 class HeldShares:
-    """The granted sequences of one pool, by tenant. Bounded by the grants that are open. Single writer."""
+    """The granted sequences of one pool, by tenant. Bounded by the open grants. Single writer."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
@@ -38,7 +38,7 @@ class HeldShares:
         self._weight = 0.0
 
     def __len__(self) -> int:
-        """How many tenants hold something."""
+        """Return how many tenants hold a sequence."""
         return len(self._held)
 
     @property
@@ -46,7 +46,7 @@ class HeldShares:
         return self._sequences
 
     def take(self, tenant: str, weight: float) -> None:
-        """Count a sequence that was granted. The weight said last counts for all of the tenant's."""
+        """Count a granted sequence. The latest weight applies to all sequences of the tenant."""
         held = self._held.get(tenant)
         if held is None:
             held = self._held[tenant] = _Held(0, 0.0)
@@ -56,16 +56,16 @@ class HeldShares:
         self._sequences += 1
 
     def release(self, tenant: str) -> None:
-        """Count one of them as ended. KeyError for a tenant that holds none."""
+        """Count an ended sequence. KeyError for a tenant that holds none."""
         held = self._held[tenant]
         held.sequences -= 1
         self._sequences -= 1
         if not held.sequences:
             del self._held[tenant]
-            self._weight = self._weight - held.weight if self._held else 0.0  # no rounding is carried along
+            self._weight = self._weight - held.weight if self._held else 0.0  # no rounding error remains
 
     def gives_way(self, tenant: str, waiting: int) -> bool:
-        """Return whether it holds more than its share, with ``waiting`` placements above that share too."""
+        """Return whether the tenant holds more than its share, with more than its share ``waiting`` too."""
         held = self._held.get(tenant)
         if held is None or len(self._held) < 2:
             return False
@@ -73,7 +73,7 @@ class HeldShares:
         return held.sequences > share and waiting > share
 
     def is_below(self, tenant: str, weight: float) -> bool:
-        """Return whether one sequence more leaves it within its share, while others hold some."""
+        """Return whether one more sequence leaves it within its share, while others hold some."""
         held = self._held.get(tenant, _NOTHING)
         others = self._weight - held.weight
         if len(self._held) - (held is not _NOTHING) == 0:

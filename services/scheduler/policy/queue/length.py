@@ -1,10 +1,10 @@
-"""How much long prompts may take, so that a burst of them neither fills a pool nor holds the others up.
+"""Limits on long prompts, so that a burst of them neither fills a pool nor delays other prompts.
 
-Three limits, none of which ever keeps an idle worker from a placement:
-- prompts of LONG_PROMPT_TOKENS and more in prefill at a time, per worker: each chunk of a long prefill takes
+Three limits, none of which keeps an idle worker from a placement:
+- prompts of LONG_PROMPT_TOKENS and more in prefill at a time, per worker: each chunk of a long prefill uses
   its part of a step's token budget, and a second one doubles the time of the first.
-- prompt tokens that wait for prefill on a worker, as many as it computes within a share of the time that the
-  placement has until its first token: what is queued beyond that is better queued here, where the order is.
+- prompt tokens that wait for prefill on a worker, as many as it computes within a share of the placement's
+  time to first token: further prompts stay in the scheduler's queue, where they are ordered.
 - KV that the long prompts of one tenant hold, as a share of the pool.
 
 Chunked prefill: Agrawal et al., Sarathi-Serve, OSDI'24. Pure.
@@ -22,18 +22,15 @@ FILTER_NAMES = frozenset({"has_long_prefill_slot", "has_prefill_room"})
 
 @dataclass(frozen=True, slots=True)
 class LengthPolicy:
-    """``backlog_ratio``: the share of the time to the first token that may be spent behind other prefills.
-
-    ``min_backlog_tokens`` are let through at any rate: a step's worth. ``default_ttft_s`` is for placements
-    without a target. ``giving_way_backlog_s``: behind so many seconds of prefill, or one chunk, a placement
-    goes whose tenant gives way (``held_share``).
-    """
+    """Limits of long prompts and of the prefill backlog."""
 
     max_long_prefills: int = 2
     tenant_long_kv_ratio: float = 0.5
-    backlog_ratio: float = 0.5
-    default_ttft_s: float = 10.0
-    min_backlog_tokens: int = 2048
+    backlog_ratio: float = 0.5  # the share of the time to first token that may pass behind other prefills
+    default_ttft_s: float = 10.0  # for placements without a target
+    min_backlog_tokens: int = 2048  # always admitted: a step's worth
+    # Largest backlog, in seconds of prefill, for a placement whose tenant holds more than its share
+    # (``held_share``); one chunk is always admitted.
     giving_way_backlog_s: float = 0.05
 
     def __post_init__(self) -> None:
@@ -48,14 +45,15 @@ def is_long(prompt_tokens: int) -> bool:
 
 
 def has_long_prefill_slot(prompt_tokens: int, long_prefills: int, policy: LengthPolicy) -> bool:
-    """Whether a worker takes the prompt. ``long_prefills``: reported ones and grants on their way."""
+    """Whether a worker takes the prompt. ``long_prefills``: reported ones and outstanding grants."""
     return not is_long(prompt_tokens) or long_prefills < policy.max_long_prefills
 
 
 def prefill_backlog_tokens(
     prefill_tokens_per_s: float, ttft_target_s: float | None, policy: LengthPolicy
 ) -> int:
-    """Return how many prompt tokens may wait before a placement with this target on a worker of this rate."""
+    """Return how many prompt tokens may be queued ahead of a placement with this target on a worker of this
+    rate."""
     target_s = policy.default_ttft_s if ttft_target_s is None else ttft_target_s
     return max(policy.min_backlog_tokens, round(policy.backlog_ratio * target_s * prefill_tokens_per_s))
 
@@ -66,7 +64,7 @@ def has_prefill_room(
     ttft_target_s: float | None,
     policy: LengthPolicy,
 ) -> bool:
-    """Whether what is queued on the worker leaves the placement its time. An idle worker always does."""
+    """Whether the worker's prefill queue leaves the placement enough time. True for an idle worker."""
     if queued_prefill_tokens <= 0:
         return True
     return queued_prefill_tokens <= prefill_backlog_tokens(prefill_tokens_per_s, ttft_target_s, policy)
@@ -77,7 +75,7 @@ def within_long_share(
 ) -> bool:
     """Whether a tenant whose long prompts hold ``held_tokens`` of the pool may start this one.
 
-    One that holds none always may.
+    True for a tenant that holds none.
     """
     if not is_long(prompt_tokens) or not held_tokens:
         return True

@@ -1,20 +1,20 @@
-"""In which order a pool's waiting placements are tried, and how far one may overtake another.
+"""Order of a pool's waiting placements, and limits on overtaking.
 
-Between classes: the higher first. A class that has waited for longer than its head start,
-``class_head_start_s`` for each step below the highest class that waits, is owed a share,
-``aged_share_ratio``, of what is granted from then on, and goes first while that is outstanding. So no class
-starves, however much of a higher one comes in, and no backlog of a lower class, however old, takes more than
-that share from a higher one.
+Between classes: the higher first. A class whose oldest placement has waited longer than its head start,
+``class_head_start_s`` for each step below the highest waiting class, is entitled to a share,
+``aged_share_ratio``, of all later grants, and is served first until it has received it. So no class starves,
+whatever the load of higher classes, and a backlog of a lower class takes at most that share from a higher
+one.
 
 Within a class: the tenant with the least service (``fairness``). Within a tenant: the earliest deadline, then
-arrival; one without a deadline counts as due ``NO_DEADLINE_S`` after its arrival, so that none waits for ever
-behind those that have one.
+arrival. A placement without a deadline counts as having one ``NO_DEADLINE_S`` after its arrival, so that it
+does not wait forever behind placements with deadlines.
 
-Bypass: a placement that has no room does not hold up smaller ones behind it, but after ``max_bypasses`` of
-them it is given a worker: nothing behind it starts there until it has. The room of that worker is set free by
-sequences that end, and the placement fits an empty one, so its wait is bounded; the other workers go on.
-Tenants may go past one that is short of room while they are at most ``bypass_window_tokens`` for each worker
-of the pool ahead of it (weighted tokens over weight).
+Bypass: a placement without room does not block smaller ones behind it, but after ``max_bypasses`` of them it
+gets a worker reserved: nothing behind it starts there until it has started. Sequences that end free the room
+of that worker, and the placement fits an empty one, so its wait is bounded; other workers continue. Tenants
+may pass a placement without room while they are at most ``bypass_window_tokens`` for each worker of the pool
+ahead of its tenant (weighted tokens over weight).
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ NO_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """``lookahead``: how many placements without room a pass looks past, and ``tenant_lookahead`` how many
-    of one tenant; they bound the work of a pass. ``kind``: ``arrival`` is first come, first served."""
+    """Settings of the order.
+
+    ``lookahead``: how many placements without room a pass skips, ``tenant_lookahead`` how many of one tenant;
+    they bound the work of a pass. ``kind``: ``arrival`` is first come, first served.
+    """
 
     class_head_start_s: float = 30.0
     aged_share_ratio: float = 0.1
@@ -44,18 +47,20 @@ class OrderPolicy:
     kind: Literal["fair", "arrival"] = "fair"
 
     def window_tokens(self, workers: int) -> float:
-        """Return how far ahead a tenant may be that goes past one without room, in a pool of so many."""
+        """Return how far ahead a tenant may be that passes one without room, in a pool of that many
+        workers."""
         return self.bypass_window_tokens * max(1, workers)
 
 
 def order_key(priority: Priority, arrival_unix_us: int, policy: OrderPolicy) -> int:
-    """Return the instant, in microseconds, that orders by class and arrival: the smaller goes first."""
+    """Return the instant, in microseconds, that orders by class and arrival: the smallest goes first."""
     behind = Priority.INTERACTIVE.rank - priority.rank
     return arrival_unix_us + round(behind * policy.class_head_start_s * MICROSECONDS)
 
 
 class Ordered(Protocol):
-    """``key`` and ``number`` never change; ``number`` is unique and grows with submission."""
+    """An item that can be ordered. ``key`` and ``number`` never change; ``number`` is unique and grows with
+    submission."""
 
     @property
     def key(self) -> int: ...
@@ -75,19 +80,19 @@ class QueueOrder(Protocol[Item]):
     def discard(self, item: Item) -> None: ...
 
     def granted(self, item: Item, cost_tokens: float) -> None:
-        """The item, which is still here, was granted at this expected cost."""
+        """Record that the item, which is still queued, was granted at this expected cost."""
 
     def value(self, item: Item) -> float:
         """Return the counter of the item's tenant in its class: weighted tokens over weight."""
 
     def in_order(self, now_us: int = 0) -> Iterator[Item]:
-        """Yield the next to be served, first to last; by far not all, where that bounds the work.
+        """Yield placements in serving order; may end early to bound the work.
 
-        The item yielded last may be granted and discarded meanwhile.
+        The item yielded last may be granted and removed meanwhile.
         """
 
     def items(self) -> Iterator[Item]:
-        """Yield all, in about the order in which they are served."""
+        """Yield all, in approximate serving order."""
 
     def __len__(self) -> int: ...
 
@@ -105,14 +110,14 @@ class ArrivalOrder(QueueOrder[Item]):
         insort(self._items, item, key=_sort_key)
 
     def discard(self, item: Item) -> None:
-        """Forget the item; KeyError if it is not there."""
+        """Remove the item; KeyError if it is not present."""
         index = bisect_left(self._items, _sort_key(item), key=_sort_key)
         if index == len(self._items) or self._items[index] is not item:
             raise KeyError(item.number)
         del self._items[index]
 
     def granted(self, item: Item, cost_tokens: float) -> None:
-        """Arrival alone counts."""
+        """Do nothing: only arrival counts."""
 
     def value(self, item: Item) -> float:
         return 0.0

@@ -13,6 +13,7 @@ import msgspec
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.rope_config import context_of
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Executor
@@ -31,7 +32,7 @@ from services.worker.engine.speculation.proposer import Proposer
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig, Ready, Submit
 from services.worker.policy.prefill_budget import PrefillBudget
 from services.worker.policy.speculation import SpeculationPolicy
 
@@ -205,10 +206,10 @@ def _warm_up(engine: Engine, token_budget: int) -> float:
     tokens = min(2, longest - len(prompt))
     if tokens < 1:
         raise BadEngineConfig(f"a context of {longest} tokens has no room for a prompt and an answer")
-    sampling = Sampling(seed=0, max_tokens=tokens, ignore_eos=True)
+    limits = OutputLimits(tokens, ignore_eos=True)
     longest_s = 0.0
     for number in range(2):
-        engine.apply(Submit(number, prompt, sampling, credit_limit=tokens))
+        engine.apply(Submit(number, Prompt(prompt), Sampling(seed=0), limits, credit_limit=tokens))
         longest_s = 0.0
         while engine.has_work:
             began_s = time.monotonic()
@@ -285,7 +286,7 @@ def _longest(config: EngineConfig, model: ModelConfig) -> int:
 def _ready(
     config: EngineConfig, vocab_size: int, longest: int, block_bytes: int, *, weight_bytes: int
 ) -> Ready:
-    """Return what the agent is told; a context that the KV pool cannot hold is not promised."""
+    """Return the event for the agent; its context length is at most what the KV pool holds."""
     blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
     if not 0 < blocks <= MAX_KV_BLOCKS:
         raise BadEngineConfig(

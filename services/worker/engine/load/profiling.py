@@ -11,20 +11,22 @@ from typing import Final
 
 import msgspec
 
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.execute.executor import Batch, Chunk
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.unsupported import TooLittleMemory
 from services.worker.engine.validation import MAX_LOGPROBS
-from services.worker.engine_protocol import EngineConfig, Ready, Sampling, Submit
+from services.worker.engine_protocol import EngineConfig, Ready, Submit
 
 MIB: Final = 1 << 20
 PROFILED_BLOCKS: Final = 1  # of the pool that the profiling step runs on
 LEAST_CONTEXT: Final = 1024  # tokens; a pool that holds less is of no use
+_LIMITS: Final = OutputLimits(max_tokens=1 << 20, min_tokens=1 << 20, stop_token_ids=(0,))
 MOST_PAIRS: Final = 1 << 24  # of queries and keys in a chunk that torch attends with: more take long on a CPU
 
 
 def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int) -> Iterator[Batch]:
-    """Yield batches that take as much memory as any within the limits, all rows asking for all there is.
+    """Yield batches that take as much memory as any within the limits, each row with every sampling feature.
 
     As many tokens as the budget has, and as many sampling rows as there are sequences; with speculation, as
     many sampling rows as proposals make; and where attention holds memory that grows with the contexts of
@@ -89,18 +91,15 @@ def _costliest(vocab_size: int) -> Sampling:
         presence_penalty=0.1,
         frequency_penalty=0.1,
         repetition_penalty=1.1,
-        logit_bias={0: 1.0},
+        logit_bias=((0, 1.0),),
         logprobs=min(MAX_LOGPROBS, vocab_size),
-        max_tokens=1 << 20,
-        min_tokens=1 << 20,
-        stop_token_ids=(0,),
     )
 
 
 def _sequence(tokens: int, sampling: Sampling, config: EngineConfig, *, spare: int = 0) -> SequenceState:
     """Return a sequence of which all but the last token, or nothing, is computed; half of it is output."""
     prompt = max(1, tokens // 2)
-    submit = Submit(0, [0] * prompt, sampling, 1 << 30, [0] * (tokens - prompt))
+    submit = Submit(0, Prompt([0] * prompt), sampling, _LIMITS, 1 << 30, produced_ids=[0] * (tokens - prompt))
     sequence = sequence_of(submit, arrival=0, eos_ids=frozenset())
     sequence.blocks = [0] * -(-(tokens + spare) // config.block_size)
     sequence.capacity = len(sequence.blocks) * config.block_size

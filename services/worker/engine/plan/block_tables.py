@@ -10,7 +10,7 @@ def extend(sequence: SequenceState, count: int, pool: BlockPool) -> None:
     """Give the sequence ``count`` blocks more, which are free; after its last one where that can be."""
     held = sequence.blocks
     last = held[-1] if held else None
-    most = pool.blocks_for(sequence.prompt_tokens + sequence.sampling.max_tokens)
+    most = pool.blocks_for(sequence.prompt_tokens + sequence.limits.max_tokens)
     expected = 0 if sequence.capacity else most - len(held)  # it starts: all that it may come to need
     added = pool.allocate(count, after=last, expected=expected)
     runs = added[-1] - added[0] == count - 1 and (last is None or added[0] == last + 1)

@@ -13,16 +13,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from services.core.generation import OutputLimits, Sampling
 from services.worker.engine.sample.keyed_random import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, UNIFORM_BITS
 from services.worker.engine.sequence import SequenceState
-from services.worker.engine_protocol import Sampling
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.uint8]
 
-# What a row asks for besides the greatest logit.
+# What a row needs besides the greatest logit.
 DRAWN: Final = 1
 FILTERED: Final = 2
 BIASED: Final = 4
@@ -59,7 +59,7 @@ def columns_of(sequences: Iterable[SequenceState]) -> SamplingColumns:
     """Return the columns of sequences: the only place that reads their ``Sampling``."""
     rows = [(s, s.sampling) for s in sequences]
     return SamplingColumns(
-        np.array([flags_of(each) for _, each in rows], np.uint8),
+        np.array([flags_of(each, s.limits) for s, each in rows], np.uint8),
         np.array([s.key for s, _ in rows], np.uint64),
         np.array([each.temperature for _, each in rows], np.float64),
         np.array([min(each.top_k, NO_FILTER) or NO_FILTER for _, each in rows], np.int64),
@@ -69,8 +69,8 @@ def columns_of(sequences: Iterable[SequenceState]) -> SamplingColumns:
     )
 
 
-def flags_of(sampling: Sampling) -> int:
-    """Return the bits of what a sequence asks for."""
+def flags_of(sampling: Sampling, limits: OutputLimits) -> int:
+    """Return the bits of the features that a sequence needs."""
     drawn = sampling.temperature > 0
     return (
         DRAWN * drawn
@@ -79,7 +79,7 @@ def flags_of(sampling: Sampling) -> int:
         | REPETITION * (sampling.repetition_penalty != 1.0)
         | OUTPUT_PENALTY * bool(sampling.presence_penalty or sampling.frequency_penalty)
         | LOGGED * (sampling.logprobs is not None)
-        | MIN_TOKENS * bool(sampling.min_tokens)
+        | MIN_TOKENS * bool(limits.min_tokens)
     )
 
 

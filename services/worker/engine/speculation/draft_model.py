@@ -9,10 +9,8 @@ of the draft at each of its steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
-
-import msgspec
 
 from services.worker.engine.execute.executor import Batch, Chunk, Runner
 from services.worker.engine.plan.block_manager import BlockPool
@@ -29,14 +27,14 @@ class _Draft:
     state: SequenceState
     followed: int = 0
     most: int = 0
-    used: int = 0  # the turn in which it was last asked
+    used: int = 0  # the turn of its last request
 
 
 class DraftModel:
     """Implements ``Proposer``. ``runner`` is the draft's; its KV blocks are those of ``blocks``.
 
     A sequence whose text the draft has not computed yet catches up within a part of ``token_budget`` a step,
-    and proposes once it is there. Where its blocks are short the draft forgets who was asked least lately.
+    and proposes once it is there. Where blocks are short the draft drops the least recently used sequence.
     """
 
     def __init__(self, runner: Runner, *, blocks: BlockPool, max_model_len: int, token_budget: int) -> None:
@@ -166,7 +164,8 @@ def _shadow(sequence: SequenceState) -> SequenceState:
         handle=sequence.handle,
         tokens=list(sequence.tokens),
         prompt_tokens=sequence.prompt_tokens,
-        sampling=msgspec.structs.replace(sequence.sampling, logprobs=None),
+        sampling=replace(sequence.sampling, logprobs=None),
+        limits=sequence.limits,
         stop_ids=sequence.stop_ids,
         key=sequence.key,
         order=sequence.order,

@@ -13,7 +13,15 @@ import pytest
 from fairway.v1 import common_pb2, inference_pb2
 from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
-from services.core.generation import GenerationSpec, Grant, PlaceSpec, Principal, SamplingParams
+from services.core.generation import (
+    GenerationSpec,
+    Grant,
+    OutputLimits,
+    PlaceSpec,
+    Principal,
+    Prompt,
+    Sampling,
+)
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
@@ -29,10 +37,9 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.faces.grpc.messages import accepted_message
-from services.gateway.idempotency.record_codec import Pin, degraded_in
-from services.gateway.idempotency.types import Resume
 from services.gateway.policy.degrade import (
     Degradation,
     DegradationKind,
@@ -41,9 +48,9 @@ from services.gateway.policy.degrade import (
     output_cap,
     smaller_model,
 )
-from services.gateway.requests.admission import RunTerms
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.admission import Resume, RunTerms
 from services.gateway.requests.request import Admitted
+from services.gateway.requests.streaming import Completion
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
@@ -57,7 +64,7 @@ DIGEST = "sha256:" + "ab" * 32
 SMALL = "sha256:" + "cd" * 32
 WHO = Principal("alpha", KeyRole.TENANT, "acme", secret_hash="h")
 LEVELS = DegradeLevels()
-SPEC = GenerationSpec("r", "big", DIGEST, 1, (1, 2), SamplingParams(1), 100)
+SPEC = GenerationSpec("r", "big", DIGEST, 1, Prompt((1, 2)), Sampling(1), OutputLimits(100))
 ALLOWED = Degrade(10, {"big": "small"})
 
 
@@ -65,8 +72,8 @@ def test_an_output_is_cut_from_its_level_on() -> None:
     assert output_cap(SPEC, ALLOWED, LEVELS.cap_from_ratio, LEVELS) == 10
     assert output_cap(SPEC, ALLOWED, LEVELS.cap_from_ratio - 0.01, LEVELS) is None
     assert output_cap(SPEC, Degrade(), 1.0, LEVELS) is None, "the tenant does not allow it"
-    assert output_cap(replace(SPEC, max_output_tokens=10), ALLOWED, 1.0, LEVELS) is None, "nothing changes"
-    assert output_cap(replace(SPEC, min_output_tokens=30), ALLOWED, 1.0, LEVELS) == 30
+    assert output_cap(replace(SPEC, limits=OutputLimits(10)), ALLOWED, 1.0, LEVELS) is None, "nothing changes"
+    assert output_cap(replace(SPEC, limits=OutputLimits(100, 30)), ALLOWED, 1.0, LEVELS) == 30
 
 
 def test_a_smaller_model_answers_from_its_level_on() -> None:
@@ -78,9 +85,9 @@ def test_a_smaller_model_answers_from_its_level_on() -> None:
 
 def test_what_names_tokens_keeps_its_model() -> None:
     assert smaller_model(SPEC, ALLOWED, 1.0, LEVELS, by_ids=True) is None
-    stops = replace(SPEC, stop_token_ids=(5,))
+    stops = replace(SPEC, limits=OutputLimits(100, stop_token_ids=(5,)))
     assert smaller_model(stops, ALLOWED, 1.0, LEVELS, by_ids=False) is None
-    biased = replace(SPEC, sampling=SamplingParams(1, logit_bias=((5, 1.0),)))
+    biased = replace(SPEC, sampling=Sampling(1, logit_bias=((5, 1.0),)))
     assert smaller_model(biased, ALLOWED, 1.0, LEVELS, by_ids=False) is None
 
 
@@ -161,7 +168,7 @@ def allow(fleet: Any, degrade: Degrade) -> None:
 async def test_without_pressure_nothing_is_changed(gateway: Gateway) -> None:
     answer = await gateway.ask()
     assert answer.accepted.degradations == ()
-    assert gateway.workers.started[0].generation.max_output_tokens == 50
+    assert gateway.workers.started[0].generation.limits.max_tokens == 50
 
 
 async def test_under_pressure_the_output_is_cut_and_it_is_said(gateway: Gateway) -> None:
@@ -169,7 +176,7 @@ async def test_under_pressure_the_output_is_cut_and_it_is_said(gateway: Gateway)
     answer = await gateway.ask()
     wanted = Degradation(DegradationKind.OUTPUT_CAPPED, "50", "10", 0.7)
     assert answer.accepted.degradations == (wanted,)
-    assert gateway.workers.started[0].generation.max_output_tokens == 10
+    assert gateway.workers.started[0].generation.limits.max_tokens == 10
     assert gateway.placement.asked[0].max_output_tokens == 10
     message = accepted_message(answer.accepted)
     assert message.degradations[0].kind == inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED
@@ -242,15 +249,14 @@ async def test_what_is_given_under_a_key_is_written_down_as_it_is_given(gateway:
     gateway.pressure[DIGEST] = 1.0
     found, written = await admitted(gateway)
     assert found.degradations == (SMALLER, CAPPED)
-    assert (found.spec.model, found.spec.max_output_tokens) == ("chat-tiny", 10)
+    assert (found.spec.model, found.spec.limits.max_tokens) == ("chat-tiny", 10)
     assert written == [(found.spec, found.degradations)]
 
 
 async def test_what_goes_on_is_not_degraded_anew(gateway: Gateway) -> None:
     gateway.pressure[DIGEST] = 1.0
-    pin = Pin("req_1", "chat-small", DIGEST, 1, 7, 3, 50, 1)
-    found, written = await admitted(gateway, Resume(pin, ()))
-    assert (found.spec.model, found.spec.max_output_tokens) == ("chat-small", 50)
+    found, written = await admitted(gateway, Resume(PinnedVersion(DIGEST, 1), (), ()))
+    assert (found.spec.model, found.spec.limits.max_tokens) == ("chat-small", 50)
     assert written == [(found.spec, ())]
 
 
@@ -258,10 +264,10 @@ async def test_what_was_degraded_goes_on_so_without_pressure(gateway: Gateway, f
     """Also for a key that is only for the model that was asked for: it may use that, so it may hear this."""
     narrow = ApiKey(Meta("alpha"), KeyRole.TENANT, "h", tenant="acme", models=("chat-small",))
     fleet.keys.put(KEYS + "alpha", narrow)
-    pin = Pin("req_1", "chat-tiny", SMALL, 1, 7, 3, 10, 1, degraded_in([SMALLER, CAPPED]))
-    found, _ = await admitted(gateway, Resume(pin, ()), model="chat-tiny", max_output_tokens=10)
+    resume = Resume(PinnedVersion(SMALL, 1), (), (SMALLER, CAPPED))
+    found, _ = await admitted(gateway, resume, model="chat-tiny", max_output_tokens=10)
     assert found.degradations == (SMALLER, CAPPED)
-    assert (found.spec.version_digest, found.spec.max_output_tokens) == (SMALL, 10)
+    assert (found.spec.version_digest, found.spec.limits.max_tokens) == (SMALL, 10)
 
 
 async def test_biased_sampling_keeps_its_model(gateway: Gateway) -> None:

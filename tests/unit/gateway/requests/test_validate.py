@@ -69,9 +69,10 @@ async def test_everything_is_resolved(resolve: Resolve) -> None:
         DIGEST,
         42,
     )
-    assert spec.prompt_ids[0] == 0
-    assert spec.max_output_tokens == CONTEXT - len(spec.prompt_ids)
-    assert (spec.stop, spec.stop_token_ids, spec.choices, spec.logprobs) == (("\n",), (5,), 2, 0)
+    assert spec.prompt.ids[0] == 0
+    assert spec.limits.max_tokens == CONTEXT - len(spec.prompt.ids)
+    assert (spec.limits.stop, spec.limits.stop_token_ids) == (("\n",), (5,))
+    assert (spec.choices, spec.sampling.logprobs) == (2, 0)
     assert spec.priority is Priority.STANDARD
     assert spec.session_key == "s"
     # The version's own defaults, neutral where it has none.
@@ -102,7 +103,7 @@ async def test_without_a_session_key_the_api_key_makes_the_split_sticky(resolve:
 
 
 async def test_logprobs_absent_differs_from_zero(resolve: Resolve) -> None:
-    assert (await resolve()).logprobs is None
+    assert (await resolve()).sampling.logprobs is None
 
 
 BAD: dict[str, tuple[dict[str, Any], type[FairwayError], str]] = {
@@ -167,7 +168,7 @@ async def test_what_cannot_run_names_its_field(resolve: Resolve, name: str) -> N
 
 async def test_the_vocabulary_ends_where_it_ends(resolve: Resolve, fleet: Any) -> None:
     size = (await fleet.catalog.text_model(fleet.catalog.resolve("chat-small").version_digest)).vocab_size
-    assert (await resolve(token_ids=ids(size - 1), stop_token_ids=[size - 1])).prompt_ids == (size - 1,)
+    assert (await resolve(token_ids=ids(size - 1), stop_token_ids=[size - 1])).prompt.ids == (size - 1,)
     for fields in ({"token_ids": ids(size)}, {"stop_token_ids": [size]}):
         with pytest.raises(InvalidInput, match=str(size)):
             await resolve(**fields)
@@ -192,12 +193,12 @@ async def test_numbers_are_in_the_refusal(resolve: Resolve) -> None:
 
 async def test_the_context_can_be_filled_to_the_last_token(resolve: Resolve) -> None:
     spec = await resolve(token_ids=ids(*[5] * 90), max_output_tokens=6, min_output_tokens=6)
-    assert (spec.max_output_tokens, spec.min_output_tokens) == (6, 6)
-    assert (await resolve(token_ids=ids(*[5] * 95))).max_output_tokens == 1
+    assert (spec.limits.max_tokens, spec.limits.min_tokens) == (6, 6)
+    assert (await resolve(token_ids=ids(*[5] * 95))).limits.max_tokens == 1
 
 
 async def test_a_default_length_shrinks_to_the_fan_out_bound(resolve: Resolve) -> None:
-    assert (await resolve(token_ids=ids(5), choices=16)).max_output_tokens == 256 // 16
+    assert (await resolve(token_ids=ids(5), choices=16)).limits.max_tokens == 256 // 16
 
 
 async def test_priorities_are_capped_by_the_tenant(resolve: Resolve, fleet: Any) -> None:
@@ -238,7 +239,7 @@ async def test_counting_agrees_with_running(resolve: Resolve, validator: Validat
         WHO, inference_pb2.CountTokensRequest(model="chat-small", chat=turns)
     )
     counted = await validator.count_tokens(WHO, generation, route)
-    assert counted == len((await resolve(chat=turns)).prompt_ids)
+    assert counted == len((await resolve(chat=turns)).prompt.ids)
     assert route.version_digest == DIGEST
     with pytest.raises(InvalidInput):
         validator.check_count(WHO, inference_pb2.CountTokensRequest(model="chat-small"))
@@ -246,4 +247,4 @@ async def test_counting_agrees_with_running(resolve: Resolve, validator: Validat
 
 async def test_a_chat_prompt_is_the_rendered_template(resolve: Resolve) -> None:
     spec = await resolve(chat=chat("<|end|>"))
-    assert [token for token in spec.prompt_ids if token < 5] == [0, 3, 1, 4]
+    assert [token for token in spec.prompt.ids if token < 5] == [0, 3, 1, 4]

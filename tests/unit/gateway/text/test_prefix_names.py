@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fairway.v1 import inference_pb2
-from services.core.generation import GenerationSpec, Principal, SamplingParams
+from services.core.generation import Principal
 from services.core.prefix import MAX_PREFIX_BLOCKS, PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
 from services.core.records import KeyRole
 from services.gateway.requests.validate import Validator
@@ -20,10 +20,6 @@ from services.gateway.text.prefix_names import INLINE_TOKENS, PrefixNames
 from services.runtime.secrets import prefix_secret
 
 SECRET = prefix_secret(b"k" * 32)
-
-
-def spec(tokens: int, digest: str = "d1") -> GenerationSpec:
-    return GenerationSpec("req_1", "m", digest, 1, tuple(range(tokens)), SamplingParams(1), 16)
 
 
 class Counting(Executor):
@@ -44,7 +40,7 @@ class Counting(Executor):
 @pytest.mark.parametrize("tokens", [1, 63, 64, 200, INLINE_TOKENS, INLINE_TOKENS + 1, 300_000])
 def test_whole_blocks_are_named_in_order_and_long_prompts_leave_the_loop(tokens: int) -> None:
     executor = Counting()
-    named = asyncio.run(PrefixNames(SECRET, executor).named(spec(tokens), "acme"))
+    named = asyncio.run(PrefixNames(SECRET, executor).prompt(range(tokens), "acme", "d1"))
     assert len(named.prefix_hashes) == min(MAX_PREFIX_BLOCKS, tokens // PREFIX_BLOCK_TOKENS)
     assert named.prefix_root == prefix_root(SECRET, "acme", "d1")
     assert named.prefix_hashes == prefix_chain(named.prefix_root, range(tokens))
@@ -54,7 +50,7 @@ def test_whole_blocks_are_named_in_order_and_long_prompts_leave_the_loop(tokens:
 def test_gateways_agree_and_tenants_versions_and_installations_share_nothing() -> None:
     def first(secret: bytes, tenant: str, digest: str) -> int:
         names = PrefixNames(secret, Counting())
-        return asyncio.run(names.named(spec(64, digest), tenant)).prefix_hashes[0]
+        return asyncio.run(names.prompt(range(64), tenant, digest)).prefix_hashes[0]
 
     known = first(SECRET, "acme", "d1")
     assert known == first(prefix_secret(b"k" * 32), "acme", "d1")
@@ -70,7 +66,7 @@ async def test_what_the_validator_resolves_is_named_when_it_is_told_to(
     who = Principal("alpha", KeyRole.TENANT, "acme")
     asked = inference_pb2.Generation(model="chat-small", token_ids=inference_pb2.TokenIds(ids=[5] * 70))
     plain = Validator(fleet.catalog, fleet.identity, Random(7))
-    assert (await plain.resolve(who, asked, "req_1", plain.check(who, asked))).prefix_hashes == ()
+    assert (await plain.resolve(who, asked, "req_1", plain.check(who, asked))).prompt.prefix_hashes == ()
     naming = Validator(
         fleet.catalog,
         fleet.identity,
@@ -79,5 +75,5 @@ async def test_what_the_validator_resolves_is_named_when_it_is_told_to(
     )
     found = await naming.resolve(who, asked, "req_1", naming.check(who, asked))
     root = prefix_root(SECRET, "acme", found.version_digest)
-    assert found.prefix_hashes == prefix_chain(root, [5] * 70)
-    assert len(found.prefix_hashes) == 1
+    assert found.prompt.prefix_hashes == prefix_chain(root, [5] * 70)
+    assert len(found.prompt.prefix_hashes) == 1

@@ -17,7 +17,9 @@ from services.core.generation import (
     GenerationSpec,
     Grant,
     NotAdmittedReason,
-    SamplingParams,
+    OutputLimits,
+    Prompt,
+    Sampling,
     SequenceEnd,
     StartSpec,
     TokenLogprobs,
@@ -39,7 +41,7 @@ ids = st.lists(uint32, max_size=5)
 short = st.text(st.characters(codec="utf-8"), max_size=8)
 
 samplings = st.builds(
-    SamplingParams,
+    Sampling,
     seed=uint64,
     temperature=float32,
     top_p=float32,
@@ -49,6 +51,7 @@ samplings = st.builds(
     frequency_penalty=float32,
     repetition_penalty=float32,
     logit_bias=st.dictionaries(uint32, float32, max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
+    logprobs=st.none() | st.integers(0, 20),
 )
 generations = st.builds(
     GenerationSpec,
@@ -56,15 +59,17 @@ generations = st.builds(
     model=st.just(""),
     version_digest=st.just("sha256:x"),
     route_revision=uint64,
-    prompt_ids=ids,
+    prompt=st.builds(Prompt, ids, st.lists(uint64, max_size=3).map(tuple), uint64),
     sampling=samplings,
-    max_output_tokens=uint32,
-    min_output_tokens=uint32,
-    stop=st.lists(short, max_size=3).map(tuple),
-    stop_token_ids=ids.map(tuple),
-    logprobs=st.none() | st.integers(0, 20),
+    limits=st.builds(
+        OutputLimits,
+        max_tokens=uint32,
+        min_tokens=uint32,
+        stop=st.lists(short, max_size=3).map(tuple),
+        stop_token_ids=ids.map(tuple),
+        ignore_eos=st.booleans(),
+    ),
     priority=st.sampled_from(Priority),
-    ignore_eos=st.booleans(),
 )
 grants = st.builds(
     Grant,

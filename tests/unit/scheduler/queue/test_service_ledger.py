@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from msgspec import structs
 
 from services.core.fleet import MAX_COUNTER_TOKENS, ReportSnapshot, SequenceUsage, TenantCounter, TenantTokens
 from services.core.generation import Grant
@@ -87,7 +88,7 @@ def test_a_sequence_is_charged_ahead_and_in_the_end_what_it_used() -> None:
     assert told[0].virtual_tokens == PROMPT + 20.0, "what is expected is no other leader's to know"
     told = rig.report(0, 10, left=usage("req_a", 20))
     assert rig.value == PROMPT + 40.0
-    assert told == (TenantCounter("acme", DIGEST, STANDARD, PROMPT + 40.0),)
+    assert told == (TenantCounter("acme", DIGEST, STANDARD, PROMPT + 40.0, PROMPT + 40.0),)
     assert rig.ledger.open_advances == 0
 
 
@@ -188,6 +189,18 @@ def test_whoever_asks_a_new_leader_again_in_time_stays_where_it_was(
     assert rig.shares.enter("behind", 1.0).value == starts_from
 
 
+def test_a_tenant_that_is_new_to_the_next_leader_starts_where_the_others_are() -> None:
+    """The floor in a counter is the present one, although nothing entered, left or was granted meanwhile."""
+    before, after = Rig(), Rig()
+    after.shares.enter("new", 1.0)  # before the worker's first report
+    counters = before.report(10_000)
+    assert counters == (TenantCounter("acme", DIGEST, STANDARD, 10_000.0, 10_000.0),)
+    after.report(counters=counters)
+    found = after.shares.find("new")
+    assert found is not None
+    assert found.value == after.value == 10_000.0
+
+
 def test_no_counter_is_told_that_the_next_leader_would_not_take() -> None:
     """Else one worker's nonsense would keep each worker that served the tenant from the next leader."""
     rig = Rig()
@@ -227,10 +240,17 @@ class RestoresOnTop(ServiceLedger):
             self._charge(TenantTokens(counter.tenant, DIGEST, round(counter.virtual_tokens), 0), "w0")
 
 
+class ReportsAnOldFloor(ServiceLedger):
+    def _counter(self, use: TenantTokens) -> TenantCounter | None:
+        found = super()._counter(use)
+        return None if found is None else structs.replace(found, floor_tokens=0.0)
+
+
 PLANTED: dict[type[ServiceLedger], Callable[[], None]] = {
     ForgetsLapses: test_a_grant_that_lapses_unseen_is_given_back_and_one_that_was_seen_is_not,
     ForgetsReturns: test_a_grant_that_its_gateway_gives_back_costs_nothing,
     BelievesAnyWorker: lambda: test_a_sequence_that_is_placed_again_is_charged_for_what_was_computed(True),
+    ReportsAnOldFloor: test_a_tenant_that_is_new_to_the_next_leader_starts_where_the_others_are,
     RestoresOnTop: test_a_new_leader_starts_from_the_highest_counter_and_what_came_since,
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Executor, Runner, Samples
@@ -18,8 +19,9 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import EngineConfig, Sampling, Submit, TokenLogprobs
+from services.worker.engine_protocol import EngineConfig, SampledLogprobs, Submit
 from tests.support.engine_agent import Agent
+from tests.support.submits import make_submit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -73,7 +75,7 @@ class CheckingExecutor:
         ]
         errors = {row: self.errors[s.handle] for row, s in enumerate(sampled) if s.handle in self.errors}
         logprobs = {
-            row: TokenLogprobs(-0.5, [], [])
+            row: SampledLogprobs(-0.5, [], [])
             for row, s in enumerate(sampled)
             if s.sampling.logprobs is not None
         }
@@ -175,7 +177,7 @@ def submit() -> Callable[..., Submit]:
         **sampling: Any,
     ) -> Submit:
         options = {"seed": handle, "temperature": 0.0, "max_tokens": max_tokens} | sampling
-        return Submit(handle, list(prompt), Sampling(**options), credit, list(produced), priority)
+        return make_submit(handle, list(prompt), credit, list(produced), priority=priority, **options)
 
     return make
 
@@ -248,7 +250,7 @@ def load_engine(operators_cache: Path) -> Callable[..., Engine]:
 class Outcome:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     prefill_tokens: int = 0
     resumes: int = 0
 
@@ -280,7 +282,10 @@ def drive() -> Callable[..., Outcome]:
                     again = 1_000_000 + outcome.resumes
                     origin[again] = first
                     produced = outcome.tokens[first.handle]
-                    engine.apply(Submit(again, first.prompt_ids, first.sampling, UNLIMITED, list(produced)))
+                    restarted = structs.replace(
+                        first, handle=again, credit_limit=UNLIMITED, produced_ids=list(produced), priority=0
+                    )
+                    engine.apply(restarted)
                 else:
                     outcome.finished[first.handle] = reason
         raise AssertionError("the engine does not come to an end")

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from services.worker.engine_protocol import LoadFailed, Progress, Resize, Resized, Sampling, Stepped, Submit
+from services.worker.engine_protocol import LoadFailed, Progress, Resize, Resized, Stepped, Submit
 from tests.support.engine_agent import ROOT, Agent
+from tests.support.submits import make_submit
 
 TINY = ROOT / "models" / "tiny" / "checkpoint"
 MIB = 2**20
@@ -36,7 +38,11 @@ def status_bytes(agent: Agent, name: str) -> int:
 
 def ask(handle: int, output_tokens: int, produced: list[int]) -> Submit:
     """A request for all that costs memory."""
-    sampling = Sampling(
+    return make_submit(
+        handle,
+        [5 + handle] * 24,
+        1 << 30,
+        produced,
         seed=handle,
         top_p=0.99,
         top_k=4095,
@@ -46,7 +52,6 @@ def ask(handle: int, output_tokens: int, produced: list[int]) -> Submit:
         max_tokens=output_tokens,
         ignore_eos=True,
     )
-    return Submit(handle, [5 + handle] * 24, sampling, 1 << 30, produced)
 
 
 def run_all(agent: Agent, output_tokens: int) -> tuple[dict[int, list[int]], int]:
@@ -77,7 +82,7 @@ def run_all(agent: Agent, output_tokens: int) -> tuple[dict[int, list[int]], int
 
 def ask_again(handle: int, first: int, output_tokens: int, produced: list[int]) -> Submit:
     before = ask(first, output_tokens, produced)
-    return Submit(handle, before.prompt_ids, before.sampling, before.credit_limit, list(produced))
+    return structs.replace(before, handle=handle, produced_ids=list(produced))
 
 
 def test_pressure_leads_to_preemption_and_not_to_death(start: Start) -> None:

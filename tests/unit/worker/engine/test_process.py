@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
+from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
 from services.worker.engine.connection import Connection
 from services.worker.engine.process import ExitCode, step_until_told
@@ -24,17 +26,16 @@ from services.worker.engine_protocol import (
     Cancel,
     Credit,
     EngineConfig,
-    Heartbeat,
+    EngineHeartbeat,
     LoadFailed,
     Progress,
     Ready,
-    Sampling,
+    SampledLogprobs,
     Shutdown,
-    Submit,
-    TokenLogprobs,
     encode,
 )
 from tests.support.engine_agent import PATIENCE_S, ROOT, Agent
+from tests.support.submits import make_submit
 
 
 def test_a_null_engine_streams_and_shuts_down(start: Any, submit: Any) -> None:
@@ -73,7 +74,7 @@ def test_credit_holds_a_stream_and_lets_it_go(start: Any, submit: Any) -> None:
     agent.send(submit(0, [1], 9, credit=3))
     assert len([token for step in agent.until(lambda step: step.step == 3) for token in step.tokens]) == 3
     beat = agent.receive()  # nothing to step: the loop says that it lives
-    assert isinstance(beat, Heartbeat)
+    assert isinstance(beat, EngineHeartbeat)
     assert (beat.running, beat.waiting, beat.kv_blocks_used) == (1, 0, 1)
     agent.send(Credit([0], [9]))
     steps = agent.until(lambda step: 0 in step.finished)
@@ -117,7 +118,7 @@ def test_an_idle_engine_beats_and_does_not_spin(start: Any) -> None:
     before = cpu_s(agent.process.pid)
     started_s = time.monotonic()
     beats.append(agent.receive())
-    assert all(isinstance(beat, Heartbeat) for beat in beats)
+    assert all(isinstance(beat, EngineHeartbeat) for beat in beats)
     assert 0.5 < time.monotonic() - started_s < 10.0
     assert cpu_s(agent.process.pid) - before < 0.2
 
@@ -291,17 +292,17 @@ def test_a_torch_engine_streams(
 def check_prefix_is_found(agent: Agent, submit: Any) -> int:
     """The same prompt twice: the second time from the cache, and the same tokens. Return how many it sent."""
     prompt = [3 + place % 90 for place in range(70)]
-    names = list(prefix_chain(5, prompt))
+    names = prefix_chain(5, prompt)
     heard: list[tuple[int, list[int], list[int]]] = []
     for handle in (100, 101):
         one = submit(handle, prompt, 8)
-        agent.send(msgspec.structs.replace(one, prefix_root=5, prefix_hashes=names))
+        agent.send(msgspec.structs.replace(one, prompt=Prompt(prompt, names, 5)))
         steps = agent.until(lambda step, handle=handle: handle in step.finished)  # type: ignore[misc]
         tokens = [token for step in steps for token in step.tokens]
         heard.append((steps[0].cached[handle], tokens, [n for step in steps for n in step.prefix_added]))
     assert [cached for cached, _, _ in heard] == [0, 68]
     assert heard[0][1] == heard[1][1]
-    assert (heard[0][2], heard[1][2]) == (names, [])
+    assert (heard[0][2], heard[1][2]) == (list(names), [])
     return len(heard)
 
 
@@ -316,22 +317,32 @@ def test_a_stream_goes_on_in_another_process_to_the_last_bit(
 ) -> None:
     """The other has other threads, blocks, chunks and company; it computes again what the first had."""
     _, folder = save_model("Llama")
-    sampling = Sampling(seed=7, temperature=temperature, logprobs=5, max_tokens=40, ignore_eos=True)
     prompt = [3 + place % 90 for place in range(50)]
+    command = make_submit(
+        1, prompt, 1 << 30, seed=7, temperature=temperature, logprobs=5, max_tokens=40, ignore_eos=True
+    )
     first = start(folder, threads=1, block_size=4, token_budget=16)
     first.ready()
-    first.send(Submit(1, prompt, sampling, 1 << 30))
+    first.send(command)
     tokens, logprobs = _output(first, 1)
     second = start(folder, threads=2, block_size=16, token_budget=96)
     second.ready()
     for handle in range(2, 6):
-        noise = Sampling(seed=handle, temperature=1.2, max_tokens=60, ignore_eos=True)
-        second.send(Submit(handle, [handle] * 9 * handle, noise, 1 << 30))
-    second.send(Submit(1, prompt, sampling, 1 << 30, produced_ids=tokens[:17]))
+        noise = make_submit(
+            handle,
+            [handle] * 9 * handle,
+            1 << 30,
+            seed=handle,
+            temperature=1.2,
+            max_tokens=60,
+            ignore_eos=True,
+        )
+        second.send(noise)
+    second.send(structs.replace(command, produced_ids=tokens[:17]))
     assert _output(second, 1) == (tokens[17:], logprobs[17:])
 
 
-def _output(agent: Agent, handle: int) -> tuple[list[int], list[TokenLogprobs]]:
+def _output(agent: Agent, handle: int) -> tuple[list[int], list[SampledLogprobs]]:
     """Return the tokens and log-probabilities of one sequence, once it has ended by its length."""
     steps = agent.until(lambda step: handle in step.finished)
     assert steps[-1].finished[handle] == "length", steps[-1].errors

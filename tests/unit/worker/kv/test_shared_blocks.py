@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from prometheus_client import generate_latest
 
-from services.core.generation import NotAdmittedReason, StartSpec
+from services.core.generation import NotAdmittedReason, Prompt, StartSpec
 from services.runtime.telemetry.metrics import Metrics
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.kv.shared_blocks import SharedBlocks
@@ -28,7 +28,10 @@ def reader(bench: Bench) -> Reader:
 def alike(bench: Bench, *names: int, blocks: int = 5, prompt: int = 66) -> StartSpec:
     """Five blocks of the pool's ten, four of which hold the prefix block ``names`` begin with."""
     spec = bench.spec(prompt=prompt, blocks=blocks)
-    return replace(spec, generation=replace(spec.generation, prefix_hashes=names or (7,), prefix_root=1))
+    return replace(
+        spec,
+        generation=replace(spec.generation, prompt=Prompt(spec.generation.prompt.ids, names or (7,), 1)),
+    )
 
 
 def two_alike(bench: Bench, reader: Reader) -> None:

@@ -5,16 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from services.core.generation import GenerationSpec, Grant, SamplingParams, StartSpec
+from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt, Sampling, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.streams.submit import submit_command
 
+LIMITS = OutputLimits(64)
 
-def started(**generation: Any) -> Any:
+
+def started(limits: OutputLimits = LIMITS, logprobs: int | None = None, **generation: Any) -> Any:
     spec = StartSpec(
         generation=GenerationSpec(
-            "req_1", "m", "sha256:x", 1, [5, 6], SamplingParams(9, temperature=0.5), 64, **generation
+            request_id="req_1",
+            model="m",
+            version_digest="sha256:x",
+            route_revision=1,
+            prompt=Prompt([5, 6], (8,), 3),
+            sampling=Sampling(9, temperature=0.5, logprobs=logprobs),
+            limits=limits,
+            **generation,
         ),
         choice=2,
         tenant_id="acme",
@@ -33,19 +42,20 @@ def test_the_higher_class_is_first_in_the_engine() -> None:
 
 
 def test_every_part_arrives() -> None:
-    command = submit_command(started(logprobs=3, min_output_tokens=4, stop_token_ids=(1, 2), ignore_eos=True))
-    assert (command.handle, [*command.prompt_ids], [*command.produced_ids]) == (41, [5, 6], [7])
+    command = submit_command(started(OutputLimits(64, 4, ("x",), (1, 2), True), logprobs=3))
+    assert (command.handle, [*command.prompt.ids], [*command.produced_ids]) == (41, [5, 6], [7])
     assert command.credit_limit == 9
-    sampling = command.sampling
-    assert (sampling.seed, sampling.choice, sampling.temperature) == (9, 2, 0.5)
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (64, 4, 3)
-    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((1, 2), True)
+    sampling, limits = command.sampling, command.limits
+    assert (sampling.seed, command.choice, sampling.temperature, sampling.logprobs) == (9, 2, 0.5, 3)
+    assert (limits.max_tokens, limits.min_tokens) == (64, 4)
+    assert (limits.stop_token_ids, limits.ignore_eos) == ((1, 2), True)
+    assert (command.prompt.prefix_hashes, command.prompt.prefix_root) == ((8,), 3)
 
 
 def test_any_sequence_of_ids_reaches_the_engine() -> None:
     for ids in ([5, 6, 7], (5, 6, 7), range(5, 8)):
-        sent = wire.Submit(1, ids, wire.Sampling(seed=1), 9, produced_ids=ids)
+        sent = wire.Submit(1, Prompt(ids), Sampling(seed=1), OutputLimits(4), 9, produced_ids=ids)
         body = wire.encode(sent)[wire.LENGTH_PREFIX.size :]
         received = wire.decode_command(body)
         assert isinstance(received, wire.Submit)
-        assert (received.prompt_ids, received.produced_ids) == ([5, 6, 7], [5, 6, 7])
+        assert (received.prompt.ids, received.produced_ids) == ([5, 6, 7], [5, 6, 7])

@@ -16,7 +16,7 @@ from services.core.fleet import LONG_PROMPT_TOKENS
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, length_filters
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, choose
 from services.scheduler.policy.placement.kv_admission import demand_of
-from services.scheduler.policy.placement.pool_seats import SERVING, Level, PoolSeats
+from services.scheduler.policy.placement.pool_seats import SERVING, PoolSeats, SeatLevel
 from services.scheduler.policy.queue.length import LengthPolicy
 from tests.unit.scheduler.policy.room_oracle import room_of
 
@@ -24,14 +24,14 @@ BASE = Candidate("w0", 4096, 4096, block_size=16, slots=8, max_model_len=4096)
 PROFILE = PlacementProfile(sample=2, holders=2)
 
 
-def level(candidate: Candidate) -> Level:
+def level(candidate: Candidate) -> SeatLevel:
     reasons = (
         (candidate.ready, "ready"),
         (candidate.heard, "heard"),
         (not candidate.draining, "not_draining"),
         (not candidate.ejected, "not_ejected"),
     )
-    return Level(
+    return SeatLevel(
         next((reason for passes, reason in reasons if not passes), SERVING),
         candidate.kv_tokens_room,
         candidate.slots,

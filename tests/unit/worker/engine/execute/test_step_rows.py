@@ -14,7 +14,7 @@ from services.worker.engine.execute.executor import Batch, Chunk
 from services.worker.engine.execute.step_rows import Seats, StepRows
 from services.worker.engine.sample.sampling_rows import rows_of
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine_protocol import Sampling, Submit
+from tests.support.submits import make_submit
 
 BLOCK = 4
 
@@ -78,14 +78,13 @@ class World:
     def start(self) -> SequenceState:
         rng = self.rng
         self.handles += 1
-        sampling = Sampling(
-            seed=rng.randrange(1 << 64),
-            temperature=rng.choice([0.0, 0.5]),
-            top_k=rng.choice([0, 3]),
-            max_tokens=99,
-        )
+        sampling: dict[str, Any] = {
+            "seed": rng.randrange(1 << 64),
+            "temperature": rng.choice([0.0, 0.5]),
+            "top_k": rng.choice([0, 3]),
+        }
         tokens = [rng.randrange(50) for _ in range(rng.randint(1, 9))]
-        command = Submit(self.handles, tokens, sampling, 99, [1] * rng.randint(0, 3))
+        command = make_submit(self.handles, tokens, 99, [1] * rng.randint(0, 3), max_tokens=99, **sampling)
         return sequence_of(command, arrival=0, eos_ids=frozenset())
 
     def grow(self, sequence: SequenceState, tokens: int) -> None:

@@ -15,7 +15,8 @@ from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import Sampling, Stepped, Submit
+from services.worker.engine_protocol import Stepped, Submit
+from tests.support.submits import make_submit
 
 VOCABULARY = 97
 
@@ -96,14 +97,16 @@ def ask(
     priority: int = 0,
 ) -> Submit:
     """Return a request as an agent makes it; ``domain`` 0 has no names."""
-    return Submit(
+    return make_submit(
         handle,
         list(prompt),
-        Sampling(seed=handle, temperature=0.0, max_tokens=max_tokens),
         credit,
         list(produced),
-        priority,
-        prefix_hashes=list(prefix_chain(domain, prompt)) if domain else [],
+        priority=priority,
+        seed=handle,
+        temperature=0.0,
+        max_tokens=max_tokens,
+        prefix_hashes=prefix_chain(domain, prompt) if domain else (),
         prefix_root=domain,
     )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from msgspec import structs
 
+from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
-from services.worker.engine_protocol import Cancel, Submit
+from services.worker.engine_protocol import Cancel
 from tests.unit.worker.engine.prefix.cache_rig import VOCABULARY, CacheRig, ask, sample
 
 PROMPT = [place % 90 for place in range(150)]
@@ -63,11 +65,11 @@ def test_names_that_are_lacking_are_made() -> None:
     """Of a root alone, and of more names than the prompt has blocks."""
     rig = CacheRig(64)
     bare = ask(0, PROMPT)
-    rig.run(Submit(0, bare.prompt_ids, bare.sampling, 99, prefix_root=1))
-    surplus = [*bare.prefix_hashes, 5, 6, 7]
-    rig.run(Submit(1, bare.prompt_ids, bare.sampling, 99, prefix_root=1, prefix_hashes=surplus))
+    rig.run(structs.replace(bare, credit_limit=99, prompt=Prompt(bare.prompt.ids, (), 1)))
+    surplus = (*bare.prompt.prefix_hashes, 5, 6, 7)
+    rig.run(structs.replace(bare, handle=1, credit_limit=99, prompt=Prompt(bare.prompt.ids, surplus, 1)))
     assert rig.cached[1] == 149
-    assert set(rig.names) == set(bare.prefix_hashes)
+    assert set(rig.names) == set(bare.prompt.prefix_hashes)
 
 
 def test_of_prompts_that_begin_alike_one_is_computed() -> None:

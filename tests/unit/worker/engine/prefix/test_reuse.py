@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
 from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import BadEngineConfig
@@ -17,8 +18,8 @@ PROMPT = [3 + place * 7 % 90 for place in range(70)]
 
 
 def named(submit: Submit, root: int = 5) -> Submit:
-    names = list(prefix_chain(root, submit.prompt_ids))
-    return msgspec.structs.replace(submit, prefix_root=root, prefix_hashes=names)
+    ids = submit.prompt.ids
+    return msgspec.structs.replace(submit, prompt=Prompt(ids, prefix_chain(root, ids), root))
 
 
 @pytest.mark.parametrize(

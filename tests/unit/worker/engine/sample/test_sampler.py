@@ -11,13 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.execute.executor import Samples
 from services.worker.engine.sample import keyed_random as keyed
 from services.worker.engine.sample.sampler import floors, invert_cdf
 from services.worker.engine.sample.sampler import sample as sample_rows
 from services.worker.engine.sample.sampling_rows import SamplingColumns, columns_of, rows_of, uniforms
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine_protocol import Sampling, Submit
+from services.worker.engine_protocol import Submit
 
 torch.set_num_threads(1)
 VOCAB = 40
@@ -41,7 +42,10 @@ def sample(logits: torch.Tensor, sequences: list[SequenceState]) -> Samples:
 
 def columns(samplings: list[Sampling]) -> SamplingColumns:
     return columns_of(
-        [sequence_of(Submit(0, [1], each, 1), arrival=0, eos_ids=frozenset()) for each in samplings]
+        [
+            sequence_of(Submit(0, Prompt([1]), each, OutputLimits(16), 1), arrival=0, eos_ids=frozenset())
+            for each in samplings
+        ]
     )
 
 
@@ -204,7 +208,7 @@ def test_tiny_and_huge_temperatures_are_sound(sequence: Any) -> None:
 
 def plain_shape(logits: list[float], sequence: SequenceState) -> list[float]:
     shaped, sampling = list(logits), sequence.sampling
-    for token, bias in sampling.logit_bias.items():
+    for token, bias in sampling.logit_bias:
         shaped[token] += bias
     for token in set(sequence.tokens):
         penalty = sampling.repetition_penalty

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.core.generation import Sampling
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.speculation.draft_model import DraftModel
-from services.worker.engine_protocol import Sampling, Submit
+from tests.support.submits import make_submit
 from tests.unit.worker.engine.conftest import CheckingExecutor
 
 BLOCK = 4
@@ -24,7 +25,7 @@ def token_of(handle: int, position: int) -> int:
 
 
 def sequence(handle: int, prompt: int, **sampling: Any) -> SequenceState:
-    command = Submit(handle, list(range(1, prompt + 1)), Sampling(seed=0, max_tokens=99, **sampling), 99)
+    command = make_submit(handle, list(range(1, prompt + 1)), 99, seed=0, max_tokens=99, **sampling)
     return sequence_of(command, arrival=0, eos_ids=frozenset())
 
 

@@ -15,7 +15,7 @@ from services.worker.engine.speculation.prompt_lookup import (
     PromptLookup,
     SuffixIndex,
 )
-from services.worker.engine_protocol import Sampling, Submit
+from tests.support.submits import make_submit
 
 
 def found_by_search(tokens: list[int], most: int) -> list[int]:
@@ -36,7 +36,7 @@ def found_by_search(tokens: list[int], most: int) -> list[int]:
 
 
 def sequence(handle: int, tokens: list[int]) -> SequenceState:
-    command = Submit(handle, tokens, Sampling(seed=0, max_tokens=99), 99)
+    command = make_submit(handle, tokens, 99, seed=0, max_tokens=99)
     return sequence_of(command, arrival=0, eos_ids=frozenset())
 
 

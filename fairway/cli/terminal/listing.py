@@ -1,0 +1,112 @@
+"""`list`, `show` and `--watch` for every resource; a Resource contains the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import typer
+from google.protobuf.message import Message
+
+from fairway.cli.connection import Connection, Server, command
+from fairway.cli.flags import Format, NameArgument, OutputOption, WatchOption
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.table import Column, show_rows
+from fairway.cli.watch import Watch, follow
+from fairway.client import AdminClient
+from fairway.client.admin.resources import Reading
+from fairway.v1 import controlplane_pb2 as cp
+
+T = TypeVar("T", bound=Message)
+K = TypeVar("K", cp.Tenant, cp.Key, cp.Deployment, cp.Node)
+
+
+@dataclass(frozen=True, slots=True)
+class Resource(Generic[T]):
+    """One kind of resource that a server lists.
+
+    ``plural`` is also the name of the list in a document.
+    """
+
+    singular: str  # name in messages
+    plural: str  # name in messages and documents
+    server: Server  # the server that lists it
+    columns: tuple[Column[T], ...]  # of its tables
+    # Returns all of them.
+    all: Callable[[Connection], Awaitable[Sequence[T]]]
+    # Returns one by name.
+    get: Callable[[Connection, str], Awaitable[T]] | None = None
+    # Follows their changes.
+    watch: Watch[T] | None = None
+
+    def write_list(self, items: Sequence[T], output: Format) -> None:
+        """Print a listing: a table, or one document with a list in it."""
+        if output in DOCUMENTS:
+            write_document({self.plural: [document_of(item) for item in items]}, output)
+        else:
+            show_rows(self.columns, items, wide=output is Format.WIDE)
+
+    def write_one(self, item: T, output: Format) -> None:
+        """Print one resource: its row, or the resource as a document."""
+        if output in DOCUMENTS:
+            write_document(document_of(item), output)
+        else:
+            show_rows(self.columns, [item], wide=output is Format.WIDE)
+
+
+def resource(
+    singular: str, columns: tuple[Column[K], ...], kind: Callable[[AdminClient], Reading[K]]
+) -> Resource[K]:
+    """Return one kind of resource of the control plane."""
+    plural = f"{singular}s"
+
+    async def listed(connection: Connection) -> Sequence[K]:
+        return await connection.run(kind(connection.admin).list(), what=f"cannot list the {plural}")
+
+    async def get(connection: Connection, name: str) -> K:
+        what = f"cannot show the {singular} {name}"
+        return await connection.run(kind(connection.admin).get(name), what=what)
+
+    watch: Watch[K] = Watch(
+        singular, f"the {plural}", lambda connection, lost: kind(connection.admin).watch(on_lost=lost)
+    )
+    return Resource(singular, plural, Server.CONTROLPLANE, columns, listed, get, watch)
+
+
+def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
+    """Add the command `list` to ``app``."""
+    plural = resource.plural
+
+    async def listed(
+        connection: Connection, output: OutputOption = Format.TABLE, watch: WatchOption = False
+    ) -> None:
+        if watch:
+            assert resource.watch is not None
+            await follow(connection, resource.watch, resource.columns, output)
+        else:
+            resource.write_list(await resource.all(connection), output)
+
+    listed.__doc__ = about
+    examples = (
+        f"fairway {plural} list",
+        f"fairway {plural} list -o json | jq '.{plural}[]'",
+        f"fairway {plural} list --watch",
+    )
+    command(app, "list", to=resource.server, examples=examples)(listed)
+
+
+def add_show(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
+    """Add the command `show` to ``app``."""
+
+    async def shown(
+        connection: Connection,
+        name: NameArgument,
+        output: OutputOption = Format.YAML,
+    ) -> None:
+        assert resource.get is not None
+        resource.write_one(await resource.get(connection, name), output)
+
+    shown.__doc__ = about
+    examples = (f"fairway {resource.plural} show NAME", f"fairway {resource.plural} show NAME -o json")
+    command(app, "show", to=resource.server, examples=examples)(shown)

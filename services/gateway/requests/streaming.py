@@ -1,0 +1,141 @@
+"""A request as a generator of its events, or as one whole answer.
+
+Events are buffered, and merged while the reader lags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from services.core.errors import FairwayError
+from services.core.generation import TokenLogprobs
+from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat, Tokens
+
+
+class BufferedStream:
+    """The sink of one request and the generator over it.
+
+    Bounded by the request's credit windows: only tokens that the reader took earn credit.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._events: deque[Event] = deque()
+        self._pending: dict[int, Tokens] = {}
+        self._failure: FairwayError | None = None
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._silent = True
+
+    async def events(self, start: Callable[[], Handle]) -> AsyncGenerator[Event, None]:
+        """Start the request and yield its events. Raises the error that ended it; closing cancels it."""
+        request = start()
+        loop = asyncio.get_running_loop()
+        beat = loop.call_later(self._heartbeat_s, self._beat, loop)
+        try:
+            while True:
+                while self._events:
+                    event = self._events.popleft()
+                    if isinstance(event, Tokens):
+                        event = self._pending.pop(event.choice)
+                    yield event
+                    if isinstance(event, Tokens):
+                        request.credit(event.choice, len(event.ids))
+                    elif isinstance(event, Finished):
+                        return
+                if self._failure is not None:
+                    raise self._failure
+                self._waiter = loop.create_future()
+                await self._waiter
+        finally:
+            self._closed = True
+            beat.cancel()
+            request.cancel()
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        self._push(accepted)
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        waiting = self._pending.get(choice)
+        if waiting is None:
+            self._pending[choice] = tokens = Tokens(choice, offset, ids, text, logprobs)
+            self._push(tokens)
+        else:
+            self._pending[choice] = Tokens(
+                choice,
+                waiting.offset,
+                [*waiting.ids, *ids],
+                waiting.text + text,
+                (*waiting.logprobs, *logprobs),
+            )
+
+    def on_finished(self, finished: Finished) -> None:
+        self._push(finished)
+
+    def on_failed(self, error: FairwayError) -> None:
+        self._failure = error
+        self._wake()
+
+    def _push(self, event: Event) -> None:
+        self._silent = False
+        self._events.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Emit a heartbeat after every interval without an event. One timer per stream, none per token."""
+        if self._closed:
+            return
+        if self._silent and not self._events:
+            self._events.append(Heartbeat())
+            self._wake()
+        self._silent = True
+        loop.call_later(self._heartbeat_s, self._beat, loop)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer: per choice its text, token ids and log probabilities."""
+
+    accepted: Accepted
+    texts: list[str]
+    ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
+    finished: Finished
+
+
+async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
+    """Return the whole answer of a stream, and close the stream."""
+    # By choice, created on arrival: the number of choices is not validated yet.
+    texts: defaultdict[int, list[str]] = defaultdict(list)
+    ids: defaultdict[int, list[int]] = defaultdict(list)
+    logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+    accepted: Accepted | None = None
+    async with aclosing(stream) as events:
+        async for event in events:
+            if isinstance(event, Tokens):
+                texts[event.choice].append(event.text)
+                ids[event.choice].extend(event.ids)
+                logprobs[event.choice].extend(event.logprobs)
+            elif isinstance(event, Accepted):
+                accepted = event
+            elif isinstance(event, Finished):
+                assert accepted is not None
+                choices = range(len(event.choices))
+                return Completion(
+                    accepted,
+                    ["".join(texts[choice]) for choice in choices],
+                    [ids[choice] for choice in choices],
+                    [logprobs[choice] for choice in choices],
+                    event,
+                )
+    raise AssertionError("a stream ended without a terminal event")

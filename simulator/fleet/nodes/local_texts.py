@@ -1,0 +1,46 @@
+"""Texts encoded in this process: for the simulator and unit tests, whose versions are trusted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from services.core.errors import Unavailable
+from services.gateway.text.encoder import TextEncoder, load_encoder
+from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel
+from services.ports.clock import Clock
+
+
+class LocalTexts:
+    """Implements ``Texts`` in the executor's threads, without bounds."""
+
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._encoders: dict[str, TextEncoder] = {}
+
+    async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
+        loop = asyncio.get_running_loop()
+        async with folder() as path:
+            encoder = await loop.run_in_executor(
+                self._executor, load_encoder, path, version_digest, self._clock
+            )
+        self._encoders[version_digest] = encoder
+        return encoder.model
+
+    def unload(self, version_digest: str) -> None:
+        self._encoders.pop(version_digest, None)
+
+    async def read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
+        encoder = self._encoders.get(model.version_digest)
+        if encoder is None:
+            raise Unavailable("the version was given up", retry_after_s=0.0)
+        loop = asyncio.get_running_loop()
+        if isinstance(text, str):
+            ids = await loop.run_in_executor(self._executor, encoder.encode_prompt, text)
+        else:
+            ids = await loop.run_in_executor(self._executor, encoder.encode_chat, text)
+        return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())

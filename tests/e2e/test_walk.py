@@ -1,0 +1,95 @@
+"""The newcomer's walk in docs/architecture/README.md is the way of a real request."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fairway.v1 import inference_pb2 as pb
+from tests.support.stack import ROOT, Stack, metadata
+from tests.support.waiting import until
+
+PAGE = ROOT / "docs" / "architecture" / "README.md"
+TRACER = ROOT / "tests" / "support" / "request_trace"
+MAX_FILES = 45
+PROMPT = "class Queue:\n    def push(self, item):\n" * 12
+
+
+def walk() -> list[str]:
+    """Return the files of the walk, in order."""
+    section = PAGE.read_text().split("## A walk along one request\n")[1].split("\n## ")[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace")
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Stack]:
+    settings = {"REQUEST_TRACE_FOLDER": str(folder), "PYTHONPATH": str(TRACER)}
+    state = tmp_path_factory.mktemp("walk") / "state"
+    with Stack.started(state, workers=1, replicas=1, settings=settings) as running:
+        yield running
+
+
+def processes(folder: Path) -> list[int]:
+    """Return the roles and the engine of the installation that writes there."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "environ"]):
+        environment = process.info["environ"] or {}
+        is_service = any("services" in word for word in process.info["cmdline"] or [])
+        if is_service and environment.get("REQUEST_TRACE_FOLDER") == str(folder):
+            found.append(process.info["pid"])
+    return found
+
+
+async def generate(stack: Stack) -> None:
+    key = metadata(stack.api_key)
+    async with stack.inference() as stub:
+        request = pb.GenerateRequest(
+            generation=pb.Generation(model=stack.model, prompt=PROMPT, max_output_tokens=8)
+        )
+        events = [event async for event in stub.Generate(request, metadata=key, timeout=60)]
+    assert events[-1].HasField("finished")
+
+
+async def first_calls(stack: Stack, folder: Path) -> dict[str, float]:
+    """Return when each file was first called while one request ran."""
+    await generate(stack)  # what is done once per process is done
+    pids = processes(folder)
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR2)
+    await generate(stack)
+    for pid in pids:
+        os.kill(pid, signal.SIGURG)
+    await until(lambda: len(list(folder.glob("*.json"))) == len(pids))
+    found: dict[str, float] = {}
+    for path in folder.glob("*.json"):
+        times = json.loads(path.read_text())
+        path.unlink()
+        for name, at_s in times.items():
+            found[name] = min(at_s, found.get(name, at_s))
+    return found
+
+
+async def test_a_request_passes_the_files_of_the_walk_in_their_order(traced: Stack, folder: Path) -> None:
+    """Probes and heartbeats call some of the files too, at any time: one request of a few has to match."""
+    files = walk()
+    assert 30 <= len(files) <= MAX_FILES
+    orders = []
+    for _ in range(8):
+        found = await first_calls(traced, folder)
+        assert [name for name in files if name not in found] == []
+        orders.append(sorted(files, key=found.__getitem__))
+        if orders[-1] == files:
+            return
+    pytest.fail(f"the walk is not in the order of any of {len(orders)} requests, such as {orders[-1]}")
