@@ -155,6 +155,7 @@ async def _serve() -> None:
     from services.rpc.interceptors.metrics import RpcMetrics
     from services.rpc.server import RpcServer, RpcTelemetry, Service
     from services.runtime.clock import SystemClock
+    from services.runtime.process.free_memory import return_free_memory
     from services.runtime.telemetry.logging import LineBudget
     from services.runtime.telemetry.metrics import Metrics
 
@@ -181,13 +182,17 @@ async def _serve() -> None:
     await server.start()
     await server.set_serving(True)
     print(server.port, flush=True)
-    await server.guard_connections(clock)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(return_free_memory(clock))
+        tasks.create_task(server.guard_connections(clock))
 
 
 def main() -> None:
     import uvloop
 
+    from services.runtime.process.free_memory import limit_fragmentation
     from services.runtime.telemetry import logging
 
+    limit_fragmentation()
     logging.configure(role="test")
     uvloop.run(_serve())
