@@ -45,7 +45,7 @@ from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
-from services.scheduler.term_streams import Report, Submit
+from services.scheduler.term_streams import Report, SubmitPlacements
 
 INDEX_BLOCKS: Final = 200_000
 OWN_BLOCKS: Final = 8  # of what the index is filled up with
@@ -127,7 +127,7 @@ class Bench:
     def turn(self) -> None:
         """Let one turn's time pass."""
         self.clock.now_s += TURN_S
-        commands: list[Submit | Report] = [*self._submissions(), *self._reports()]
+        commands: list[SubmitPlacements | Report] = [*self._submissions(), *self._reports()]
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for command in commands:
             self.term.send(command)
@@ -142,7 +142,7 @@ class Bench:
             self.digest.update(f"{spec.request_id} {grant.worker_id} {grant.kv_blocks}\n".encode())
             self.by_id[grant.worker_id].start(grant, spec, self.clock.now_s)
 
-    def _submissions(self) -> Iterator[Submit]:
+    def _submissions(self) -> Iterator[SubmitPlacements]:
         self.due += self.rate_per_s * TURN_S
         places = []
         while self.due >= 1.0:
@@ -151,7 +151,7 @@ class Bench:
             spec = self.specs[self.number] = self.prompts.draw(self.number, self.clock.now_s)
             places.append((self.number, spec, spec.arrival_unix_us))
         if places:
-            yield Submit(self.session, places)
+            yield SubmitPlacements(self.session, places)
 
     def _reports(self) -> Iterator[Report]:
         for worker in self.workers:

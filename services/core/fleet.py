@@ -101,7 +101,7 @@ class TenantCounter(Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class LiveSequence:
+class ReportedSequence:
     """A sequence that holds KV on the worker."""
 
     request_id: str
@@ -127,7 +127,9 @@ class ReportSnapshot:
     # Sequence numbers of that leader's grants received since the previous snapshot, admitted or not.
     grants_seen: tuple[int, ...] = ()
     tenants: tuple[TenantTokens, ...] = ()
-    live: tuple[LiveSequence, ...] = ()  # every sequence that holds KV; only in the first report of a stream
+    live: tuple[
+        ReportedSequence, ...
+    ] = ()  # every sequence that holds KV; only in the first report of a stream
     usage: tuple[SequenceUsage, ...] = ()
     # Tenant counters from the last leader; only in the first report of a stream.
     counters: tuple[TenantCounter, ...] = ()
@@ -146,14 +148,14 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class PlacementRefused:
     """A placement that ended without a grant, and the error."""
 
     placement_id: int
     error: FairwayError
 
 
-Outcome = Granted | Refused
+Outcome = Granted | PlacementRefused
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import structlog
 
 from services.core.decisions import FleetWorker, PlacementDecision
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
-from services.core.fleet import PlacementFrame, Refused, ReportSnapshot
+from services.core.fleet import PlacementFrame, PlacementRefused, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.core.paging import page_of
 from services.core.queues import PoolQueue
@@ -28,7 +28,13 @@ from services.scheduler.fleet.worker_list import workers_of
 from services.scheduler.queue.report import Now, counters_of, pools_of
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
-from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
+from services.scheduler.term_streams import (
+    CancelPlacements,
+    GatewaySession,
+    Report,
+    SubmitPlacements,
+    WorkerSession,
+)
 
 log = structlog.get_logger()
 
@@ -105,15 +111,15 @@ class SchedulerService:
             decisions=self._decisions,
         )
 
-    def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewayStream:
+    def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewayPlacementStream:
         """Return a gateway's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return GatewayStream(self, term, term.open_session(gateway_id, wake, zone=zone))
+        return GatewayPlacementStream(self, term, term.open_session(gateway_id, wake, zone=zone))
 
-    def open_report(self, wake: Callable[[], None]) -> ReportStream:
+    def open_report(self, wake: Callable[[], None]) -> WorkerReportStream:
         """Return a worker's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return ReportStream(term, term.open_reporter(wake))
+        return WorkerReportStream(term, term.open_reporter(wake))
 
     def pools(self, *, size: int, token: str, tenant: str) -> tuple[int, tuple[PoolQueue, ...], str]:
         """Return the epoch and a page of the pools, as of now. Raises NoLeader while not leading."""
@@ -121,7 +127,7 @@ class SchedulerService:
         now = Now(self._clock.monotonic_s(), self._clock.unix_s())
         found = pools_of(term.queue, term.fleet, now, tenant=tenant)
         page, following = page_of(found, lambda pool: pool.version_digest, size=size, token=token)
-        told = tuple(
+        shown = tuple(
             replace(
                 pool,
                 pressure_ratio=term.overload.pressure(pool.version_digest).pressure_ratio,
@@ -129,7 +135,7 @@ class SchedulerService:
             )
             for pool in page
         )
-        return term.epoch, told, following
+        return term.epoch, shown, following
 
     def explain(self, request_id: str) -> tuple[int, tuple[PlacementDecision, ...], float]:
         """Return the epoch, the stored decisions of the request, and the time after which every decision is
@@ -164,10 +170,10 @@ class SchedulerService:
         return self._term
 
 
-class GatewayStream:
+class GatewayPlacementStream:
     """Implements ``ports.placement_stream.PlacementStream``."""
 
-    def __init__(self, service: SchedulerService, term: Term, session: Session) -> None:
+    def __init__(self, service: SchedulerService, term: Term, session: GatewaySession) -> None:
         self._service = service
         self._term = term
         self._session = session
@@ -186,11 +192,11 @@ class GatewayStream:
             else:
                 admitted.append((placement_id, spec, self._service.arrival_unix_us(spec)))
         if admitted:
-            self._send(Submit(self._session, admitted))
+            self._send(SubmitPlacements(self._session, admitted))
 
     def cancel(self, placement_ids: Sequence[int]) -> None:
         if placement_ids:
-            self._send(Cancel(self._session, tuple(placement_ids)))
+            self._send(CancelPlacements(self._session, tuple(placement_ids)))
 
     def take(self) -> PlacementFrame | None:
         if self._session.error is not None:
@@ -206,21 +212,21 @@ class GatewayStream:
     def close(self) -> None:
         self._term.close_session(self._session)
 
-    def _send(self, command: Submit | Cancel) -> None:
+    def _send(self, command: SubmitPlacements | CancelPlacements) -> None:
         if self._session.error is not None:
             raise self._session.error
         self._term.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
         """Refuse a placement that is not submitted."""
-        self._session.outbox.append(Refused(placement_id, error))
+        self._session.outbox.append(PlacementRefused(placement_id, error))
         self._session.wake()
 
 
-class ReportStream:
+class WorkerReportStream:
     """A worker's stream. Implements ``ports.report_stream.ReportStream``."""
 
-    def __init__(self, term: Term, reporter: Reporter) -> None:
+    def __init__(self, term: Term, reporter: WorkerSession) -> None:
         self._term = term
         self._reporter = reporter
         self._answered = 0

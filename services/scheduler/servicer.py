@@ -27,7 +27,7 @@ from services.rpc.convert.scheduler import (
     place_from_proto,
     report_from_proto,
 )
-from services.scheduler.service import GatewayStream, ReportStream, SchedulerService
+from services.scheduler.service import GatewayPlacementStream, SchedulerService, WorkerReportStream
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -114,7 +114,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def _write_outcomes(
-        self, stream: GatewayStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
+        self,
+        stream: GatewayPlacementStream,
+        reading: asyncio.Task[None],
+        woken: asyncio.Event,
+        context: Context,
     ) -> None:
         """Write leadership, then outcomes and heartbeats until the gateway closed its side.
 
@@ -140,7 +144,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await context.write(message)
 
     async def _write_answers(
-        self, stream: ReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
+        self, stream: WorkerReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
     ) -> None:
         """Write answers, each for several reports, and heartbeats, until the worker closed its side."""
         answered = 0
@@ -173,7 +177,7 @@ async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> sched
 
 
 def _within_bounds(
-    places: Iterable[scheduler_pb2.PlaceRequest], stream: GatewayStream
+    places: Iterable[scheduler_pb2.PlaceRequest], stream: GatewayPlacementStream
 ) -> Iterator[scheduler_pb2.PlaceRequest]:
     """Yield the valid placements; each invalid one is refused alone."""
     for place in places:
@@ -186,7 +190,9 @@ def _within_bounds(
             yield place
 
 
-async def _read_places(requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayStream) -> None:
+async def _read_places(
+    requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayPlacementStream
+) -> None:
     async for message in requests:
         if message.HasField("hello"):
             raise InvalidInput("a gateway says hello once", field="hello")
@@ -197,7 +203,9 @@ async def _read_places(requests: AsyncIterator[scheduler_pb2.ConnectRequest], st
             stream.cancel(message.cancel.placement_ids)
 
 
-async def _read_reports(requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: ReportStream) -> None:
+async def _read_reports(
+    requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: WorkerReportStream
+) -> None:
     expected = 1
     async for message in requests:
         if message.report != expected:

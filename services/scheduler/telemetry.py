@@ -43,7 +43,7 @@ class Unobserved:
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None: ...
 
 
-class Both:
+class CompositeObserver:
     """Two observers; the first one is called first."""
 
     def __init__(self, first: QueueObserver, second: QueueObserver) -> None:
@@ -63,7 +63,7 @@ class Both:
         self._second.ended(spec, outcome, queued_s, now_s, worker_id)
 
 
-class Standing(Protocol):
+class TermLevels(Protocol):
     """The metrics of the current term. ``Term`` has this shape."""
 
     @property
@@ -112,7 +112,7 @@ class SchedulerTelemetry:
         self._tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
         self._depth: dict[tuple[str, str], int] = {}
-        self._standing: Standing | None = None
+        self._standing: TermLevels | None = None
         metrics.gauge(
             "fairway_scheduler_queue_placements",
             "Placements in the queue, by deployment and class",
@@ -203,7 +203,7 @@ class SchedulerTelemetry:
             lambda: float(self._standing.indexed_blocks) if self._standing else 0.0,
         )
 
-    def term_started(self, standing: Standing) -> None:
+    def term_started(self, standing: TermLevels) -> None:
         self._depth.clear()
         self._standing = standing
 

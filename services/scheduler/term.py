@@ -25,27 +25,27 @@ from services.ports.clock import Clock
 from services.scheduler.explain.decision_log import DecisionLog
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.health.review import Judge, ServingCount
+from services.scheduler.health.review import HealthReview, ServingCount
 from services.scheduler.health.worker_health import FleetHealth, HealthPolicy, WorkerStanding
-from services.scheduler.heartbeat import MAX_TOLD, Fleet, members_of, sample_of
+from services.scheduler.heartbeat import MAX_LISTED, Fleet, members_of, sample_of
 from services.scheduler.overload.pool_load import Overload
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.policy.step_time import Kind, StepModel
+from services.scheduler.policy.step_time import StepModel, WorkerKind
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.queue.report import counter_gaps
-from services.scheduler.telemetry import Both, SchedulerTelemetry
+from services.scheduler.telemetry import CompositeObserver, SchedulerTelemetry
 from services.scheduler.term_streams import (
-    Cancel,
+    CancelPlacements,
     Command,
-    Leave,
+    GatewayDisconnected,
+    GatewaySession,
     Report,
-    Reporter,
-    Session,
-    Silence,
-    Submit,
+    SubmitPlacements,
+    WorkerDisconnected,
+    WorkerSession,
 )
 
 log = structlog.get_logger()
@@ -97,7 +97,7 @@ class Term:
         self.fleet.on_granted = self.health.granted
         self.overload = Overload(settings.shedding, rng, serving.of, failing_s=self.health.failing_s)
         self._decision = None if telemetry is None else telemetry.decision
-        observed = decisions if telemetry is None else Both(telemetry, decisions)
+        observed = decisions if telemetry is None else CompositeObserver(telemetry, decisions)
         self.queue = FlowQueue(
             self.fleet,
             settings.queue,
@@ -109,14 +109,16 @@ class Term:
             decisions=decisions,
         )
         self.overload.settle = self.queue.run_pass
-        self._judge = Judge(self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry)
+        self._health_review = HealthReview(
+            self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry
+        )
         self._clock = clock
         self._rng = rng
         self._beat_s = clock.monotonic_s() + settings.beat_s
         self._inbox: deque[Command] = deque()
         self._arrived = asyncio.Event()
-        self._sessions: dict[int, Session] = {}
-        self._reporters: dict[int, Reporter] = {}
+        self._sessions: dict[int, GatewaySession] = {}
+        self._reporters: dict[int, WorkerSession] = {}
         self._numbers = 0
         self._members: Fleet = {}
         self._members_until_s = -math.inf
@@ -183,7 +185,7 @@ class Term:
 
     # --- for the streams --------------------------------------------------------------------------
 
-    def open_session(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> Session:
+    def open_session(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewaySession:
         """Return a new session; an earlier one of the same gateway is ended. Raises OverQuota."""
         for old in [found for found in self._sessions.values() if found.gateway_id == gateway_id]:
             old.end(Conflict("this gateway opened another stream", gateway_id=gateway_id))
@@ -191,7 +193,7 @@ class Term:
         if len(self._sessions) >= self.settings.max_gateways:
             raise OverQuota(f"{len(self._sessions)} gateways are connected; no more are taken")
         self._numbers += 1
-        session = Session(self._numbers, wake, gateway_id, zone)
+        session = GatewaySession(self._numbers, wake, gateway_id, zone)
         self._sessions[session.number] = session
         if members := sample_of(self._members_now(), self._rng):
             session.members, session.told_s = members, self._clock.monotonic_s()
@@ -199,29 +201,29 @@ class Term:
         log.info("scheduler.gateway_connected", gateway_id=gateway_id, epoch=self.epoch)
         return session
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: GatewaySession) -> None:
         """Withdraw the placements of the session. Idempotent."""
         if not session.closed:
             session.closed = True
             self._leave(session)
 
-    def open_reporter(self, wake: Callable[[], None]) -> Reporter:
+    def open_reporter(self, wake: Callable[[], None]) -> WorkerSession:
         """Return a worker's stream. Later streams have larger numbers."""
         if len(self._reporters) >= 2 * self.settings.fleet.max_workers:
             raise OverQuota(f"{len(self._reporters)} workers are connected; no more are taken")
         self._numbers += 1
-        reporter = Reporter(self._numbers, wake)
+        reporter = WorkerSession(self._numbers, wake)
         self._reporters[reporter.number] = reporter
         return reporter
 
-    def close_reporter(self, reporter: Reporter) -> None:
+    def close_reporter(self, reporter: WorkerSession) -> None:
         """Stop placements on its worker. Idempotent."""
         if not reporter.closed:
             reporter.closed = True
             self._reporters.pop(reporter.number, None)
-            self._put(Silence(reporter))
+            self._put(WorkerDisconnected(reporter))
 
-    def send(self, command: Submit | Cancel | Report) -> None:
+    def send(self, command: SubmitPlacements | CancelPlacements | Report) -> None:
         """Queue a command. Raises OverQuota when the inbox is full."""
         if len(self._inbox) >= self.settings.max_inbox:
             raise OverQuota("the scheduler is behind with its work", retry_after_s=1.0)
@@ -255,7 +257,7 @@ class Term:
             self._apply(self._inbox.popleft(), now_s)
         self.queue.touch(self.fleet.expire(now_s))
         if now_s >= self.health.due_s():
-            self._judge.look(now_s)
+            self._health_review.run(now_s)
         self.queue.run_pass(now_s)
         self.queue.expire(now_s)
         self.queue.run_pass(now_s)  # expired placements may have blocked others
@@ -298,16 +300,16 @@ class Term:
             self._members, self._members_until_s = members_of(self.fleet), now_s + _MEMBERS_S
         return self._members
 
-    def _leave(self, session: Session) -> None:
+    def _leave(self, session: GatewaySession) -> None:
         if self._sessions.pop(session.number, None) is not None:
             unsent = [found.placement_id for found in session.outbox if isinstance(found, Granted)]
             session.outbox.clear()
-            self._put(Leave(session, unsent))
+            self._put(GatewayDisconnected(session, unsent))
             log.info("scheduler.gateway_disconnected", gateway_id=session.gateway_id, epoch=self.epoch)
 
     def _apply(self, command: Command, now_s: float) -> None:
         match command:
-            case Submit(session, places):
+            case SubmitPlacements(session, places):
                 if session.number in self._sessions:
                     for placement_id, spec, arrival_unix_us in places:
                         if spec.excluded_workers:
@@ -317,16 +319,16 @@ class Term:
                         )
                         for victim, error in self.overload.take_victims():
                             self.queue.evict(victim, error, now_s)
-            case Cancel(session, placement_ids):
+            case CancelPlacements(session, placement_ids):
                 for placement_id in placement_ids:
                     self.queue.cancel(session.number, placement_id, now_s)
-            case Leave(session, unsent):
+            case GatewayDisconnected(session, unsent):
                 for placement_id in unsent:
                     self.queue.cancel(session.number, placement_id, now_s)
                 self.queue.withdraw_all(session.number, now_s)
             case Report(reporter, number, snapshot):
                 self._report(reporter, number, snapshot, now_s)
-            case Silence(reporter):
+            case WorkerDisconnected(reporter):
                 changed = self.fleet.close_stream(reporter.number)
                 self.queue.touch(changed)
                 if changed:
@@ -334,7 +336,7 @@ class Term:
                 if reporter.worker_id:
                     log.info("scheduler.worker_disconnected", worker_id=reporter.worker_id, epoch=self.epoch)
 
-    def _report(self, reporter: Reporter, number: int, snapshot: ReportSnapshot, now_s: float) -> None:
+    def _report(self, reporter: WorkerSession, number: int, snapshot: ReportSnapshot, now_s: float) -> None:
         if reporter.closed or reporter.error is not None:
             return
         snapshot = self._without_known(snapshot)
@@ -392,7 +394,7 @@ class Term:
         self._beat_s = now_s + self.settings.beat_s
         pressures = self.overload.pressures()
         fleet = self._members_now() if self._sessions else {}
-        left = MAX_TOLD
+        left = MAX_LISTED
         for session in sorted(self._sessions.values(), key=lambda found: found.told_s):
             session.pressures = pressures
             if left > 0 and (members := sample_of(fleet, self._rng)):
@@ -401,7 +403,7 @@ class Term:
             session.wake()
 
     def _step_model(self, digest: str, device_type: str) -> StepModel:
-        return self.fleet.step_times.model(Kind(device_type, digest))
+        return self.fleet.step_times.model(WorkerKind(device_type, digest))
 
     def _deliver(self, now_s: float) -> None:
         for number, outcome in self.queue.take_outcomes():

@@ -36,7 +36,7 @@ class _Stream:
 
 
 @dataclass(slots=True, eq=False)
-class Session(_Stream):
+class GatewaySession(_Stream):
     """The term's state of a gateway's stream. The term fills ``outbox``, ``pressures`` and ``members``, and
     the stream empties them; of the last two only the newest value is sent."""
 
@@ -49,7 +49,7 @@ class Session(_Stream):
 
 
 @dataclass(slots=True, eq=False)
-class Reporter(_Stream):
+class WorkerSession(_Stream):
     """The term's state of a worker's stream. ``applied``: the last report that was applied. ``counters``:
     sent with its answer, at most those of the tenants in the worker's reports."""
 
@@ -64,39 +64,39 @@ class Reporter(_Stream):
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitPlacements:
     """Placements to queue. ``places``: (placement id, spec, arrival by our clock in Unix microseconds)."""
 
-    session: Session
+    session: GatewaySession
     places: Sequence[tuple[int, PlaceSpec, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    session: Session
+class CancelPlacements:
+    session: GatewaySession
     placement_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class GatewayDisconnected:
     """A gateway's stream ended. ``unsent``: placements whose grants were not sent to it."""
 
-    session: Session
+    session: GatewaySession
     unsent: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    reporter: Reporter
+    reporter: WorkerSession
     number: int
     snapshot: ReportSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
+class WorkerDisconnected:
     """A worker's stream ended."""
 
-    reporter: Reporter
+    reporter: WorkerSession
 
 
-Command = Submit | Cancel | Leave | Report | Silence
+Command = SubmitPlacements | CancelPlacements | GatewayDisconnected | Report | WorkerDisconnected

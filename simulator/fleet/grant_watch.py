@@ -14,7 +14,7 @@ from services.core.records import Priority
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.telemetry import GRANTED, WITHDRAWN, SchedulerTelemetry, Standing
+from services.scheduler.telemetry import GRANTED, WITHDRAWN, SchedulerTelemetry, TermLevels
 from services.scheduler.term import Term
 
 
@@ -111,7 +111,7 @@ class _WatchedTelemetry(SchedulerTelemetry):
         self._watch = watch
         self._term: Term | None = None
 
-    def term_started(self, standing: Standing) -> None:
+    def term_started(self, standing: TermLevels) -> None:
         assert isinstance(standing, Term)
         self._term = standing
         self._listen(standing.fleet)

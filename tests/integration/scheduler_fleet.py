@@ -10,7 +10,7 @@ from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.grpc.reporter import GrpcReportLinks
 from services.adapters.links.reporter import Reporter, ReportLinks
 from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
-from services.core.fleet import LiveSequence, PoolSnapshot, ReportSnapshot, TenantTokens
+from services.core.fleet import PoolSnapshot, ReportedSequence, ReportSnapshot, TenantTokens
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
@@ -223,7 +223,7 @@ class FakeWorker:
             grants_seen=seen,
             tenants=(TenantTokens("acme", DIGEST, 1, 2),) if seen else (),
             live=tuple(
-                LiveSequence(f"req_{epoch}_{number}", 0, "acme", DIGEST, grant.kv_blocks)
+                ReportedSequence(f"req_{epoch}_{number}", 0, "acme", DIGEST, grant.kv_blocks)
                 for (epoch, number), grant in self.running.items()
             ),
         )

@@ -17,7 +17,7 @@ from services.adapters.grpc.placement import GrpcPlacementLinks
 from services.adapters.links.scheduler_directory import KnownLeader
 from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
-from services.core.fleet import Granted, Refused
+from services.core.fleet import Granted, PlacementRefused
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.convert.decisions import worker_from_proto, worker_to_proto
 from services.rpc.status import from_rpc_error
@@ -204,7 +204,7 @@ async def _keep_reporting(stub: Any, message: pb.ReportRequest) -> None:
         pass
 
 
-async def _place(node: SchedulerNode, **fields: Any) -> Granted | Refused:
+async def _place(node: SchedulerNode, **fields: Any) -> Granted | PlacementRefused:
     """Return what becomes of one placement."""
     directory = StaticDirectory()
     directory.turn(KnownLeader("s1", node.address, 1))
@@ -237,7 +237,7 @@ async def test_a_placement_out_of_bounds_is_refused_alone(
     node: SchedulerNode, fields: dict[str, Any]
 ) -> None:
     outcome = await _place(node, **fields)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, PlacementRefused)
     assert isinstance(outcome.error, InvalidInput)
 
 

@@ -8,12 +8,12 @@ from fairway.v1 import scheduler_pb2
 from services.core.errors import FairwayError, InvalidInput
 from services.core.fleet import (
     Granted,
-    LiveSequence,
     PlacementFrame,
+    PlacementRefused,
     PoolMember,
     PoolPressure,
     PoolSnapshot,
-    Refused,
+    ReportedSequence,
     ReportSnapshot,
     SequenceUsage,
     TenantCounter,
@@ -157,7 +157,7 @@ def frame_to_proto(frame: PlacementFrame) -> scheduler_pb2.ConnectResponse:
 def frame_from_proto(message: scheduler_pb2.ConnectResponse, epoch: int) -> PlacementFrame:
     """Return the frame; ``epoch`` is the stream's, for messages without leadership."""
     granted = [Granted(found.placement_id, grant_from_proto(found)) for found in message.grants]
-    refused = [Refused(found.placement_id, _error_of(found)) for found in message.refusals]
+    refused = [PlacementRefused(found.placement_id, _error_of(found)) for found in message.refusals]
     beat = message.HasField("leadership")
     return PlacementFrame(
         message.leadership.epoch if beat else epoch,
@@ -277,7 +277,7 @@ def report_from_proto(message: scheduler_pb2.ReportRequest) -> ReportSnapshot:
         cost_per_hour=message.cost_per_hour,
         deltas_number=message.deltas_number,
         live=tuple(
-            LiveSequence(
+            ReportedSequence(
                 request_id=live.request_id,
                 choice=live.choice,
                 tenant=live.tenant_id,
@@ -399,7 +399,7 @@ def counters_from_proto(messages: Iterable[scheduler_pb2.TenantCounter]) -> tupl
     )
 
 
-def _live_to_proto(sequence: LiveSequence) -> scheduler_pb2.LiveSequence:
+def _live_to_proto(sequence: ReportedSequence) -> scheduler_pb2.LiveSequence:
     return scheduler_pb2.LiveSequence(
         request_id=sequence.request_id,
         choice=sequence.choice,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from services.scheduler.fleet.worker import WorkerState
-from services.scheduler.policy.step_time import Kind, StepTimes
+from services.scheduler.policy.step_time import StepTimes, WorkerKind
 
 _PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
 
@@ -22,5 +22,5 @@ def price_pool(digest: str, workers: Iterable[WorkerState], step_times: StepTime
 
 def _price_of(worker: WorkerState, digest: str, step_times: StepTimes) -> float:
     """Return the price of a step of mixed work on the worker; 0 when unknown."""
-    model = step_times.model(Kind(worker.device_type, digest))
+    model = step_times.model(WorkerKind(worker.device_type, digest))
     return worker.cost_per_hour * model.seconds(*_PRICED_STEP)

@@ -62,11 +62,11 @@ from services.scheduler.policy.placement.choose import (
     no_worker,
 )
 from services.scheduler.policy.placement.kv_admission import blocks_for
-from services.scheduler.policy.placement.pool_seats import Level, PoolSeats
+from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
 from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
-from services.scheduler.policy.step_time import Kind, Measured, StepTimes
+from services.scheduler.policy.step_time import Measured, StepTimes, WorkerKind
 
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
 _NO_POOL: Final = no_worker(NO_REJECTIONS)
@@ -149,7 +149,7 @@ class FleetView:
         whole = worker.number < 0 or stream != worker.stream or report.incarnation != worker.incarnation
         if report.incarnation > worker.incarnation:
             self._forget_grants(worker)
-        self._roster.heard(worker, stream, report, self.epoch, now_s)
+        self._roster.record_report(worker, stream, report, self.epoch, now_s)
         if worker.honours:
             for sequence in report.grants_seen:
                 self._settle(worker, sequence)
@@ -250,7 +250,7 @@ class FleetView:
         sequence = self._roster.next_sequence(worker_id)
         chain = query.prefix_hashes
         if self.shared.free_blocks_on(worker_id, digest, chain, demand.prompt_tokens):
-            self.shared.lean(worker_id, chain, sequence)
+            self.shared.attach(worker_id, chain, sequence)
         else:
             chain = ()
         grant = self._counted(
@@ -312,10 +312,10 @@ class FleetView:
                 self._settle(worker, sequence)
                 self._refresh(worker, (lapsed.digest,))
                 changed[lapsed.digest] = None
-        while (worker := self._roster.fall_silent(now_s)) is not None:
+        while (worker := self._roster.next_silent(now_s)) is not None:
             self._refresh(worker, worker.pools)
             changed.update(dict.fromkeys(worker.pools))
-        while (worker := self._roster.longest_silent(now_s)) is not None:
+        while (worker := self._roster.next_to_remove(now_s)) is not None:
             assert not worker.outstanding, "a worker is forgotten before its last grant lapsed"
             self._forget(worker)
         self.prefixes.advance(now_s)
@@ -409,7 +409,7 @@ class FleetView:
         if settled is None:
             return False
         self._outstanding -= 1
-        self.shared.let_go(worker.worker_id, settled.chain, sequence)
+        self.shared.detach(worker.worker_id, settled.chain, sequence)
         sums = worker.sums[settled.digest]
         sums.add(settled, -1)
         if not sums.grants:
@@ -429,15 +429,15 @@ class FleetView:
                 if not len(seats):
                     del self._pools[digest]
 
-    def _builder(self, digest: str) -> Callable[[str, Level], Candidate]:
+    def _builder(self, digest: str) -> Callable[[str, SeatLevel], Candidate]:
         return lambda worker_id, level: self._candidate(self._workers[worker_id], digest, level)
 
-    def _candidate(self, worker: WorkerState, digest: str, level: Level) -> Candidate:
+    def _candidate(self, worker: WorkerState, digest: str, level: SeatLevel) -> Candidate:
         return candidate_of(
             worker,
             worker.pools[digest],
             level,
-            model=self.step_times.model(Kind(worker.device_type, digest)),
+            model=self.step_times.model(WorkerKind(worker.device_type, digest)),
             slowness_ratio=self.step_times.slowness(worker.worker_id, digest),
         )
 
@@ -445,7 +445,7 @@ class FleetView:
         """Drop the outstanding grants: a new incarnation of the worker rejects them."""
         self._outstanding -= len(worker.outstanding)
         worker.outstanding.clear()
-        self.shared.let_all_go(worker.worker_id)
+        self.shared.detach_all(worker.worker_id)
         worker.sums.clear()
 
     def _forget(self, worker: WorkerState) -> None:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.scheduler.policy.placement import candidate as filters
 from services.scheduler.policy.placement.candidate import Candidate
-from services.scheduler.policy.placement.pool_seats import SERVING, Level
+from services.scheduler.policy.placement.pool_seats import SERVING, SeatLevel
 from services.scheduler.policy.step_time import StepModel
 
 # Outstanding grants of a pool without a slot; the next report shows whether its worker made room for them.
@@ -84,7 +84,7 @@ class WorkerState:
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
 
-    def heard_of(self, stream: int, report: ReportSnapshot, epoch: int, now_s: float) -> None:
+    def record_report(self, stream: int, report: ReportSnapshot, epoch: int, now_s: float) -> None:
         """Apply the fields of a report to the leader of ``epoch`` that concern the worker itself."""
         self.incarnation, self.stream = report.incarnation, stream
         self.address, self.zone, self.draining = report.address, report.zone, report.draining
@@ -121,7 +121,7 @@ class WorkerState:
             assert sums.long_prefills == sum(found.is_long for found in held)
 
 
-def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
+def level_of(worker: WorkerState, pool: PoolSnapshot) -> SeatLevel:
     """Return the entry of the seat index: reported room less outstanding grants."""
     sums = worker.sums.get(pool.digest, NO_SUMS)
     if not pool.ready:
@@ -134,7 +134,7 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
         standing = filters.not_ejected.__name__
     else:
         standing = SERVING
-    return Level(
+    return SeatLevel(
         standing,
         (pool.kv_blocks_total - pool.kv_blocks_reserved - sums.kv_blocks) * pool.block_size,
         pool.max_sequences - pool.running - pool.waiting - sums.grants,
@@ -146,7 +146,7 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> Level:
 
 
 def candidate_of(
-    worker: WorkerState, pool: PoolSnapshot, level: Level, *, model: StepModel, slowness_ratio: float
+    worker: WorkerState, pool: PoolSnapshot, level: SeatLevel, *, model: StepModel, slowness_ratio: float
 ) -> Candidate:
     """Return the pool as a candidate for filters and scorers. ``level`` is its present ``level_of``."""
     sums = worker.sums.get(pool.digest, NO_SUMS)

@@ -16,7 +16,13 @@ from typing import Final
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.scheduler.policy.health.breaker import BreakerPolicy, CircuitChange, Circuits, CircuitState
-from services.scheduler.policy.health.ejection import Change, Ejection, EjectionPolicy, Standing, WorkerHealth
+from services.scheduler.policy.health.ejection import (
+    Ejection,
+    EjectionChange,
+    EjectionPolicy,
+    EjectionState,
+    WorkerHealth,
+)
 from services.scheduler.policy.step_time import StepModel
 
 EJECTED: Final = "ejected"
@@ -70,9 +76,9 @@ class Barring:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolNews:
+class PoolHealthChange:
     digest: str
-    change: Change
+    change: EjectionChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Ticked:
     """The changes of one tick: pools barred or readmitted, and health changes to log."""
 
     barrings: tuple[Barring, ...] = ()
-    ejections: tuple[PoolNews, ...] = ()
+    ejections: tuple[PoolHealthChange, ...] = ()
     circuits: tuple[CircuitChange, ...] = ()
 
 
@@ -219,10 +225,10 @@ class FleetHealth:
         for circuits in self._circuits:
             self._news += [circuits.change(key) for key in circuits.advance(now_s)]
         barrings: list[Barring] = []
-        ejections: list[PoolNews] = []
+        ejections: list[PoolHealthChange] = []
         for digest, pool in self._pools.items():
             members = serving(digest)
-            ejections += [PoolNews(digest, found) for found in pool.ejection.tick(members, now_s)]
+            ejections += [PoolHealthChange(digest, found) for found in pool.ejection.tick(members, now_s)]
             barred = self._barred(pool, members, now_s)
             for worker_id in {**pool.barred, **barred}:
                 if barred.get(worker_id) != pool.barred.get(worker_id):
@@ -318,9 +324,9 @@ class FleetHealth:
         state, why = health.standing.value, pool.barred.get(health.worker_id, "")
         since_s, next_probe_s = health.since_s, health.next_probe_s
         circuit = self._workers.get(health.worker_id)
-        if health.standing is Standing.PROBING and why == EJECTED:
+        if health.standing is EjectionState.PROBING and why == EJECTED:
             why = PROBED
-        if health.standing is Standing.HEALTHY and circuit is not None:
+        if health.standing is EjectionState.HEALTHY and circuit is not None:
             if circuit.state is not CircuitState.CLOSED:
                 state = "failing" if circuit.state is CircuitState.OPEN else "trial"
                 since_s, next_probe_s, why = circuit.since_s, circuit.until_s, why or WORKER_FAILING

@@ -31,8 +31,8 @@ from services.scheduler.policy.overload.pressure import (
     wait_s,
 )
 from services.scheduler.policy.overload.shedding import (
-    Arrival,
     Hopeless,
+    OfferedPlacement,
     Shed,
     SheddingOrder,
     SheddingPolicy,
@@ -44,18 +44,18 @@ from services.scheduler.policy.overload.shedding import (
     spread_s,
 )
 from services.scheduler.policy.overload.tenant_rate import TenantRates
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
 MAX_PRESSURES: Final = 1024  # pools in one frame to a gateway
 
-Victim = tuple[Waiting, FairwayError]
+Victim = tuple[QueuedPlacement, FairwayError]
 
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
     """A placement in the queue, with the facts that shedding uses."""
 
-    item: Waiting
+    item: QueuedPlacement
     rank: ShedRank
     retried: bool
 
@@ -115,7 +115,7 @@ class Overload:
             pool = self._pool(digest)
             pool.rate.note(tokens, now_s, workers=self._serving(digest), waits=len(pool.order) > 0)
 
-    def entered(self, item: Waiting, now_s: float) -> None:
+    def entered(self, item: QueuedPlacement, now_s: float) -> None:
         """Count a placement that entered the queue."""
         pool = self._pool(item.spec.version_digest)
         arrival = self._arrival(item.spec, now_s)
@@ -133,7 +133,7 @@ class Overload:
         if item.weight != 1.0:
             pool.weights[item.tenant] = item.weight
 
-    def left(self, item: Waiting, now_s: float) -> None:
+    def left(self, item: QueuedPlacement, now_s: float) -> None:
         """Count a placement that left the queue, for any reason."""
         waits = self._waits.pop(item.number)
         self._victims.pop(item.number, None)
@@ -264,9 +264,9 @@ class Overload:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _arrival(self, spec: PlaceSpec, now_s: float) -> Arrival:
+    def _arrival(self, spec: PlaceSpec, now_s: float) -> OfferedPlacement:
         committed = spec.committed_tokens_per_minute
-        return Arrival(
+        return OfferedPlacement(
             priority=spec.priority,
             over_quota=spec.over_quota or self._tenants.is_over(spec.tenant_id, committed, now_s),
             attempt=spec.attempt,
@@ -276,7 +276,7 @@ class Overload:
             ttft_target_s=spec.ttft_target_s,
         )
 
-    def _judge(self, spec: PlaceSpec, arrival: Arrival, tokens: int, now_s: float) -> Verdict:
+    def _judge(self, spec: PlaceSpec, arrival: OfferedPlacement, tokens: int, now_s: float) -> Verdict:
         pool = self._pools.get(spec.version_digest)
         if pool is None or not len(pool.order):
             return Take()

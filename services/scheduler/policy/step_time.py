@@ -68,7 +68,7 @@ class StepModel:
 PRIOR: Final = StepModel(10e-3, 50e-6, 50e-6, 0.0)
 
 
-class Kind(NamedTuple):
+class WorkerKind(NamedTuple):
     """A type of workers that are expected to be equally fast."""
 
     device_type: str
@@ -79,7 +79,7 @@ class Measured(Struct, frozen=True, gc=False):
     """Steps of a worker since its previous report: measured and predicted time."""
 
     worker_id: str
-    kind: Kind
+    kind: WorkerKind
     steps: int
     measured_s: float
     predicted_s: float
@@ -114,7 +114,7 @@ class _Sums:
 class _Track:
     """Reports of one pool of one worker. ``seen``: steps, seconds and work since its engine started."""
 
-    kind: Kind
+    kind: WorkerKind
     seen: tuple[float, ...]
     sampled_s: float
     pending: list[float]
@@ -129,7 +129,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._tracks: dict[tuple[str, str], _Track] = {}
-        self._models: dict[Kind, StepModel] = {}
+        self._models: dict[WorkerKind, StepModel] = {}
         self._fit_s = 0.0
 
     def observe(self, worker_id: str, device_type: str, pool: PoolSnapshot, now_s: float) -> Measured | None:
@@ -144,9 +144,9 @@ class StepTimes:
         )
         track = self._tracks.get(key)
         if track is None or track.kind.device_type != device_type or seen[1] < track.seen[1]:
-            kind = Kind(device_type, pool.digest) if track is None else track.kind
+            kind = WorkerKind(device_type, pool.digest) if track is None else track.kind
             if kind.device_type != device_type:
-                kind = Kind(device_type, pool.digest)
+                kind = WorkerKind(device_type, pool.digest)
             self._tracks[key] = _Track(kind, seen, now_s, [0.0] * 5, [0.0] * 5, _Sums.zero())
             return None
         if seen[1] == track.seen[1]:
@@ -159,7 +159,7 @@ class StepTimes:
             self._sample(track, now_s)
         return Measured(worker_id, track.kind, int(delta[1]), delta[0], predicted_s, int(delta[4]))
 
-    def model(self, kind: Kind) -> StepModel:
+    def model(self, kind: WorkerKind) -> StepModel:
         """Return the model of a type, ``PRIOR`` while samples are too few or too contradictory."""
         return self._models.get(kind, PRIOR)
 
@@ -178,7 +178,7 @@ class StepTimes:
         if now_s - self._fit_s < FIT_S:
             return False
         self._fit_s = now_s
-        kinds: dict[Kind, list[_Track]] = {}
+        kinds: dict[WorkerKind, list[_Track]] = {}
         for track in self._tracks.values():
             if track.recent[1]:
                 kinds.setdefault(track.kind, []).append(track)

@@ -1,9 +1,9 @@
 """Flow queue: the waiting placements, one queue per model version, and the pass that grants them.
 
 Ownership: from ``submit`` to its outcome the queue owns a placement, under (gateway session, placement id).
-``submit`` ends in exactly one of a ``Granted``, a ``Refused``, or a withdrawal by its gateway, which gets no
-outcome. A grant is stored until it was returned or has expired, so that a cancellation that crosses it
-returns the room.
+``submit`` ends in exactly one of a ``Granted``, a ``PlacementRefused``, or a withdrawal by its gateway,
+which gets no outcome. A grant is stored until it was returned or has expired, so that a cancellation that
+crosses it returns the room.
 
 Only changed versions are processed: a pass tries a version's queue in order, skips a bounded number of
 placements without room, and ends as soon as the remaining room is too small for any placement.
@@ -23,7 +23,7 @@ from typing import Final
 from msgspec import structs
 
 from services.core.errors import FairwayError, InvalidInput, QueueFull, ShareExceeded
-from services.core.fleet import Granted, Outcome, Refused, ReportSnapshot, TenantCounter
+from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapshot, TenantCounter
 from services.core.generation import Grant, PlaceSpec
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.output_quantile import OutputPolicy
@@ -49,14 +49,14 @@ from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
     DecisionObserver,
     OpenGate,
+    QueuedPlacement,
     QueueGate,
     Undecided,
-    Waiting,
 )
 from services.scheduler.queue.walk import QueueWalk
 from services.scheduler.telemetry import GRANTED, WITHDRAWN, QueueObserver, Unobserved
 
-_MAX_TOOK_SLOT: Final = 4096
+_MAX_RECLAIMED: Final = 4096
 _LOOKS_FOR_SLOTS: Final = 4
 _NO_DEADLINE_US: Final = round(NO_DEADLINE_S * MICROSECONDS)
 
@@ -89,7 +89,7 @@ class FlowQueue:
         self._gate = gate if gate is not None else OpenGate()
         self._decisions = decisions if decisions is not None else Undecided()
         self._pools: dict[str, Pool] = {}
-        self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._waiting: dict[tuple[int, int], QueuedPlacement] = {}
         self._granted: dict[tuple[int, int], Grant] = {}
         self._forget: deque[tuple[float, tuple[int, int], Grant]] = deque()
         self._deadlines = Deadlines()
@@ -98,7 +98,7 @@ class FlowQueue:
         self._outcomes: list[tuple[int, Outcome]] = []
         self._numbers = 0
         # Placements granted the slot of another tenant, newest last.
-        self._took_slot: dict[tuple[str, int], None] = {}
+        self._reclaimed: dict[tuple[str, int], None] = {}
         # Offset of the arrival clock from the monotonic clock, as far as arrivals show it.
         self._ahead_us = -math.inf
         self._hold_s = fleet.limits.grant_ttl_s + fleet.limits.transit_margin_s
@@ -131,7 +131,7 @@ class FlowQueue:
             error = InvalidInput("the placement id is in use on this stream", field="placement_id")
         else:
             self._ahead_us = max(self._ahead_us, arrival_unix_us - now_s * MICROSECONDS)
-            self.ledger.asked(spec)
+            self.ledger.submitted(spec)
             item = self._item(session, placement_id, spec, arrival_unix_us, now_s, zone=zone)
             error = self._full(item, now_s) or self._gate.admit(spec, item.predicted_tokens, now_s)
             if error is None:
@@ -161,7 +161,7 @@ class FlowQueue:
         for key in [key for key in self._granted if key[0] == session]:
             del self._granted[key]
 
-    def evict(self, item: Waiting, error: FairwayError, now_s: float) -> None:
+    def evict(self, item: QueuedPlacement, error: FairwayError, now_s: float) -> None:
         """Refuse a waiting placement. The next pass tries the placements behind it."""
         self._end(item, error, now_s)
         self._dirty[item.spec.version_digest] = None
@@ -195,11 +195,11 @@ class FlowQueue:
         while (item := self._deadlines.pop_due(now_s, self._waiting)) is not None:
             self.evict(item, self._timed_out(item, now_s), now_s)
 
-    def waiting_by_version(self) -> dict[str, list[Waiting]]:
+    def waiting_by_version(self) -> dict[str, list[QueuedPlacement]]:
         """Return the waiting placements by version, in approximate order of the pass."""
         return {digest: list(pool.order.items()) for digest, pool in self._pools.items()}
 
-    def waiting_for(self, digest: str) -> Iterator[Waiting]:
+    def waiting_for(self, digest: str) -> Iterator[QueuedPlacement]:
         """Yield the waiting placements of a version. None may enter or leave meanwhile."""
         pool = self._pools.get(digest)
         if pool is not None:
@@ -240,11 +240,11 @@ class FlowQueue:
             return
         room = self._room(digest)
         if not room.serving:
-            self._tell_unserved(pool, digest, now_s)
+            self._report_unserved(pool, digest, now_s)
         sharing = self._fleet.shared.any_in(digest)
         walk = QueueWalk(pool.earmarks, self._fleet.candidates(digest), self._order)
         for item in pool.order.in_order(self._unix_us(now_s)):
-            if not room.serving or walk.looked_past >= self._order.lookahead:
+            if not room.serving or walk.skipped >= self._order.lookahead:
                 break
             if pool.is_hopeless(room, sharing=sharing):
                 break
@@ -254,14 +254,14 @@ class FlowQueue:
             value = item.counter = pool.order.value(item)
             query = walk.query(item, value)
             restricted = query is not item.query
-            gives_way = self.ledger.gives_way(digest, item.priority, item.tenant)
-            if gives_way:
-                query = structs.replace(query, gives_way=True)
+            over_share = self.ledger.over_share(digest, item.priority, item.tenant)
+            if over_share:
+                query = structs.replace(query, over_share=True)
             found = self._try(item, query, digest, room)
             if found is NO_ROOM:
-                item.short_looks += 1
-            if found is not NO_ROOM or item.short_looks == 1:
-                self._decisions.decided(item, found, gives_way=gives_way)
+                item.short_attempts += 1
+            if found is not NO_ROOM or item.short_attempts == 1:
+                self._decisions.decided(item, found, over_share=over_share)
             if isinstance(found, Chosen):
                 self._grant(item, pool, found, now_s)
                 walk.granted(found.worker_id)
@@ -284,17 +284,19 @@ class FlowQueue:
         for item in islice(pool.order.in_order(self._unix_us(now_s)), most):
             spec = item.spec
             key = spec.request_id, spec.choice
-            if key in self._took_slot or not self.ledger.is_below_share(digest, item.tenant, item.weight):
+            if key in self._reclaimed or not self.ledger.is_below_share(digest, item.tenant, item.weight):
                 continue
             query = walk.query(item, pool.order.value(item))
             found = self._fleet.choose_yielding(digest, query, item.priority.rank, self._profile, self._rng)
             if isinstance(found, Chosen):
-                self._took_slot[key] = None
-                if len(self._took_slot) > _MAX_TOOK_SLOT:
-                    del self._took_slot[next(iter(self._took_slot))]
+                self._reclaimed[key] = None
+                if len(self._reclaimed) > _MAX_RECLAIMED:
+                    del self._reclaimed[next(iter(self._reclaimed))]
                 self._grant(item, pool, found, now_s)
 
-    def _try(self, item: Waiting, query: PlaceQuery, digest: str, room: RoomSummary) -> Chosen | NoWorker:
+    def _try(
+        self, item: QueuedPlacement, query: PlaceQuery, digest: str, room: RoomSummary
+    ) -> Chosen | NoWorker:
         if not query.excluded_workers and room.is_short_for(item.demand):
             shared_tokens = self._fleet.shareable_tokens(digest, query)
             if not shared_tokens or room.is_short_for(item.demand, shared_tokens=shared_tokens):
@@ -303,7 +305,7 @@ class FlowQueue:
             return self._long_share_taken(digest)
         return self._fleet.choose(digest, query, self._profile, self._rng)
 
-    def _tell_unserved(self, pool: Pool, digest: str, now_s: float) -> None:
+    def _report_unserved(self, pool: Pool, digest: str, now_s: float) -> None:
         """Record why no worker serves the version, for the placements that would be tried first; none is
         tried."""
         for item in islice(pool.order.in_order(self._unix_us(now_s)), self._order.lookahead):
@@ -311,7 +313,7 @@ class FlowQueue:
             found = self._fleet.choose(digest, query, self._profile, self._rng)
             self._decisions.decided(item, found)
 
-    def _within_long_share(self, item: Waiting, digest: str) -> bool:
+    def _within_long_share(self, item: QueuedPlacement, digest: str) -> bool:
         held = self.ledger.long_tokens(digest, item.tenant)
         if not held:
             return True
@@ -330,7 +332,7 @@ class FlowQueue:
     def _room(self, digest: str) -> RoomSummary:
         return self._fleet.room(digest)
 
-    def _grant(self, item: Waiting, pool: Pool, chosen: Chosen, now_s: float) -> None:
+    def _grant(self, item: QueuedPlacement, pool: Pool, chosen: Chosen, now_s: float) -> None:
         """Issue the grant, charge it in advance, and remove the placement from the queue."""
         spec, demand = item.spec, item.demand
         grant = self._fleet.issue(
@@ -356,13 +358,13 @@ class FlowQueue:
 
     def _item(
         self, session: int, placement_id: int, spec: PlaceSpec, arrival_us: int, now_s: float, *, zone: str
-    ) -> Waiting:
+    ) -> QueuedPlacement:
         self._numbers += 1
         predicted = self.ledger.outputs.predict(spec.tenant_id, spec.version_digest)
         demand = demand_of(spec.prompt_tokens, spec.max_output_tokens, predicted)
         left_s = spec.deadline_left_s
         due_us = self._unix_us(now_s + left_s) if left_s is not None else arrival_us + _NO_DEADLINE_US
-        return Waiting(
+        return QueuedPlacement(
             session=session,
             placement_id=placement_id,
             spec=spec,
@@ -383,7 +385,7 @@ class FlowQueue:
         """Return the present time by the clock of the arrivals, as far as arrivals show it."""
         return round(now_s * MICROSECONDS + self._ahead_us)
 
-    def _add(self, item: Waiting, now_s: float) -> None:
+    def _add(self, item: QueuedPlacement, now_s: float) -> None:
         spec = item.spec
         self._waiting[item.session, item.placement_id] = item
         pool = self._pool(spec.version_digest)
@@ -398,23 +400,23 @@ class FlowQueue:
     def _pool(self, digest: str) -> Pool:
         pool = self._pools.get(digest)
         if pool is None or not len(pool.order):
-            order: QueueOrder[Waiting] = ArrivalOrder()
+            order: QueueOrder[QueuedPlacement] = ArrivalOrder()
             if self._order.kind == "fair":
                 order = FairOrder(self._order, self.ledger.shares(digest))
             pool = self._pools[digest] = Pool(order, DrainRate() if pool is None else pool.rate)
         return pool
 
-    def _withdraw(self, item: Waiting, now_s: float) -> None:
+    def _withdraw(self, item: QueuedPlacement, now_s: float) -> None:
         self._drop(item, now_s)
         self._observer.ended(item.spec, WITHDRAWN, item.queued_s, now_s, "")
         self._dirty[item.spec.version_digest] = None  # it may have blocked others
 
-    def _end(self, item: Waiting, error: FairwayError, now_s: float) -> None:
+    def _end(self, item: QueuedPlacement, error: FairwayError, now_s: float) -> None:
         self._drop(item, now_s)
         self._observer.ended(item.spec, error.reason, item.queued_s, now_s, "")
         self._refuse(item.session, item.placement_id, error)
 
-    def _drop(self, item: Waiting, now_s: float) -> None:
+    def _drop(self, item: QueuedPlacement, now_s: float) -> None:
         """Remove the placement from the queue. The next pass removes an empty pool."""
         del self._waiting[item.session, item.placement_id]
         pool = self._pools[item.spec.version_digest]
@@ -427,9 +429,9 @@ class FlowQueue:
         self._deadlines.tidy(self._waiting)
 
     def _refuse(self, session: int, placement_id: int, error: FairwayError) -> None:
-        self._outcomes.append((session, Refused(placement_id, error)))
+        self._outcomes.append((session, PlacementRefused(placement_id, error)))
 
-    def _full(self, item: Waiting, now_s: float) -> QueueFull | ShareExceeded | None:
+    def _full(self, item: QueuedPlacement, now_s: float) -> QueueFull | ShareExceeded | None:
         """Return why the placement may not wait, after a pass has used the room there is."""
         refusal = self._over_limit(item.spec, item.size_bytes, now_s)
         if refusal is not None and self._dirty:
@@ -468,7 +470,7 @@ class FlowQueue:
         queued = 0 if pool is None else len(pool.order)
         return queued >= self._limits.max_per_pool or len(self._waiting) >= self._limits.max_total
 
-    def _timed_out(self, item: Waiting, now_s: float) -> FairwayError:
+    def _timed_out(self, item: QueuedPlacement, now_s: float) -> FairwayError:
         digest = item.spec.version_digest
         found = self._fleet.choose(digest, item.query, self._profile, self._rng)
         queued = len(self._pools[digest].order)

@@ -12,50 +12,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
 _SPARE_ENTRIES: Final = 64
 
 
 @dataclass(slots=True)
-class Share:
+class TenantQueued:
     """Waiting placements of one tenant, over all versions."""
 
     count: int = 0
     size_bytes: int = 0
 
 
-_NO_SHARE: Final = Share()  # never written to
+_NO_SHARE: Final = TenantQueued()  # never written to
 
 
 class TenantShares:
     """The shares of the tenants with waiting placements."""
 
     def __init__(self) -> None:
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, TenantQueued] = {}
 
     def __len__(self) -> int:
         return len(self._shares)
 
-    def of(self, tenant: str) -> Share:
+    def of(self, tenant: str) -> TenantQueued:
         """Return the tenant's share. Read only."""
         return self._shares.get(tenant, _NO_SHARE)
 
-    def add(self, item: Waiting) -> None:
+    def add(self, item: QueuedPlacement) -> None:
         share = self._shares.get(item.spec.tenant_id)
         if share is None:
-            share = self._shares[item.spec.tenant_id] = Share()
+            share = self._shares[item.spec.tenant_id] = TenantQueued()
         share.count += 1
         share.size_bytes += item.size_bytes
 
-    def remove(self, item: Waiting) -> None:
+    def remove(self, item: QueuedPlacement) -> None:
         share = self._shares[item.spec.tenant_id]
         share.count -= 1
         share.size_bytes -= item.size_bytes
         if not share.count:
             del self._shares[item.spec.tenant_id]
 
-    def check_integrity(self, queued: Sequence[Waiting]) -> None:
+    def check_integrity(self, queued: Sequence[QueuedPlacement]) -> None:
         """Raise AssertionError when the shares are not those of what is queued."""
         for tenant, share in self._shares.items():
             mine = [item for item in queued if item.spec.tenant_id == tenant]
@@ -69,15 +69,17 @@ class Deadlines:
     most entries are of this kind."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Waiting]] = []
+        self._heap: list[tuple[float, int, QueuedPlacement]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, item: Waiting) -> None:
+    def add(self, item: QueuedPlacement) -> None:
         heapq.heappush(self._heap, (item.deadline_s, item.number, item))
 
-    def pop_due(self, now_s: float, waiting: Mapping[tuple[int, int], Waiting]) -> Waiting | None:
+    def pop_due(
+        self, now_s: float, waiting: Mapping[tuple[int, int], QueuedPlacement]
+    ) -> QueuedPlacement | None:
         """Return a waiting placement whose deadline has passed, the earliest first; None without any."""
         while self._heap and self._heap[0][0] <= now_s:
             _, _, item = heapq.heappop(self._heap)
@@ -85,7 +87,7 @@ class Deadlines:
                 return item
         return None
 
-    def next_s(self, waiting: Mapping[tuple[int, int], Waiting]) -> float:
+    def next_s(self, waiting: Mapping[tuple[int, int], QueuedPlacement]) -> float:
         """Return the first deadline of a waiting placement; infinite without any."""
         while self._heap:
             deadline_s, _, item = self._heap[0]
@@ -94,7 +96,7 @@ class Deadlines:
             heapq.heappop(self._heap)
         return math.inf
 
-    def tidy(self, waiting: Mapping[tuple[int, int], Waiting]) -> None:
+    def tidy(self, waiting: Mapping[tuple[int, int], QueuedPlacement]) -> None:
         """Remove ended placements when they are more than about half of the entries."""
         if len(self._heap) > _SPARE_ENTRIES + 2 * len(waiting):
             self._heap = [(found.deadline_s, found.number, found) for found in waiting.values()]

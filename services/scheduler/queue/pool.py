@@ -17,7 +17,7 @@ from services.scheduler.policy.placement.shared_prefix import shareable_blocks
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.queue.order import QueueOrder
-from services.scheduler.queue.waiting import Earmarks, Waiting
+from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 
 _ENTRY_BYTES: Final = 1024  # memory of a waiting placement besides its strings
 _NAME_BYTES: Final = 40  # of a prefix block: an integer and its reference
@@ -72,14 +72,14 @@ class Pool:
     """Queue of one version. ``fresh``: placements that no pass has tried. ``sizes``: reserved tokens of each
     placement. ``least``: the same, when workers share all of the prompt that can be shared."""
 
-    order: QueueOrder[Waiting]
+    order: QueueOrder[QueuedPlacement]
     rate: DrainRate = field(default_factory=DrainRate)
     earmarks: Earmarks = field(default_factory=Earmarks)
     fresh: int = 0
     sizes: _Sizes = field(default_factory=_Sizes)
     least: _Sizes = field(default_factory=_Sizes)
 
-    def count(self, item: Waiting, change: int) -> None:
+    def count(self, item: QueuedPlacement, change: int) -> None:
         self.sizes.count(item.demand.reserved_tokens, change)
         self.least.count(_least_tokens(item), change)
         if not item.tried:
@@ -100,7 +100,7 @@ class Pool:
         assert {item.number for item in self.earmarks} == {item.number for item in mine if item.earmark}
 
 
-def _least_tokens(item: Waiting) -> int:
+def _least_tokens(item: QueuedPlacement) -> int:
     """Return the tokens that the placement needs where all shareable blocks of its prompt are shared."""
     demand = item.demand
     shared = shareable_blocks(item.query.prefix_hashes, demand.prompt_tokens)

@@ -12,7 +12,7 @@ from services.core.records import Priority
 from services.scheduler.fleet.levels import PoolLevels
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.queue.flow_queue import FlowQueue
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 
 MAX_SHARES: Final = 100  # per pool
 _MAX_WAIT_S: Final = 3600.0  # the maximum age of an arrival
@@ -32,7 +32,7 @@ class _Sum:
     prompt_tokens: int = 0
     oldest_wait_s: float = 0.0
 
-    def add(self, item: Waiting, wait_s: float) -> None:
+    def add(self, item: QueuedPlacement, wait_s: float) -> None:
         self.queued += 1
         self.prompt_tokens += item.spec.prompt_tokens
         self.oldest_wait_s = max(self.oldest_wait_s, wait_s)
@@ -56,7 +56,7 @@ def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") 
 
 def _pool(
     digest: str,
-    items: Iterable[Waiting],
+    items: Iterable[QueuedPlacement],
     levels: PoolLevels,
     drain_s: float | None,
     now: Now,
@@ -124,7 +124,7 @@ def _shares(sums: Mapping[tuple[str, Priority], _Sum]) -> tuple[QueueShare, ...]
     return tuple(found)
 
 
-def _wait_s(item: Waiting, now: Now) -> float:
+def _wait_s(item: QueuedPlacement, now: Now) -> float:
     """Return the time since the request reached its gateway, within a plausible range."""
     here_s = max(0.0, now.monotonic_s - item.queued_s)
     return max(here_s, min(_MAX_WAIT_S, now.unix_s - item.spec.arrival_unix_us / 1e6))

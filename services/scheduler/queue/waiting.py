@@ -17,7 +17,7 @@ MAX_EARMARKED: Final = 8  # workers of a pool; further placements share them
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedPlacement:
     """A queued placement."""
 
     session: int
@@ -35,7 +35,7 @@ class Waiting:
     bypassed: int = 0  # placements behind it that were granted on a worker that it may use
     earmark: str | None = None  # the worker on which nothing behind it starts before it
     tried: bool = False  # a pass has tried it
-    short_looks: int = 0  # attempts that found too little room on all workers
+    short_attempts: int = 0  # attempts that found too little room on all workers
     counter: float = 0.0  # of its tenant at the last attempt, before the grant is charged
 
     @property
@@ -67,17 +67,17 @@ class QueueGate(Protocol):
 
     def displaced(
         self, spec: PlaceSpec, now_s: float, *, own: bool = False
-    ) -> tuple[Waiting, FairwayError] | None:
+    ) -> tuple[QueuedPlacement, FairwayError] | None:
         """Return the placement that leaves a full queue for this one, and the error; None when this one
         leaves.
 
         ``own``: only placements of the same tenant.
         """
 
-    def entered(self, item: Waiting, now_s: float) -> None:
+    def entered(self, item: QueuedPlacement, now_s: float) -> None:
         """The placement waits from now on."""
 
-    def left(self, item: Waiting, now_s: float) -> None:
+    def left(self, item: QueuedPlacement, now_s: float) -> None:
         """The placement has left the queue, for any reason."""
 
 
@@ -89,43 +89,46 @@ class OpenGate:
 
     def displaced(
         self, spec: PlaceSpec, now_s: float, *, own: bool = False
-    ) -> tuple[Waiting, FairwayError] | None:
+    ) -> tuple[QueuedPlacement, FairwayError] | None:
         return None
 
-    def entered(self, item: Waiting, now_s: float) -> None: ...
+    def entered(self, item: QueuedPlacement, now_s: float) -> None: ...
 
-    def left(self, item: Waiting, now_s: float) -> None: ...
+    def left(self, item: QueuedPlacement, now_s: float) -> None: ...
 
 
 class DecisionObserver(Protocol):
-    """Receives the attempts to place a placement, to explain it later. Of the ``short_looks``, which are many
-    where many wait for room, it receives only the first."""
+    """Receives the attempts to place a placement, to explain it later.
 
-    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
-        """``gives_way``: only workers without a backlog were eligible, because the tenant holds more than its
-        share (``held_share``)."""
+    Of the ``short_attempts`` of a placement it receives only the first, because there may be many."""
+
+    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False) -> None:
+        """``over_share``: only workers without a backlog were eligible, because the tenant holds more than
+        its share (``held_share``)."""
 
 
 class Undecided:
     """Ignores every decision."""
 
-    def decided(self, item: Waiting, found: Chosen | NoWorker, *, gives_way: bool = False) -> None: ...
+    def decided(
+        self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False
+    ) -> None: ...
 
 
 class Earmarks:
     """Workers of one pool reserved for placements that were bypassed too often. Single writer."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, dict[int, Waiting]] = {}
+        self._holders: dict[str, dict[int, QueuedPlacement]] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedPlacement]:
         for holders in self._holders.values():
             yield from holders.values()
 
-    def give(self, item: Waiting, candidates: Mapping[str, Candidate]) -> None:
+    def give(self, item: QueuedPlacement, candidates: Mapping[str, Candidate]) -> None:
         """Earmark a serving worker that the placement may use: with the most room, and for few others; none
         when there is none. The present worker is kept while it still serves."""
         if item.earmark is not None:
@@ -147,7 +150,7 @@ class Earmarks:
             item.earmark = best.worker_id
             self._holders.setdefault(best.worker_id, {})[item.number] = item
 
-    def release(self, item: Waiting) -> None:
+    def release(self, item: QueuedPlacement) -> None:
         """Remove the placement's earmark. Idempotent."""
         if item.earmark is not None:
             holders = self._holders[item.earmark]

@@ -17,7 +17,7 @@ from services.core.records import Priority
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, may_use
 from services.scheduler.policy.placement.choose import NoWorker
 from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.waiting import Earmarks, Waiting
+from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 
 
 class QueueWalk:
@@ -28,13 +28,13 @@ class QueueWalk:
         self._candidates = candidates
         self._policy = policy
         self._window = policy.window_tokens(len(candidates))
-        self._passed: list[Waiting] = []
+        self._passed: list[QueuedPlacement] = []
         self._closed: dict[str, None] = {}
-        self._held: dict[Priority, tuple[float, Waiting]] = {}
+        self._held: dict[Priority, tuple[float, QueuedPlacement]] = {}
         self._usable: dict[Priority, tuple[str, ...]] = {}
-        self.looked_past = 0
+        self.skipped = 0
 
-    def query(self, item: Waiting, value: float) -> PlaceQuery:
+    def query(self, item: QueuedPlacement, value: float) -> PlaceQuery:
         """Return the query with the workers open to the placement; its own query when nothing restricts
         it."""
         shut = list(self._closed)
@@ -45,9 +45,9 @@ class QueueWalk:
             return item.query
         return replace(item.query, excluded_workers=(*item.query.excluded_workers, *dict.fromkeys(shut)))
 
-    def pass_by(self, item: Waiting, found: NoWorker, value: float, *, restricted: bool) -> None:
+    def pass_by(self, item: QueuedPlacement, found: NoWorker, value: float, *, restricted: bool) -> None:
         """Skip a placement: it stays in the queue, and those behind it are tried."""
-        self.looked_past += 1
+        self.skipped += 1
         if not found.waits_for_room and not restricted:
             return  # it waits for no room, so others cannot take its room
         self._passed.append(item)
@@ -67,7 +67,7 @@ class QueueWalk:
                 if item.bypassed >= self._policy.max_bypasses:
                     self._protect(item)
 
-    def _usable_by(self, item: Waiting) -> tuple[str, ...]:
+    def _usable_by(self, item: QueuedPlacement) -> tuple[str, ...]:
         """Return the workers that the first of its class without room may use."""
         found = self._usable.get(item.priority)
         if found is None:
@@ -78,7 +78,7 @@ class QueueWalk:
             )
         return found
 
-    def _protect(self, item: Waiting) -> None:
+    def _protect(self, item: QueuedPlacement) -> None:
         self._earmarks.give(item, self._candidates)
         if item.earmark is not None:
             self._closed[item.earmark] = None

@@ -84,13 +84,13 @@ def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnaps
     )
 
 
-def _all_live(host: SequenceHost) -> tuple[fleet.LiveSequence, ...]:
+def _all_live(host: SequenceHost) -> tuple[fleet.ReportedSequence, ...]:
     return tuple(_live(table, sequence) for table in host.tables() for sequence in table.sequences())
 
 
-def _live(table: SequenceTable, sequence: LiveSequence) -> fleet.LiveSequence:
+def _live(table: SequenceTable, sequence: LiveSequence) -> fleet.ReportedSequence:
     generation = sequence.spec.generation
-    return fleet.LiveSequence(
+    return fleet.ReportedSequence(
         request_id=generation.request_id,
         choice=sequence.spec.choice,
         tenant=sequence.spec.tenant_id,

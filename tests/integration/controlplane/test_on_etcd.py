@@ -46,7 +46,7 @@ from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from services.scheduler.service import GatewayStream
+from services.scheduler.service import GatewayPlacementStream
 from tests.integration.scheduler_fleet import (
     TOKEN,
     FakeWorker,
@@ -178,7 +178,7 @@ async def test_queues_are_told_by_pool_tenant_and_class(plane: Plane, scheduler:
         return scheduler.service.term is not None
 
     await eventually(leads)
-    stream: GatewayStream = scheduler.service.open("g1", lambda: None)
+    stream: GatewayPlacementStream = scheduler.service.open("g1", lambda: None)
     places = [
         (number, place_spec(f"r{number}", digest=OLD, priority=priority, prompt_tokens=10 * number))
         for number, priority in enumerate((Priority.BATCH, Priority.STANDARD, Priority.STANDARD), 1)
@@ -241,7 +241,7 @@ async def test_a_placement_is_explained_and_its_worker_listed(plane: Plane, sche
         return len((await plane.call("ListWorkers", pb.ListWorkersRequest())).workers) == 2
 
     await eventually(told)
-    stream: GatewayStream = scheduler.service.open("g1", lambda: None)
+    stream: GatewayPlacementStream = scheduler.service.open("g1", lambda: None)
     stream.submit([(1, place_spec("r1", prompt_tokens=20)), (2, place_spec("r2", prompt_tokens=120))])
 
     async def decided() -> bool:

@@ -22,7 +22,13 @@ from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import Term, TermSettings
-from services.scheduler.term_streams import Cancel, Report, Reporter, Session, Submit
+from services.scheduler.term_streams import (
+    CancelPlacements,
+    GatewaySession,
+    Report,
+    SubmitPlacements,
+    WorkerSession,
+)
 
 DIGEST = "sha256:" + "a" * 64
 OUTCOME_S = 0.5
@@ -89,7 +95,7 @@ def place_spec(
 class InFlight:
     """A report on its way, on one stream."""
 
-    reporter: Reporter
+    reporter: WorkerSession
     number: int
     snapshot: ReportSnapshot
     sent_s: float
@@ -111,7 +117,7 @@ class ModelWorker:
     ended: list[SequenceUsage] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)
     seen: list[int] = field(default_factory=list)
-    reporter: Reporter | None = None
+    reporter: WorkerSession | None = None
     deltas: DeltaKeeper = field(default_factory=DeltaKeeper)
     last_report_s: float = 0.0
     ready: bool = True
@@ -213,7 +219,7 @@ class ModelGateway:
     """Numbers placements, knows what became of each, and never uses a grant beyond its time to live."""
 
     gateway_id: str
-    session: Session
+    session: GatewaySession
     numbers: int = 0
     pending: dict[int, PlaceSpec] = field(default_factory=dict)
     withdrawn: set[int] = field(default_factory=set)
@@ -250,7 +256,7 @@ class Fleet:
         spec = replace(spec, request_id=f"req_{gateway.gateway_id}_{gateway.numbers}")
         gateway.pending[gateway.numbers] = spec
         arrival_us = spec.arrival_unix_us
-        self.term.send(Submit(gateway.session, [(gateway.numbers, spec, arrival_us)]))
+        self.term.send(SubmitPlacements(gateway.session, [(gateway.numbers, spec, arrival_us)]))
         return gateway.numbers
 
     def cancel(self, gateway: ModelGateway, placement_id: int) -> None:
@@ -261,7 +267,7 @@ class Fleet:
             gateway.withdrawn.add(placement_id)
             gateway.ended[placement_id] = "withdrawn"
         gateway.held = [held for held in gateway.held if held.placement_id != placement_id]
-        self.term.send(Cancel(gateway.session, [placement_id]))
+        self.term.send(CancelPlacements(gateway.session, [placement_id]))
 
     def receive(self, gateway: ModelGateway) -> None:
         """The gateway reads what its stream holds."""
@@ -300,7 +306,7 @@ class Fleet:
             self.term.close_session(old)
         gateway.withdrawn.clear()
         for number, spec in gateway.pending.items():
-            self.term.send(Submit(gateway.session, [(number, spec, spec.arrival_unix_us)]))
+            self.term.send(SubmitPlacements(gateway.session, [(number, spec, spec.arrival_unix_us)]))
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -403,7 +409,7 @@ class Fleet:
             gateway.session = self.term.open_session(gateway.gateway_id, lambda: None)
             gateway.withdrawn.clear()
             for number, spec in gateway.pending.items():
-                self.term.send(Submit(gateway.session, [(number, spec, spec.arrival_unix_us)]))
+                self.term.send(SubmitPlacements(gateway.session, [(number, spec, spec.arrival_unix_us)]))
         for streams in self.reports:
             streams.clear()
         for worker in self.workers:

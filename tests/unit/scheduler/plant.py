@@ -15,7 +15,7 @@ from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot, SequenceU
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.scheduler.term import Term, TermSettings
-from services.scheduler.term_streams import Report, Submit
+from services.scheduler.term_streams import Report, SubmitPlacements
 from tests.unit.scheduler.model import BLOCK, DIGEST, ManualClock, place_spec
 
 TICK_S = 0.05
@@ -162,7 +162,7 @@ class Plant:
         )
         spec = replace(spec, request_id=f"r{self.number}", **more)  # type: ignore[arg-type]
         asked = self.asked[self.number] = Asked(spec, self.now_s)
-        self.term.send(Submit(self.session, [(self.number, spec, round(self.now_s * 1e6))]))
+        self.term.send(SubmitPlacements(self.session, [(self.number, spec, round(self.now_s * 1e6))]))
         return asked
 
     def run(self, seconds: float, each_tick: Callable[[], None] = lambda: None) -> None:

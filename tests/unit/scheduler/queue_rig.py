@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from services.core.errors import (
     FairwayError,
 )
-from services.core.fleet import Granted, PoolSnapshot, Refused, ReportSnapshot
+from services.core.fleet import Granted, PlacementRefused, PoolSnapshot, ReportSnapshot
 from services.core.generation import Grant
 from services.core.records import Priority
 from services.runtime.telemetry.metrics import Metrics
@@ -128,7 +128,7 @@ class Rig:
                 self.reserved[index] += grant.kv_blocks
                 self.seen[index].append(grant.sequence)
             else:
-                assert isinstance(outcome, Refused)
+                assert isinstance(outcome, PlacementRefused)
                 found[outcome.placement_id] = outcome.error
         return found
 

@@ -8,9 +8,9 @@ from random import Random
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.heartbeat import MAX_MEMBERS, MAX_TOLD, PER_POOL, members_of, sample_of
+from services.scheduler.heartbeat import MAX_MEMBERS, MAX_LISTED, PER_POOL, members_of, sample_of
 from services.scheduler.term import Term
-from services.scheduler.term_streams import Session
+from services.scheduler.term_streams import GatewaySession
 from tests.unit.scheduler.model import SETTINGS, ManualClock
 
 POOL = PoolSnapshot(
@@ -36,7 +36,7 @@ def report(name: str, *pools: PoolSnapshot, epoch: int = 5, draining: bool = Fal
     return ReportSnapshot(name, 7, f"{name}:1", pools=pools, epoch=epoch, draining=draining)
 
 
-def told_of(session: Session) -> list[tuple[str, str]]:
+def told_of(session: GatewaySession) -> list[tuple[str, str]]:
     return [(member.worker_id, member.digest) for member in session.members or ()]
 
 
@@ -133,7 +133,7 @@ def test_many_gateways_are_told_in_turn_and_each_of_the_pressure_with_every_beat
             term.fleet.apply(number + 1, report(f"w{number}", POOL), clock.now_s)
         term.step()
         fresh = [number for number, session in enumerate(sessions) if session.members]
-        assert PER_POOL * len(fresh) <= MAX_TOLD
+        assert PER_POOL * len(fresh) <= MAX_LISTED
         assert all(session.pressures is not None for session in sessions)
         told += fresh
         for session in sessions:

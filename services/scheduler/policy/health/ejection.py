@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class Standing(StrEnum):
+class EjectionState(StrEnum):
     """State of a worker in a pool."""
 
     HEALTHY = "healthy"
@@ -65,12 +65,12 @@ class EjectionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class EjectionChange:
     """A worker changed its state. ``ratio``: over its reference, nan where there was none."""
 
     worker_id: str
-    before: Standing
-    after: Standing
+    before: EjectionState
+    after: EjectionState
     ratio: float
     why: str
 
@@ -83,7 +83,7 @@ class WorkerHealth:
     """
 
     worker_id: str
-    standing: Standing
+    standing: EjectionState
     ratio: float
     since_s: float
     next_probe_s: float = 0.0
@@ -96,7 +96,7 @@ class _Member:
     kind: str
     since_s: float
     window_s: float  # when the open window began
-    standing: Standing = Standing.HEALTHY
+    standing: EjectionState = EjectionState.HEALTHY
     trusted: bool = True
     measured_s: float = 0.0
     predicted_s: float = 0.0
@@ -126,7 +126,7 @@ class _Peers:
 
     @staticmethod
     def of(members: Iterable[_Member], since_s: float) -> _Peers:
-        fresh = [one for one in members if one.standing is Standing.HEALTHY and one.closed_s >= since_s]
+        fresh = [one for one in members if one.standing is EjectionState.HEALTHY and one.closed_s >= since_s]
         by_kind: dict[str, list[float]] = {}
         for one in fresh:
             by_kind.setdefault(one.kind, []).append(one.ratio)
@@ -202,14 +202,14 @@ class Ejection:
         member.ratio = member.relative = math.nan
         member.closed_s = -math.inf
         member.outliers = member.good = 0
-        if member.standing is Standing.EJECTED:
+        if member.standing is EjectionState.EJECTED:
             member.until_s = now_s
 
     def granted(self, worker_id: str, now_s: float) -> None:
         """Count a request to the worker. A probing worker gets no other for ``probe_interval_s``."""
         self._grants += 1
         member = self._members.get(worker_id)
-        if member is not None and member.standing is Standing.PROBING:
+        if member is not None and member.standing is EjectionState.PROBING:
             member.probes += 1
             member.next_probe_s = now_s + self.policy.probe_interval_s
 
@@ -221,9 +221,9 @@ class Ejection:
     def barred(self, worker_id: str, now_s: float) -> bool:
         """Whether the worker gets no request now."""
         member = self._members.get(worker_id)
-        if member is None or member.standing is Standing.HEALTHY:
+        if member is None or member.standing is EjectionState.HEALTHY:
             return False
-        return member.standing is Standing.EJECTED or not self._may_probe(member, now_s)
+        return member.standing is EjectionState.EJECTED or not self._may_probe(member, now_s)
 
     def health(self) -> tuple[WorkerHealth, ...]:
         """Return the state of each worker."""
@@ -231,7 +231,7 @@ class Ejection:
 
     @property
     def all_healthy(self) -> bool:
-        return all(member.standing is Standing.HEALTHY for member in self._members.values())
+        return all(member.standing is EjectionState.HEALTHY for member in self._members.values())
 
     def due_s(self) -> float:
         """Return when ``tick`` is next needed; infinite without workers."""
@@ -239,7 +239,7 @@ class Ejection:
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def tick(self, serving: Collection[str], now_s: float) -> tuple[Change, ...]:
+    def tick(self, serving: Collection[str], now_s: float) -> tuple[EjectionChange, ...]:
         """Close windows, judge, eject and readmit. ``serving``: workers that get requests unless ejected."""
         self._ticked_s = now_s
         closed = [member for member in self._members.values() if self._closes(member, now_s)]
@@ -270,7 +270,7 @@ class Ejection:
         enough = member.steps >= policy.min_steps and member.predicted_s >= policy.min_busy_s
         return enough or (member.steps > 0 and member.measured_s >= policy.interval_s)
 
-    def _judge(self, member: _Member, peers: _Peers, now_s: float) -> Change | None:
+    def _judge(self, member: _Member, peers: _Peers, now_s: float) -> EjectionChange | None:
         """Count a closed window for or against its worker."""
         policy = self.policy
         measure = self._measure(member, peers)
@@ -278,7 +278,7 @@ class Ejection:
             member.relative, member.outliers = math.nan, 0
             return None
         member.relative = member.ratio / measure
-        if member.standing is Standing.PROBING:
+        if member.standing is EjectionState.PROBING:
             return self._judge_probe(member, now_s)
         if member.relative >= policy.outlier_ratio:
             member.outliers += 1
@@ -288,16 +288,16 @@ class Ejection:
             member.outliers = max(0, member.outliers - 1)
         return None
 
-    def _judge_probe(self, member: _Member, now_s: float) -> Change | None:
+    def _judge_probe(self, member: _Member, now_s: float) -> EjectionChange | None:
         policy = self.policy
         if member.relative >= policy.outlier_ratio:
             member.good, member.outliers = 0, member.outliers + 1
             if member.outliers >= policy.consecutive_bad_probes:
-                return self._move(member, Standing.EJECTED, now_s, "still slow when probed")
+                return self._move(member, EjectionState.EJECTED, now_s, "still slow when probed")
             return None
         member.good, member.outliers = member.good + 1, 0
         if member.good >= policy.consecutive_good:
-            return self._move(member, Standing.HEALTHY, now_s, "good when probed")
+            return self._move(member, EjectionState.HEALTHY, now_s, "good when probed")
         return None
 
     def _measure(self, member: _Member, peers: _Peers) -> float | None:
@@ -310,52 +310,61 @@ class Ejection:
         best = peers.best_without(member)
         if best is not None:  # a worker that is no slower than the best of the others is no outlier
             return max(1.0, best)
-        return 1.0 if member.standing is Standing.PROBING else None
+        return 1.0 if member.standing is EjectionState.PROBING else None
 
-    def _let_probe(self, now_s: float) -> Iterable[Change]:
+    def _let_probe(self, now_s: float) -> Iterable[EjectionChange]:
         for member in self._members.values():
-            if member.standing is Standing.EJECTED and member.until_s <= now_s:
-                yield self._move(member, Standing.PROBING, now_s, "its ejection time is over")
+            if member.standing is EjectionState.EJECTED and member.until_s <= now_s:
+                yield self._move(member, EjectionState.PROBING, now_s, "its ejection time is over")
 
-    def _eject(self, closed: Iterable[_Member], serving: Collection[str], now_s: float) -> Iterable[Change]:
+    def _eject(
+        self, closed: Iterable[_Member], serving: Collection[str], now_s: float
+    ) -> Iterable[EjectionChange]:
         """Eject the slowest first, as many as the limit allows."""
         outliers = [
             member
             for member in closed
-            if member.standing is Standing.HEALTHY and member.outliers >= self.policy.consecutive_outliers
+            if member.standing is EjectionState.HEALTHY
+            and member.outliers >= self.policy.consecutive_outliers
         ]
         outliers.sort(key=lambda member: (-member.relative, member.worker_id))
         for member in outliers:
             if self._may_eject(member, serving):
-                yield self._move(member, Standing.EJECTED, now_s, "slower than its peers or its model")
+                yield self._move(member, EjectionState.EJECTED, now_s, "slower than its peers or its model")
 
     def _may_eject(self, member: _Member, serving: Collection[str]) -> bool:
-        out = {found.worker_id for found in self._members.values() if found.standing is not Standing.HEALTHY}
+        out = {
+            found.worker_id for found in self._members.values() if found.standing is not EjectionState.HEALTHY
+        }
         pool = len(serving)
         allowed = max(1, math.floor(pool * self.policy.max_ejection_ratio))
         gone = sum(worker_id in out for worker_id in serving)
         left = pool - gone - (member.worker_id in serving)
         return gone < allowed and left >= 1
 
-    def _keep_one(self, serving: Collection[str], now_s: float) -> Iterable[Change]:
+    def _keep_one(self, serving: Collection[str], now_s: float) -> Iterable[EjectionChange]:
         """Readmit the fastest worker when no other worker serves: a slow worker is better than none."""
         found = [self._members[worker_id] for worker_id in serving if worker_id in self._members]
-        if len(found) < len(serving) or any(one.standing is Standing.HEALTHY for one in found) or not found:
+        if (
+            len(found) < len(serving)
+            or any(one.standing is EjectionState.HEALTHY for one in found)
+            or not found
+        ):
             return
         best = min(found, key=lambda one: (one.relative if one.relative > 0 else math.inf, one.worker_id))
-        yield self._move(best, Standing.HEALTHY, now_s, "no other worker serves")
+        yield self._move(best, EjectionState.HEALTHY, now_s, "no other worker serves")
 
-    def _move(self, member: _Member, after: Standing, now_s: float, why: str) -> Change:
+    def _move(self, member: _Member, after: EjectionState, now_s: float, why: str) -> EjectionChange:
         policy = self.policy
-        change = Change(member.worker_id, member.standing, after, member.relative, why)
+        change = EjectionChange(member.worker_id, member.standing, after, member.relative, why)
         member.standing, member.since_s = after, now_s
         member.outliers = member.good = member.probes = 0
         member.open_window(now_s)
-        if after is Standing.EJECTED:
+        if after is EjectionState.EJECTED:
             time_s = policy.base_ejection_time_s * 2.0 ** min(member.ejections, 32)
             member.until_s = now_s + min(policy.max_ejection_time_s, time_s)
             member.ejections += 1
-        elif after is Standing.PROBING:
+        elif after is EjectionState.PROBING:
             member.next_probe_s, member.pool_grants = now_s, self._grants
         return change
 
@@ -365,15 +374,15 @@ class Ejection:
 
     def _forgive(self, now_s: float) -> None:
         for member in self._members.values():
-            if member.standing is Standing.HEALTHY and now_s - member.since_s >= self.policy.forgive_s:
+            if member.standing is EjectionState.HEALTHY and now_s - member.since_s >= self.policy.forgive_s:
                 member.ejections = 0
 
 
 def _health(member: _Member) -> WorkerHealth:
     next_probe_s = 0.0
-    if member.standing is Standing.EJECTED:
+    if member.standing is EjectionState.EJECTED:
         next_probe_s = member.until_s
-    elif member.standing is Standing.PROBING:
+    elif member.standing is EjectionState.PROBING:
         next_probe_s = member.next_probe_s
     return WorkerHealth(
         member.worker_id, member.standing, member.relative, member.since_s, next_probe_s, member.ejections

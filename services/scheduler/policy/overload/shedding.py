@@ -47,7 +47,7 @@ class SheddingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class OfferedPlacement:
     """A new placement, with the facts that shedding uses. Times in seconds; None: no limit."""
 
     priority: Priority
@@ -105,7 +105,7 @@ def shed_rank(priority: Priority, *, over_quota: bool, begun: bool) -> ShedRank:
     return ShedRank.STANDARD if priority is Priority.STANDARD else ShedRank.INTERACTIVE
 
 
-def judge(arrival: Arrival, wait_s: float | None, policy: SheddingPolicy, rng: Random) -> Verdict:
+def judge(arrival: OfferedPlacement, wait_s: float | None, policy: SheddingPolicy, rng: Random) -> Verdict:
     """Return whether the placement may wait. ``wait_s`` is predicted; None (no prediction) admits the
     placement."""
     if wait_s is None or arrival.begun or not policy.enabled:

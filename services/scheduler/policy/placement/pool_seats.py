@@ -55,7 +55,7 @@ _OF_OPEN_SEATS: Final = (ready, heard, not_draining, not_ejected, has_sequence_s
 _OF_ROOM: Final = (fits_when_empty, has_kv_room, not_excluded)
 
 
-class Level(NamedTuple):
+class SeatLevel(NamedTuple):
     """Indexed state of a seat."""
 
     # ``SERVING``, or the name of the filter that rejects the seat.
@@ -73,7 +73,7 @@ class Level(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Seat:
     worker_id: str
-    level: Level
+    level: SeatLevel
     place: int = -1  # in the array of open seats
     candidate: Candidate | None = None
 
@@ -82,7 +82,7 @@ class PoolSeats:
     """Seats of one pool. ``build`` returns the candidate of a worker at its present level; it is called once
     per level."""
 
-    def __init__(self, build: Callable[[str, Level], Candidate]) -> None:
+    def __init__(self, build: Callable[[str, SeatLevel], Candidate]) -> None:
         self._build = build
         self._seats: dict[str, _Seat] = {}
         self._open: list[_Seat] = []
@@ -106,12 +106,12 @@ class PoolSeats:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def put(self, worker_id: str, level: Level) -> None:
+    def put(self, worker_id: str, level: SeatLevel) -> None:
         """Set the level of a seat."""
         self._futile.clear()
         self.take(worker_id, level)
 
-    def take(self, worker_id: str, level: Level) -> None:
+    def take(self, worker_id: str, level: SeatLevel) -> None:
         """Set the level of a seat that improves for no query."""
         seat = self._seats.get(worker_id)
         if seat is None:
@@ -289,7 +289,7 @@ class PoolSeats:
                 and query.demand.prompt_tokens >= known.demand.prompt_tokens
                 and query.demand.worst_case_tokens >= known.demand.worst_case_tokens
                 and query.ttft_target_s == known.ttft_target_s
-                and query.gives_way >= known.gives_way
+                and query.over_share >= known.over_share
                 and known.excluded_workers in ((), query.excluded_workers)
             ):
                 return found
@@ -376,7 +376,7 @@ class PoolSeats:
         self._open.append(seat)
         self.open_mask |= 1 << seat.level.number
 
-    def _leave(self, seat: _Seat, before: Level | None) -> None:
+    def _leave(self, seat: _Seat, before: SeatLevel | None) -> None:
         last = self._open.pop()
         if last is not seat:
             self._open[seat.place] = last
@@ -385,12 +385,12 @@ class PoolSeats:
         if before is not None:
             self.open_mask &= ~(1 << before.number)
 
-    def _remask(self, before: Level | None, level: Level) -> None:
+    def _remask(self, before: SeatLevel | None, level: SeatLevel) -> None:
         if before is not None:
             self.open_mask &= ~(1 << before.number)
         self.open_mask |= 1 << level.number
 
-    def _count(self, level: Level, change: int) -> None:
+    def _count(self, level: SeatLevel, change: int) -> None:
         if level.standing == SERVING:
             size = level.kv_tokens_total, level.max_model_len
             self._bounds = None
@@ -403,11 +403,11 @@ class PoolSeats:
                 del self._away[level.standing]
 
 
-def _is_open(level: Level) -> bool:
+def _is_open(level: SeatLevel) -> bool:
     return level.standing == SERVING and level.slots > 0 and level.room_tokens > 0
 
 
-def _yields(level: Level) -> bool:
+def _yields(level: SeatLevel) -> bool:
     if level.standing != SERVING or level.slots > 0:
         return False
     return level.yields_to_rank > 0 and level.room_tokens > 0
@@ -424,6 +424,6 @@ def _have_room(seats: Sequence[_Seat], query: PlaceQuery) -> bool:
     return True
 
 
-def _kind(level: Level) -> str | tuple[int, int]:
+def _kind(level: SeatLevel) -> str | tuple[int, int]:
     """Return the key under which the seat is counted."""
     return level.standing or (level.kv_tokens_total, level.max_model_len)

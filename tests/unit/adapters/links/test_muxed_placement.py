@@ -12,7 +12,7 @@ import structlog
 
 from services.adapters.links.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
-from services.core.fleet import Granted, PlacementFrame, PoolMember, Refused
+from services.core.fleet import Granted, PlacementFrame, PlacementRefused, PoolMember
 from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -58,7 +58,7 @@ class ScriptedLink:
         self.closed = True
         self._frames.put_nowait(NoLeader("closed"))
 
-    def answer(self, *outcomes: Granted | Refused) -> None:
+    def answer(self, *outcomes: Granted | PlacementRefused) -> None:
         self._frames.put_nowait(PlacementFrame(self.epoch, outcomes))
 
     def break_off(self) -> None:
@@ -226,7 +226,9 @@ async def test_a_refusal_reaches_its_caller(rig: Rig) -> None:
     link = await rig.link(1)
     asking = rig.place()
     await until(lambda: len(link.places) == 1)
-    link.answer(Refused(1, QueueFull("full", retry_after_s=3.0)), Refused(1, QueueFull("twice")))
+    link.answer(
+        PlacementRefused(1, QueueFull("full", retry_after_s=3.0)), PlacementRefused(1, QueueFull("twice"))
+    )
     with pytest.raises(QueueFull) as full:
         await asking
     assert full.value.retry_after_s == 3.0

@@ -10,12 +10,12 @@ from fairway.v1 import scheduler_pb2
 from services.core.errors import InvalidInput, QueueFull, QueueTimeout
 from services.core.fleet import (
     Granted,
-    LiveSequence,
     PlacementFrame,
+    PlacementRefused,
     PoolMember,
     PoolPressure,
     PoolSnapshot,
-    Refused,
+    ReportedSequence,
     ReportSnapshot,
     SequenceUsage,
     TenantCounter,
@@ -106,7 +106,7 @@ reports = st.builds(
         tuple
     ),
     live=st.lists(
-        st.builds(LiveSequence, NAME, st.integers(0, 15), NAME, NAME, U32, PRIORITY, st.booleans()),
+        st.builds(ReportedSequence, NAME, st.integers(0, 15), NAME, NAME, U32, PRIORITY, st.booleans()),
         max_size=3,
     ).map(tuple),
     usage=st.lists(
@@ -153,9 +153,12 @@ def test_a_report_survives_and_is_within_bounds(snapshot: ReportSnapshot) -> Non
 
 
 def test_a_refusal_keeps_kind_text_and_time() -> None:
-    refusals = [Refused(1, QueueFull("full", retry_after_s=1.5)), Refused(2, QueueTimeout("late"))]
+    refusals = [
+        PlacementRefused(1, QueueFull("full", retry_after_s=1.5)),
+        PlacementRefused(2, QueueTimeout("late")),
+    ]
     frame = convert.frame_from_proto(convert.frame_to_proto(PlacementFrame(1, tuple(refusals))), 1)
-    errors = [outcome.error for outcome in frame.outcomes if isinstance(outcome, Refused)]
+    errors = [outcome.error for outcome in frame.outcomes if isinstance(outcome, PlacementRefused)]
     assert [(type(e), e.message, e.retry_after_s) for e in errors] == [
         (QueueFull, "full", 1.5),
         (QueueTimeout, "late", None),

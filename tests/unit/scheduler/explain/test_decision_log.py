@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from services.core.decisions import PLACED_ALONE, QUEUED, RUNNING_BEFORE
-from services.core.fleet import LiveSequence, SequenceUsage
+from services.core.fleet import ReportedSequence, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.rpc.convert.decisions import decision_to_proto
-from services.scheduler.explain.decision_log import MAX_FOUND, MAX_RANKED, MAX_TOLD, DecisionLog
+from services.scheduler.explain.decision_log import MAX_EXPLAINED, MAX_FOUND, MAX_RANKED, DecisionLog
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, PlacementProfile, choose
 from services.scheduler.policy.placement.kv_admission import demand_of
-from services.scheduler.queue.waiting import Waiting
+from services.scheduler.queue.waiting import QueuedPlacement
 from tests.support.clocks import HandClock
 from tests.support.place_specs import PLACE_SPEC
 
@@ -28,10 +28,10 @@ SPEC = replace(PLACE_SPEC, request_id="r1", max_output_tokens=8)
 CANDIDATE = Candidate("w1", 1600, 1600, 16, 4, 0)
 
 
-def waiting(spec: PlaceSpec, *, bypassed: int = 0) -> Waiting:
+def waiting(spec: PlaceSpec, *, bypassed: int = 0) -> QueuedPlacement:
     demand = demand_of(spec.prompt_tokens, spec.max_output_tokens, 8)
     query = PlaceQuery(demand, spec.excluded_workers, prefix_hashes=(1, 2))
-    return Waiting(
+    return QueuedPlacement(
         session=1,
         placement_id=1,
         spec=spec,
@@ -136,7 +136,7 @@ def test_what_waited_when_a_term_ended_waits_no_more(log: DecisionLog) -> None:
 def test_what_ran_before_the_leader_is_told(log: DecisionLog) -> None:
     log.entered(SPEC)
     log.ended(SPEC, "GRANTED", 100.0, 100.0, "w1")
-    live = [LiveSequence(name, 0, "acme", "d", 3) for name in ("r1", "r2")]
+    live = [ReportedSequence(name, 0, "acme", "d", 3) for name in ("r1", "r2")]
     log.found_running("w1", live)
     assert [one.outcome for one in log.explain("r1")] == ["GRANTED"], "it is known how it came there"
     (told,) = log.explain("r2")
@@ -147,7 +147,7 @@ def test_what_a_gateway_placed_alone_is_told_as_that(log: DecisionLog) -> None:
     """It may have waited here until its gateway heard no leader."""
     log.entered(SPEC)
     log.term_started(9)
-    live = LiveSequence("r1", 0, "acme", "d", 3, placed_alone=True)
+    live = ReportedSequence("r1", 0, "acme", "d", 3, placed_alone=True)
     for _ in range(2):
         log.found_running("w1", [live, replace(live, choice=1, placed_alone=False)])
     told = [(one.choice, one.outcome, one.worker_id, one.epoch) for one in log.explain("r1")]
@@ -176,7 +176,7 @@ def test_what_was_placed_alone_is_told_once_whether_it_runs_or_ended(log: Decisi
     """Also where a leader had placed it before, on the same worker."""
     log.entered(SPEC)
     log.ended(SPEC, "GRANTED", 100.0, 100.0, "w1")
-    log.found_running("w1", [LiveSequence("r1", 0, "acme", "d", 3, placed_alone=True)])
+    log.found_running("w1", [ReportedSequence("r1", 0, "acme", "d", 3, placed_alone=True)])
     log.found_ended("w1", [SequenceUsage("r1", 0, "acme", "d", 48, 8, placed_alone=True)])
     log.found_ended("w2", [SequenceUsage("r1", 0, "acme", "d", 56, 8, placed_alone=True)])
     told = [(one.outcome, one.worker_id, one.prompt_tokens) for one in log.explain("r1")]
@@ -199,7 +199,7 @@ def test_an_answer_is_bounded_whatever_a_client_names_its_requests(log: Decision
         log.decided(waiting(spec), found)
         log.ended(spec, "GRANTED", 100.0, 100.0, "w1")
     told = log.explain("r1")
-    assert [one.attempt for one in told] == list(range(500 - MAX_TOLD, 500))
+    assert [one.attempt for one in told] == list(range(500 - MAX_EXPLAINED, 500))
     assert max(len(one.ranked) for one in told) == MAX_RANKED
     size_bytes = sum(decision_to_proto(one).ByteSize() for one in told)
     assert size_bytes < 1024 * 1024
@@ -253,6 +253,6 @@ def test_in_any_order_the_books_agree(turns: list[tuple[str, int]]) -> None:
             case "term":
                 log.term_started(number)
             case _:
-                log.found_running("w1", [LiveSequence(spec.request_id, 0, "t", "d", 1)])
+                log.found_running("w1", [ReportedSequence(spec.request_id, 0, "t", "d", 1)])
         log.check_integrity()
         log.explain(spec.request_id)

@@ -9,10 +9,10 @@ import pytest
 
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot
 from services.scheduler.policy.placement.ttft import CHUNK_TOKENS, delay_of_others_s, predict_ttft_s
-from services.scheduler.policy.step_time import PRIOR, Kind, Measured, StepModel, StepTimes
+from services.scheduler.policy.step_time import PRIOR, Measured, StepModel, StepTimes, WorkerKind
 
 TRUE = StepModel(5e-3, 40e-6, 100e-6, 20e-9)
-KIND = Kind("h100", "d")
+KIND = WorkerKind("h100", "d")
 
 
 class Workers:

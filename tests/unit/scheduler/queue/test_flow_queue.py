@@ -16,12 +16,12 @@ from services.core.errors import (
     QueueTimeout,
     ShareExceeded,
 )
-from services.core.fleet import Refused, ReportSnapshot, SequenceUsage
+from services.core.fleet import PlacementRefused, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import QueueLimits
-from services.scheduler.queue.waiting import OpenGate, Waiting
+from services.scheduler.queue.waiting import OpenGate, QueuedPlacement
 from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
 from tests.unit.scheduler.queue_rig import Rig
 
@@ -209,7 +209,7 @@ def test_a_placement_id_in_use_is_refused() -> None:
     rig.queue.run_pass(rig.now_s)
     outcomes = [outcome for _, outcome in rig.queue.take_outcomes()]
     assert [outcome.placement_id for outcome in outcomes] == [number, number]
-    assert isinstance(outcomes[0], Refused)
+    assert isinstance(outcomes[0], PlacementRefused)
     assert isinstance(outcomes[0].error, InvalidInput)
 
 
@@ -399,10 +399,10 @@ class FullGate(OpenGate):
     def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
         return Overloaded("over quota") if spec.over_quota else None
 
-    def entered(self, item: Waiting, now_s: float) -> None:
+    def entered(self, item: QueuedPlacement, now_s: float) -> None:
         self.present += 1
 
-    def left(self, item: Waiting, now_s: float) -> None:
+    def left(self, item: QueuedPlacement, now_s: float) -> None:
         self.present -= 1
 
 

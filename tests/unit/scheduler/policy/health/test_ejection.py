@@ -11,7 +11,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.health.ejection import Change, Ejection, EjectionPolicy, Standing
+from services.scheduler.policy.health.ejection import Ejection, EjectionChange, EjectionPolicy, EjectionState
 
 POLICY = EjectionPolicy()
 STEP_S = 0.02
@@ -28,7 +28,7 @@ class Pool:
         self.grants = dict.fromkeys(self.factors, 0)
         self.idle: set[str] = set()
         self.trusted = True
-        self.news: list[tuple[float, Change]] = []
+        self.news: list[tuple[float, EjectionChange]] = []
 
     def run(self, seconds: float, *, noise: Callable[[], float] = lambda: 1.0, serve: bool = True) -> None:
         for _ in range(round(seconds / 0.5)):
@@ -53,13 +53,13 @@ class Pool:
             now_s=self.now_s,
         )
 
-    def standing(self, worker_id: str) -> Standing:
+    def standing(self, worker_id: str) -> EjectionState:
         found = {health.worker_id: health.standing for health in self.ejection.health()}
         return found[worker_id]
 
     @property
     def out(self) -> list[str]:
-        return [name for name in self.factors if self.standing(name) is not Standing.HEALTHY]
+        return [name for name in self.factors if self.standing(name) is not EjectionState.HEALTHY]
 
 
 def test_a_worker_three_times_slow_is_found_within_fifteen_seconds() -> None:
@@ -165,7 +165,7 @@ def test_probes_are_few_and_far_between() -> None:
             ejection.observe(
                 name, kind="gpu", steps=25, measured_s=0.5 * slow, predicted_s=0.5, now_s=number * 0.5
             )
-        if any(found.after is Standing.PROBING for found in ejection.tick("abcd", number * 0.5)):
+        if any(found.after is EjectionState.PROBING for found in ejection.tick("abcd", number * 0.5)):
             break
     began_s, probes, grants = number * 0.5, [], 0
     for tick in range(600):  # probed, and silent: nothing says yet how it is
@@ -186,8 +186,8 @@ def test_each_ejection_is_twice_as_long_and_bounded() -> None:
     pool = Pool(4)
     pool.factors["w0"] = 4.0
     pool.run(1500)
-    began = [at_s for at_s, change in pool.news if change.after is Standing.EJECTED]
-    probed = [at_s for at_s, change in pool.news if change.after is Standing.PROBING]
+    began = [at_s for at_s, change in pool.news if change.after is EjectionState.EJECTED]
+    probed = [at_s for at_s, change in pool.news if change.after is EjectionState.PROBING]
     lengths = [end - start for start, end in zip(began, probed, strict=False)]
     assert [round(length) for length in lengths[:5]] == [30, 60, 120, 240, 300]
     assert max(lengths) <= POLICY.max_ejection_time_s + 1.0
@@ -197,13 +197,17 @@ def test_a_recovered_worker_is_probed_and_readmitted() -> None:
     pool = Pool(4)
     pool.factors["w0"] = 3.0
     pool.run(12)
-    assert pool.standing("w0") is Standing.EJECTED
+    assert pool.standing("w0") is EjectionState.EJECTED
     pool.factors["w0"] = 1.0
     pool.run(25)
-    assert pool.standing("w0") is Standing.EJECTED
+    assert pool.standing("w0") is EjectionState.EJECTED
     pool.run(40)
-    assert pool.standing("w0") is Standing.HEALTHY
-    assert [change.after for _, change in pool.news] == [Standing.EJECTED, Standing.PROBING, Standing.HEALTHY]
+    assert pool.standing("w0") is EjectionState.HEALTHY
+    assert [change.after for _, change in pool.news] == [
+        EjectionState.EJECTED,
+        EjectionState.PROBING,
+        EjectionState.HEALTHY,
+    ]
 
 
 def test_what_it_was_ejected_for_is_forgiven_after_a_while() -> None:
@@ -222,9 +226,9 @@ def test_a_new_life_proves_itself_before_it_is_readmitted() -> None:
     pool.factors["w0"] = 1.0
     pool.ejection.restarted("w0", pool.now_s)
     pool.run(1)
-    assert pool.standing("w0") is Standing.PROBING
+    assert pool.standing("w0") is EjectionState.PROBING
     pool.run(15)
-    assert pool.standing("w0") is Standing.HEALTHY
+    assert pool.standing("w0") is EjectionState.HEALTHY
 
 
 def test_the_ejected_one_serves_when_no_other_does() -> None:
@@ -233,7 +237,7 @@ def test_the_ejected_one_serves_when_no_other_does() -> None:
     pool.run(15)
     assert pool.out == ["w0"]
     changes = pool.ejection.tick(("w0",), pool.now_s + 0.1)
-    assert [(change.worker_id, change.after) for change in changes] == [("w0", Standing.HEALTHY)]
+    assert [(change.worker_id, change.after) for change in changes] == [("w0", EjectionState.HEALTHY)]
 
 
 def test_types_are_compared_among_themselves() -> None:

@@ -20,8 +20,8 @@ from services.scheduler.policy.overload.pressure import (
     wait_s,
 )
 from services.scheduler.policy.overload.shedding import (
-    Arrival,
     Hopeless,
+    OfferedPlacement,
     Shed,
     SheddingOrder,
     SheddingPolicy,
@@ -34,7 +34,7 @@ from services.scheduler.policy.overload.shedding import (
 from services.scheduler.policy.overload.tenant_rate import TenantRates
 
 POLICY = SheddingPolicy()
-STANDARD = Arrival(Priority.STANDARD, False, 0, False, 30.0, None, None)
+STANDARD = OfferedPlacement(Priority.STANDARD, False, 0, False, 30.0, None, None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def test_nothing_known_refuses_nobody() -> None:
         (replace(STANDARD, begun=True), 1000.0, Take),
     ],
 )
-def test_a_wait_beyond_its_limit_is_refused(arrival: Arrival, wait: float, kind: type) -> None:
+def test_a_wait_beyond_its_limit_is_refused(arrival: OfferedPlacement, wait: float, kind: type) -> None:
     assert isinstance(judge(arrival, wait, POLICY, Random(1)), kind)
 
 
@@ -235,7 +235,7 @@ def test_a_weight_counts_for_one_that_has_nothing_waiting_too() -> None:
     ],
 )
 def test_only_a_wait_beyond_its_class_is_a_claim_on_others(
-    arrival: Arrival, wait: float, claims: bool
+    arrival: OfferedPlacement, wait: float, claims: bool
 ) -> None:
     found = judge(arrival, wait, POLICY, Random(1))
     assert isinstance(found, Shed)

@@ -16,7 +16,7 @@ from services.core.fleet import LONG_PROMPT_TOKENS
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, length_filters
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, choose
 from services.scheduler.policy.placement.kv_admission import demand_of
-from services.scheduler.policy.placement.pool_seats import SERVING, Level, PoolSeats
+from services.scheduler.policy.placement.pool_seats import SERVING, PoolSeats, SeatLevel
 from services.scheduler.policy.queue.length import LengthPolicy
 from tests.unit.scheduler.policy.room_oracle import room_of
 
@@ -24,14 +24,14 @@ BASE = Candidate("w0", 4096, 4096, block_size=16, slots=8, max_model_len=4096)
 PROFILE = PlacementProfile(sample=2, holders=2)
 
 
-def level(candidate: Candidate) -> Level:
+def level(candidate: Candidate) -> SeatLevel:
     reasons = (
         (candidate.ready, "ready"),
         (candidate.heard, "heard"),
         (not candidate.draining, "not_draining"),
         (not candidate.ejected, "not_ejected"),
     )
-    return Level(
+    return SeatLevel(
         next((reason for passes, reason in reasons if not passes), SERVING),
         candidate.kv_tokens_room,
         candidate.slots,
@@ -88,7 +88,7 @@ queries = st.builds(
         demand_of, st.sampled_from([1, 50, 400, 900, 5000]), st.sampled_from([1, 200]), st.just(100)
     ),
     excluded_workers=st.lists(st.sampled_from(["w0", "w1", "w2", "gone"]), max_size=2).map(tuple),
-    gives_way=st.booleans(),
+    over_share=st.booleans(),
 )
 
 
@@ -162,7 +162,7 @@ def test_that_one_that_gives_way_finds_nobody_says_nothing_of_the_others() -> No
     for n in range(64):
         pool.put(replace(BASE, worker_id=f"w{n}", queued_prefill_tokens=1500))
     query = PlaceQuery(demand_of(1000, 10, 10))
-    polite = replace(query, gives_way=True)
+    polite = replace(query, over_share=True)
     assert isinstance(pool.seats.choose(polite, PROFILE, Random(1)), NoWorker)
     assert isinstance(pool.seats.choose(query, PROFILE, Random(1)), Chosen)
     assert isinstance(pool.seats.choose(polite, PROFILE, Random(1)), NoWorker)
