@@ -191,7 +191,7 @@ class Term:
             old.end(Conflict("this gateway opened another stream", gateway_id=gateway_id))
             self._leave(old)
         if len(self._sessions) >= self.settings.max_gateways:
-            raise OverQuota(f"{len(self._sessions)} gateways are connected; no more are taken")
+            raise OverQuota(f"{len(self._sessions)} gateways are connected, which is the limit")
         self._numbers += 1
         session = GatewaySession(self._numbers, wake, gateway_id, zone)
         self._sessions[session.number] = session
@@ -210,7 +210,7 @@ class Term:
     def open_reporter(self, wake: Callable[[], None]) -> WorkerSession:
         """Return a worker's stream. Later streams have larger numbers."""
         if len(self._reporters) >= 2 * self.settings.fleet.max_workers:
-            raise OverQuota(f"{len(self._reporters)} workers are connected; no more are taken")
+            raise OverQuota(f"{len(self._reporters)} workers are connected, which is the limit")
         self._numbers += 1
         reporter = WorkerSession(self._numbers, wake)
         self._reporters[reporter.number] = reporter

@@ -53,12 +53,14 @@ class Roster:
             if len(self.workers) >= self._limits.max_workers or (
                 not known and len(self._sequences) >= 16 * self._limits.max_workers
             ):
-                raise OverQuota(f"there are {len(self.workers)} workers; no more are taken")
+                raise OverQuota(f"there are {len(self.workers)} workers, which is the limit")
             self._sequences.setdefault(report.worker_id, 0)
             worker = WorkerState(report.worker_id, report.incarnation, stream)
             self.workers[report.worker_id] = worker
         elif report.incarnation < worker.incarnation:
-            raise Conflict(f"a newer life of worker {report.worker_id} reports", worker_id=report.worker_id)
+            raise Conflict(
+                f"a newer incarnation of worker {report.worker_id} reports", worker_id=report.worker_id
+            )
         elif stream < worker.stream:
             raise Conflict(f"worker {report.worker_id} opened a newer stream", worker_id=report.worker_id)
         return worker

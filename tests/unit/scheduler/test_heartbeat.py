@@ -8,7 +8,7 @@ from random import Random
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.heartbeat import MAX_MEMBERS, MAX_LISTED, PER_POOL, members_of, sample_of
+from services.scheduler.heartbeat import MAX_LISTED, MAX_MEMBERS, PER_POOL, members_of, sample_of
 from services.scheduler.term import Term
 from services.scheduler.term_streams import GatewaySession
 from tests.unit.scheduler.model import SETTINGS, ManualClock
