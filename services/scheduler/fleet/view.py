@@ -44,7 +44,6 @@ from services.core.generation import Grant
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
 from services.scheduler.fleet.limits import FleetLimits
-from services.scheduler.fleet.prices import price_pool
 from services.scheduler.fleet.roster import Roster
 from services.scheduler.fleet.worker import (
     Outstanding,
@@ -68,6 +67,7 @@ from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
 from services.scheduler.policy.step_time import Measured, StepTimes, WorkerKind
 
+_PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
 _NO_POOL: Final = no_worker(NO_REJECTIONS)
 
@@ -322,7 +322,7 @@ class FleetView:
         if self.step_times.advance(now_s):  # the models changed: compare prices again
             for digest, seats in self._pools.items():
                 workers = [self._workers[worker_id] for worker_id in seats.all()]
-                price_pool(digest, workers, self.step_times)
+                _set_cost_ratios(digest, workers, self.step_times)
                 seats.forget_candidates()
         return tuple(changed)
 
@@ -456,3 +456,18 @@ class FleetView:
         self.prefixes.drop(worker.worker_id)
         self.shared.drop(worker.worker_id)
         self._roster.forget(worker)
+
+
+def _set_cost_ratios(digest: str, workers: Iterable[WorkerState], step_times: StepTimes) -> None:
+    """Set each worker's ratio for the version: the cheapest price over its own, 1 while its own is
+    unknown."""
+    prices = [(worker, _price_of(worker, digest, step_times)) for worker in workers]
+    cheapest = min((price for _, price in prices if price), default=0.0)
+    for worker, price in prices:
+        worker.cost_ratios[digest] = cheapest / price if price else 1.0
+
+
+def _price_of(worker: WorkerState, digest: str, step_times: StepTimes) -> float:
+    """Return the price of a step of mixed work on the worker; 0 when unknown."""
+    model = step_times.model(WorkerKind(worker.device_type, digest))
+    return worker.cost_per_hour * model.seconds(*_PRICED_STEP)
