@@ -1,7 +1,7 @@
 """The baseline: client, relay and server over bare grpc.aio, with the same messages and nothing else.
 
 ``python -m bench.bare_chain server PORT`` and ``relay PORT SERVER_PORT`` are two processes; the client is
-the benchmark. A request's ``max_output_tokens`` says how many tokens the server streams, flat out, one
+the benchmark. A request's ``max_output_tokens`` is how many tokens the server streams without pauses, one
 message each, as a stream of Generate does.
 """
 
@@ -17,7 +17,7 @@ from fairway.v1 import inference_pb2, inference_pb2_grpc
 
 
 class Server(inference_pb2_grpc.InferenceServiceServicer):
-    async def Generate(  # type: ignore[override]  # the stubs know generators only
+    async def Generate(  # type: ignore[override]  # the stubs have generators only
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
         for offset in range(request.generation.max_output_tokens):
@@ -30,7 +30,7 @@ class Relay(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
-    async def Generate(  # type: ignore[override]  # the stubs know generators only
+    async def Generate(  # type: ignore[override]  # the stubs have generators only
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
         async for event in self._stub.Generate(request):

@@ -82,7 +82,7 @@ def _options() -> argparse.Namespace:
 
 
 def _peers(there: Path, options: argparse.Namespace) -> Figures:
-    """Compare with each peer that is asked for and installed; name the others."""
+    """Compare with each peer that is requested and installed; name the others."""
     asked = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
     for peer in asked:
         if not is_installed(options.installed, peer.environment):

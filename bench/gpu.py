@@ -141,7 +141,7 @@ def over(figure: float, other: float | None) -> float | None:
 
 
 def prefill_backends(own: OwnEngine, device: torch.device) -> float | None:
-    """Return torch's time over ours; 1.1 says that ours is the faster one."""
+    """Return torch's time over ours; above 1, ours is faster."""
     from bench.gpus.attention import torch_over_triton, whole_prompts  # importing it imports Triton
 
     shape = kv_shape(own.model, block_size=BLOCK_SIZE, dtype=torch.bfloat16)

@@ -6,7 +6,7 @@
   difference of the quantiles;
 - tokens per second of 64 concurrent ``Generate`` streams, flat out; ``stream_ratio`` is Fairway's over
   the chain's. The chain sends a message per token; Fairway merges what waits while a reader lags, so
-  ``stream_message_ratio`` (messages per second over the chain's) and ``stream_tokens_per_message`` say
+  ``stream_message_ratio`` (messages per second over the chain's) and ``stream_tokens_per_message`` show
   how much of the ratio is merging;
 - tokens per second of one ``Session`` with 64 generations, flat out.
 

@@ -1,7 +1,7 @@
 """How many placements a leader decides per second of one core, with 16, 256 and 1,024 workers.
 
 ``make bench-scheduler``. Drives the production ``Term`` in this process, with the observers of its role:
-the ring of decisions, metrics, and lines as far as their budget lets them. ``scheduler_load`` says what
+the ring of decisions, metrics, and lines as far as their budget lets them. ``scheduler_load`` defines what
 gateways and workers send. No network, no conversion of messages: what the owner of the state does counts.
 
 Time is virtual: gateways submit ``RATE_PER_WORKER_S`` placements per worker and second, at most
@@ -57,7 +57,7 @@ LINES_PER_S: Final = 200.0
 
 
 class VirtualClock:
-    """Implements ``ports.clock.Clock`` as far as a term asks it."""
+    """Implements ``ports.clock.Clock`` as far as a term uses it."""
 
     def __init__(self) -> None:
         self.now_s = START_S

@@ -6,7 +6,7 @@ them one of the 1,000 most used, by 1 to 16 blocks of its own; one in fifty is l
 busy, which is the most work: a report names as many of them as it can.
 
 A worker reports on change, at most once per ``GAP_S``, and at least once per ``BEAT_S``, as the production
-reporter does. Reports tell the tokens of what ended, and of what runs every ``CHARGE_S``, from the production
+reporter does. Reports have the tokens of what ended, and of what runs every ``CHARGE_S``, from the production
 ``Tally``.
 """
 
@@ -48,7 +48,7 @@ class Prompts:
         self.shared = [self.names(SHARED_BLOCKS) for _ in range(SHARED)]
 
     def names(self, count: int) -> tuple[int, ...]:
-        """Return names of blocks that nobody else has."""
+        """Return unique names of blocks."""
         return tuple(self._rng.getrandbits(64) | 1 for _ in range(count))
 
     def draw(self, number: int, now_s: float) -> PlaceSpec:
@@ -91,7 +91,7 @@ class Running:
 
 @dataclass(eq=False)
 class Worker:
-    """What one worker has in its books, and when it last told of them."""
+    """The accounting of one worker, and the time of its last report."""
 
     worker_id: str
     slots: int
@@ -157,7 +157,7 @@ class Worker:
         return snapshot
 
     def _charge(self, now_s: float) -> None:
-        """Tell with the next report what each sequence produced since the charge before."""
+        """Include in the next report what each sequence produced since the charge before."""
         for one in self.running:
             output = round((now_s - max(self.charged_s, one.end_s - RUN_S)) / STEP_S)
             self.tally.add_output(_key(one.spec), output)

@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, timeout_s: float = 20.0) -> None:
-    """Return once something listens. Raises SystemExit after ``timeout_s``."""
+    """Return once a server accepts connections. Raises SystemExit after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with socket.socket() as probe:
@@ -43,7 +43,7 @@ def wait_for_port(port: int, timeout_s: float = 20.0) -> None:
 
 
 def wait_for_replicas(address: str, api_key: str, count: int = 1, timeout_s: float = 60.0) -> None:
-    """Return once the gateway knows ``count`` ready replicas. Raises SystemExit after ``timeout_s``."""
+    """Return once the gateway lists ``count`` ready replicas. Raises SystemExit after ``timeout_s``."""
     metadata = (("authorization", f"Bearer {api_key}"),)
     deadline = time.monotonic() + timeout_s
     with grpc.insecure_channel(address) as channel:

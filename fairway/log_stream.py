@@ -1,6 +1,6 @@
-"""Standard error of a process that must outlive its log: a write never raises and never waits for a reader.
+"""Standard error of a process that must outlive its log: a write never raises and never blocks on a reader.
 
-What cannot be written, because the disk is full, the reader is gone or does not read, is lost and counted.
+Lines that cannot be written (disk full, reader closed or slow) are dropped and counted.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 PIPE_BYTES: Final = 1024 * 1024
-_SURE_BYTES: Final = 4096  # what a pipe or socket that polls as writable takes without waiting
+_SURE_BYTES: Final = 4096  # what a writable pipe or socket accepts without blocking
 _F_SETPIPE_SZ: Final = getattr(fcntl, "F_SETPIPE_SZ", None)
 
 
 def lost_notice(lines: int) -> str:
-    """Return the line that reports ``lines`` lost ones."""
+    """Return the line that reports ``lines`` lost lines."""
     return f"{lines} lines were lost here: the log could not be written\n"
 
 
 class LogStream(io.TextIOBase):
     """A text stream on a descriptor, for ``sys.stderr``.
 
-    Lines that could not be written are counted in ``lost``; the next one that can be is preceded by
-    ``notice``. Safe to use from several threads. Never closes the descriptor.
+    ``lost`` counts dropped lines; ``notice`` precedes the next line that is written. Thread-safe. Never
+    closes the descriptor.
     """
 
     encoding = "utf-8"
@@ -42,16 +42,16 @@ class LogStream(io.TextIOBase):
         *,
         patience_s: float = 0.0,
     ) -> None:
-        """``descriptor`` None: there is nothing to write to, and every line is lost.
+        """``descriptor`` None: there is no output, and every line is lost.
 
-        ``patience_s`` is how long a reader that does not keep up is waited for, once until it reads again.
+        ``patience_s`` is how long to wait for a slow reader, once until it reads again.
         """
         self._descriptor = descriptor
         self._notice = notice
         self._patience_s = patience_s
         self._lock = threading.RLock()  # a finalizer may log while this thread writes
         self._unreported = 0
-        self._torn = False  # a part of a line was written, and its end was not
+        self._torn = False  # a line was written in part
         self._piecewise = False
         self.lost = 0
         with contextlib.suppress(OSError):
@@ -63,11 +63,11 @@ class LogStream(io.TextIOBase):
     def on(
         cls, stream: TextIO | None, notice: Callable[[int], str] = lost_notice, *, patience_s: float = 0.0
     ) -> LogStream:
-        """Return one for where ``stream`` writes: it is None where the process began without."""
+        """Return one for the descriptor of ``stream``, which is None if the process started without it."""
         return cls(None if stream is None else stream.fileno(), notice, patience_s=patience_s)
 
     def write(self, text: str) -> int:
-        """Write ``text``, as far as that is possible at once."""
+        """Write as much of ``text`` as possible without blocking."""
         with self._lock:
             head = "\n" if self._torn else ""
             if self._unreported:
@@ -84,7 +84,7 @@ class LogStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no buffer."""
 
     def writable(self) -> bool:
         return True
@@ -109,7 +109,7 @@ class LogStream(io.TextIOBase):
         return done
 
     def _ready(self) -> bool:
-        """Whether a piece can be written without waiting."""
+        """Whether a piece can be written without blocking."""
         poll = select.poll()
         poll.register(self._descriptor or 0, select.POLLOUT)
         patience_s = 0.0 if self._unreported else self._patience_s
@@ -117,18 +117,18 @@ class LogStream(io.TextIOBase):
 
 
 def hold_standard_descriptors() -> None:
-    """Descriptors 0 to 2 are open: a socket that got one of these numbers would receive what is logged."""
+    """Open descriptors 0 to 2: a socket with one of these numbers would receive log output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
 
 
 def _never_wait(descriptor: int) -> None:
-    """Let no write to a pipe or terminal wait, one by a C library neither, where the system can do that.
+    """Make the pipe or terminal non-blocking, also for C libraries, where the system supports it.
 
-    The descriptor gets an open file of its own: the flag would else hold for everybody who shares it.
+    The descriptor gets its own open file: otherwise the flag would affect every process that shares it.
     """
-    with contextlib.suppress(OSError):  # a socket cannot be opened again; ``_ready`` is enough for ours
+    with contextlib.suppress(OSError):  # a socket cannot be reopened; ``_ready`` prevents blocking for it
         flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         own = os.open(f"/proc/self/fd/{descriptor}", flags)
         os.dup2(own, descriptor)

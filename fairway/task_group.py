@@ -1,4 +1,4 @@
-"""A group of tasks after whose failure the timeouts of its parent still work, from Python 3.11.0 on."""
+"""asyncio.TaskGroup with a fix for Python before 3.11.4: the parent's timeouts work after a task failed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from types import TracebackType
 from typing import Final
 
-# Before, a timeout takes any cancel request that its task still has for one from outside, and ends the task.
+# Older versions: a timeout treats any pending cancel request of its task as external and ends the task.
 _TIMEOUTS_COUNT_ALL: Final = sys.version_info < (3, 11, 4)
 
 
 class TaskGroup(asyncio.TaskGroup):
-    """Takes back the cancel request by which it wakes its parent when a task fails while the parent waits."""
+    """Revokes the cancel request that wakes its parent when a task fails while the parent waits."""
 
     _parent_cancel_requested: bool
     _parent_task: asyncio.Task[object]

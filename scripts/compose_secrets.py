@@ -1,8 +1,8 @@
-"""Make the secrets of docker-compose.yml, and the .env that says whom they belong to. Standard library only.
+"""Make the secrets of docker-compose.yml, and the .env with their owner. Standard library only.
 
     python3 scripts/compose_secrets.py [--state DIR] [--env FILE]
 
-What is there already stays. The containers run as whoever owns the files: the user of this command, and
+Existing files stay. The containers run as the owner of the files: the user of this command, and
 for root the user 10001, so that they are never root.
 """
 
@@ -57,7 +57,7 @@ def make_secrets(state: Path, owner: tuple[int, int]) -> list[str]:
 
 
 def redis_acl(password: str) -> str:
-    """Return Redis' users: the services by the password's hash, and one that can only ask for a PONG."""
+    """Return Redis' users: the services by the password's hash, and one that can only send PING."""
     hashed = hashlib.sha256(password.encode()).hexdigest()
     return f"user default reset on #{hashed} ~* &* +@all\nuser health reset on nopass -@all +ping"
 

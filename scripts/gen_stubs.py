@@ -1,4 +1,4 @@
-"""Generate the stubs of protos/ into fairway/v1/, or with --check tell whether those there are current."""
+"""Generate the stubs of protos/ into fairway/v1/, or with --check report whether they are current."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Final
 
-# Each command is a module with ``main(arguments) -> exit status``; it is imported only when it is asked for.
+# Each command is a module with ``main(arguments) -> exit status``; it is imported only when it runs.
 COMMANDS: Final = {
     "sim": ("simulator.fleet.command", "run seeds of mixed faults and check every invariant"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),

@@ -117,4 +117,4 @@ def _is_made(there: Path) -> bool:
 def _write(there: Path, fields: Mapping[str, Any], tensors: Tensors) -> None:
     there.mkdir(parents=True, exist_ok=True)
     save_file(tensors, there / SINGLE, metadata={"format": "pt"})
-    (there / "config.json").write_text(json.dumps(dict(fields), indent=1))  # last: it says that all is there
+    (there / "config.json").write_text(json.dumps(dict(fields), indent=1))  # last: it marks completion

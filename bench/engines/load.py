@@ -1,4 +1,4 @@
-"""What every engine is asked in a benchmark, as token ids: the same prompts and lengths for all of them."""
+"""The requests of an engine benchmark, as token ids: the same prompts and lengths for all of them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from bench.engines.rounds import Compared, compare
 ROOT: Final = 7  # of prefix names: one isolation domain
 PREFIX_TOKENS: Final = 2000
 OWN_TOKENS: Final = 32
-FIRST_ASKED: Final = 2  # times that a prefix is asked for before it counts as cached
+FIRST_ASKED: Final = 2  # requests of a prefix before it counts as cached
 AT_ONCE: Final = 4  # sequences that speculate side by side
 OUTPUT_TOKENS: Final = 160
 TURNS: Final = 4  # with and without speculation, of each pair of processes

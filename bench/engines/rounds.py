@@ -1,4 +1,4 @@
-"""Our engine and its peers by turns on one load, and what the rounds say.
+"""Our engine and its peers by turns on one load, and the results of the rounds.
 
 A shared machine changes its pace within minutes. So each turn of a peer stands beside a turn of ours, the
 ratio is taken of such a pair, and what is reported is the median of the pairs' ratios.
@@ -16,7 +16,7 @@ from bench.engines.runner import Answer, Runner, RunnerFailed
 
 @dataclass(slots=True)
 class Compared:
-    """Output tokens/s of ours and of one peer, pair by pair. ``failure`` says why there are no more of them.
+    """Output tokens/s of ours and of one peer, pair by pair. ``failure`` is why there are no more.
 
     ``same`` of the load's requests got the same tokens from both.
     """

@@ -1,6 +1,6 @@
 """Processes that take a load and answer with tokens, one at work at a time.
 
-All of a comparison are loaded before the first is measured; those whose turn it is not are stopped
+All of a comparison are loaded before the first is measured; those not being measured are stopped
 (SIGSTOP), so that no thread of theirs spins beside the one that is measured.
 """
 
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
 
 class RunnerFailed(Exception):
-    """The process ended, or answered something else than it was asked for."""
+    """The process ended, or its answer does not match the request."""
 
 
 class PeerRunner:

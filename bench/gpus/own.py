@@ -114,7 +114,7 @@ def prefill_ratio(
     ratios = []
     for number in range(rounds + 1):
         steps = own.run([Request(list(prompt), 1)] * prompts)
-        if number:  # the first compiles and asks for memory
+        if number:  # the first compiles and allocates memory
             ratios.append(least_s / sum(step.wall_s for step in steps))
     return statistics.median(ratios)
 

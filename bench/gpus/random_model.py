@@ -40,7 +40,7 @@ def random_weights(
 ) -> tuple[ModelConfig, Weights]:
     """Return the model and its weights, taken in by the loader that takes in checkpoints.
 
-    ``operators`` are those that the engine takes on the configured device, unless told.
+    ``operators`` are by default those that the engine takes on the configured device.
     """
     model, device = parse_config(fields), torch.device(config.device)
     with torch.inference_mode():

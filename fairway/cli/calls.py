@@ -1,4 +1,4 @@
-"""Calls of the client libraries, with their errors in the command line's own words."""
+"""Calls of the client libraries, with their errors as errors of the command line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fairway.client.errors import FairwayError
 T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 15.0
 CONNECT_S: Final = 5.0
-# A person waits: what does not answer soon is said.
+# An interactive user waits: a server that does not answer soon is reported.
 RETRY: Final = RetryPolicy(max_attempts=3)
 
 
 def admin_client(
     controlplane: str = "", registry: str = "", *, admin_key: str, call_s: float = CALL_TIMEOUT_S
 ) -> AdminClient:
-    """Return a client, not entered yet, of host:port or of several between commas. Raises CliError."""
+    """Return a client, not yet entered, for one host:port or several separated by commas. Raises CliError."""
     try:
         return AdminClient(
             _addresses(controlplane),
@@ -46,7 +46,7 @@ def _addresses(several: str) -> Sequence[str]:
 
 
 async def checked(call: Awaitable[T], *, what: str) -> T:
-    """Return the call's answer. Raises CliError, which says that ``what`` failed, and why."""
+    """Return the call's result. Raises CliError with ``what`` and the cause."""
     try:
         return await call
     except FairwayError as exc:
@@ -54,7 +54,7 @@ async def checked(call: Awaitable[T], *, what: str) -> T:
 
 
 def admin_error(error: FairwayError, *, what: str) -> CliError:
-    """Return an error of an operator's call: no server there and a broken connection are one reason."""
+    """Return the error of an operator's call; no server and a broken connection have the same reason."""
     found = client_error(error, what=what)
     if isinstance(error, client_errors.NoGateway | client_errors.ConnectionLost):
         found.reason = "UNAVAILABLE"
@@ -62,7 +62,7 @@ def admin_error(error: FairwayError, *, what: str) -> CliError:
 
 
 def client_error(error: FairwayError, *, what: str) -> CliError:
-    """Return an error of the client library as the command line's."""
+    """Convert an error of the client library into one of the command line."""
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
     exit_code, next_step = _advice(code, error.reason)
     if error.retry_after_s is not None:
@@ -111,7 +111,7 @@ _CODES: Final[dict[type[FairwayError], grpc.StatusCode]] = {
     client_errors.ServerBug: grpc.StatusCode.INTERNAL,
 }
 
-# What helps, by the server's reason.
+# Suggested next steps, by the server's reason.
 _STEPS: Final = {
     "NOT_FOUND": "`list` of the same command shows what is there",
     "MODEL_NOT_FOUND": "`fairway deployments list` and `fairway models list` show what is there",

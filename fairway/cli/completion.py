@@ -16,12 +16,12 @@ from fairway.cli.terminal.words import short_digest
 from fairway.client import AdminClient
 
 TIMEOUT_S: Final = 1.0
-_LIMIT: Final = 200  # names; a shell shows no more
+_LIMIT: Final = 200  # names: enough for a shell's list
 _Read = Callable[[AdminClient], Awaitable[Iterable[str]]]
 
 
 def names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of the resources that the command's group is about; none where one is created."""
+    """Return the names of the resources of the command's group; none for `create`."""
     group = ctx.parent.info_name if ctx.parent is not None else None
     if ctx.info_name == "create" or group not in ("tenants", "keys", "deployments", "nodes"):
         return []
@@ -46,7 +46,7 @@ def models(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def versions(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the tags and short digests of the model that was named, or of the deployment's name."""
+    """Return the tags and short digests of the named model, or of the model with the deployment's name."""
     model = str(ctx.params.get("model") or ctx.params.get("name") or "")
 
     async def read(admin: AdminClient) -> Iterable[str]:
@@ -64,7 +64,7 @@ async def _named(kind: Any) -> Iterable[str]:
 def _found(ctx: typer.Context, incomplete: str, read: _Read) -> list[str]:
     try:
         found = asyncio.run(_ask(ctx, read))
-    except Exception:  # no address, no key, no answer, a refusal: the shell completes nothing
+    except Exception:  # no address, key or answer, or a rejection: the shell completes nothing
         return []
     return sorted({name for name in found if name.startswith(incomplete)})
 
@@ -77,7 +77,7 @@ async def _ask(ctx: typer.Context, read: _Read) -> Iterable[str]:
         try:
             target = find(str(ctx.params.get(server) or ""), key, state_dir)
         except CliError:
-            continue  # of a command that has no option for it
+            continue  # the command has no option for it
         wanted[server], key = target.address, target.key
     async with asyncio.timeout(TIMEOUT_S), admin_client(**wanted, admin_key=key, call_s=TIMEOUT_S) as admin:
         return await read(admin)

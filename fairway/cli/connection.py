@@ -1,4 +1,4 @@
-"""Commands that call a server: their common options, the channel around them, and what `--help` says."""
+"""Commands that call a server: their common options, their client and their `--help` text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TimeoutOption = Annotated[
 
 
 class Server(Enum):
-    """Whom a command calls. The value is the function of ``targets`` that finds it, and its options."""
+    """The server that a command calls. The value is its resolver in ``targets`` and its options."""
 
     CONTROLPLANE = (targets.controlplane, ("controlplane", ControlPlaneOption), ("admin_key", AdminKeyOption))
     REGISTRY = (targets.registry, ("registry", RegistryOption), ("admin_key", AdminKeyOption))
@@ -49,7 +49,7 @@ class Server(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open client of the servers that a command calls. ``timeout_s`` is what the caller asked for."""
+    """An open client of the servers that a command calls. ``timeout_s`` is the --timeout option, if given."""
 
     admin: AdminClient
     timeout_s: float | None
@@ -57,11 +57,11 @@ class Connection:
 
     @property
     def wait_s(self) -> float:
-        """Time of a wait that consists of many calls."""
+        """Time limit of a wait that consists of many calls."""
         return WAIT_S if self.timeout_s is None else self.timeout_s
 
     async def run(self, call: Awaitable[T], *, what: str) -> T:
-        """Return the answer of a call. Raises CliError, which says that ``what`` failed, and why."""
+        """Return the result of a call. Raises CliError with ``what`` and the cause."""
         return await checked(call, what=what)
 
 
@@ -71,7 +71,7 @@ def command(
     """Return a decorator that makes a coroutine a command of ``app``.
 
     The coroutine's first parameter is the Connection, the others are the command's own; the options of the
-    connection are added to them. Its docstring and ``examples`` are what `--help` says.
+    connection are added to them. Its docstring and ``examples`` form the `--help` text.
     """
     find, address_option, key_option = to.value
 
@@ -100,7 +100,7 @@ def command(
 
 
 def help_text(text: str, examples: Sequence[str]) -> str:
-    """Return a help text whose examples stand one below the other."""
+    """Return a help text with one example per line."""
     listed = "\n".join(f"  {example}" for example in examples)
     return f"{inspect.cleandoc(text)}\n\n\b\nExamples:\n{listed}"
 

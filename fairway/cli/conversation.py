@@ -1,4 +1,4 @@
-"""What has been said in a chat, and how much of it still fits into the model's context."""
+"""The messages of a chat, limited to what fits into the model's context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fairway.client import Client, FairwayError, Message
 
 @dataclass(slots=True)
 class Conversation:
-    """``turns`` alternate between the user's and the model's; the system message stands before them."""
+    """``turns`` alternate between the user and the model; the system message precedes them."""
 
     model: str
     system: str = ""
@@ -23,19 +23,19 @@ class Conversation:
         self.turns.append(Message("user", text))
 
     def answered(self, text: str) -> None:
-        """Keep what the model said, also where it was stopped; a question without an answer is taken back."""
+        """Append the model's answer, complete or not; without an answer remove the question."""
         if text:
             self.turns.append(Message("assistant", text))
         else:
             self.take_back()
 
     def take_back(self) -> None:
-        """Forget the last question."""
+        """Remove the last question."""
         if self.turns and self.turns[-1].role == "user":
             self.turns.pop()
 
     def forget_oldest(self) -> bool:
-        """Drop the first question and its answer. False when only the last question is left."""
+        """Remove the first question and its answer. Return False when only the last question is left."""
         if len(self.turns) < 3:
             return False
         del self.turns[:2]
@@ -43,7 +43,7 @@ class Conversation:
 
 
 async def context_of(client: Client, model: str) -> int:
-    """Return the tokens of the model's context, 0 when the gateway does not tell. Raises CliError."""
+    """Return the size of the model's context in tokens, 0 if the gateway omits it. Raises CliError."""
     try:
         models = await client.list_models()
     except FairwayError as exc:
@@ -52,9 +52,9 @@ async def context_of(client: Client, model: str) -> int:
 
 
 async def fit(client: Client, conversation: Conversation, *, context: int, room_tokens: int) -> int:
-    """Drop the oldest turns until the rest leaves ``room_tokens`` for an answer; return how many went.
+    """Remove the oldest turns until ``room_tokens`` are left for an answer; return how many were removed.
 
-    The last question always stays: the server says when it alone is too long. Raises CliError.
+    The last question always stays: the server rejects it if it alone is too long. Raises CliError.
     """
     dropped = 0
     try:

@@ -1,6 +1,6 @@
-"""The etcd and Redis servers that ship as Python wheels: where they are, how to start them, when they answer.
+"""The etcd and Redis servers from Python wheels: their binaries, commands and readiness.
 
-For one machine and for tests. Production points at servers of its own.
+For one machine and for tests. A production installation uses its own servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 class ServerMissing(RuntimeError):
-    """The wheel that carries the server is not installed, or has no binary for this machine."""
+    """The wheel with the server is not installed, or has no binary for this machine."""
 
 
 class ServerFailed(RuntimeError):
@@ -48,11 +48,11 @@ def redis_binary() -> str:
 def etcd_command(
     data_dir: str | Path, client: str, peer: str, *, name: str = "fairway", fsync: bool = True
 ) -> list[str]:
-    """Return the command of a single etcd member that listens on two URLs, with its data under ``data_dir``.
+    """Return the command of a single etcd member on two URLs, with its data under ``data_dir``.
 
-    Neither asks who connects. ``unix://etcd:0`` is a socket of the name ``etcd:0`` where it runs: the modes
-    of that folder say who may. ``fsync=False`` is for tests: what was written survives the process, but not
-    the machine.
+    Neither URL has authentication. ``unix://etcd:0`` is a socket named ``etcd:0`` in the working directory,
+    so the modes of that folder control access. ``fsync=False`` is for tests: writes survive the process, but
+    not the machine.
     """
     return [
         etcd_binary(),
@@ -65,7 +65,7 @@ def etcd_command(
         f"--initial-cluster={name}={peer}",
         "--auto-compaction-mode=revision",
         "--auto-compaction-retention=10000",
-        # This server's answers to progress requests are not ordered with the events; its own notices are.
+        # etcd's answers to progress requests are not ordered with the events; its periodic notices are.
         "--experimental-watch-progress-notify-interval=2s",
         "--log-level=warn",
         *([] if fsync else ["--unsafe-no-fsync"]),
@@ -77,7 +77,7 @@ def redis_command(
 ) -> list[str]:
     """Return the command of a Redis that loses no acknowledged write and evicts nothing.
 
-    It listens on a port of the loopback, to any user of this machine, or on a Unix socket, to this one.
+    It listens on a loopback port, open to any user of this machine, or on a Unix socket for this user only.
     """
     where = (
         ("--bind", LOOPBACK, "--port", str(listen))
@@ -154,13 +154,13 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Make this process end with the one that started it, for ``preexec_fn``. Linux only, else nothing."""
+    """Make this process end with its parent, for ``preexec_fn``. No effect except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _binary(package: str, inside: str, distribution: str, name: str) -> str:
-    """The file in the package itself, not the script beside the interpreter: that one is a Python wrapper."""
+    """Return the file in the package itself: the script beside the interpreter is a Python wrapper."""
     spec = importlib.util.find_spec(package)
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         path = Path(folder) / inside

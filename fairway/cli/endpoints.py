@@ -1,4 +1,4 @@
-"""Where an installation listens and what opens it: ``.fairway/endpoints.json``."""
+"""Addresses and keys of an installation: ``.fairway/endpoints.json``."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from fairway.cli.state import read_json, write_json
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """``http`` is a URL without a path; every other address is host:port. ``model`` is "" without one.
+    """Addresses are host:port, except ``http``.
 
-    Where a role has several processes, the singular names the first one and the plural all of them.
-    ``metrics`` is where each process serves /metrics, /healthz and /readyz.
+    If a role has several processes, the singular field has the first one and the plural field all of them.
     """
 
+    # URL without a path.
     http: str
-    grpc: str
-    api_key: str
-    admin_key: str
+    grpc: str  # the first gateway
+    api_key: str  # for the data plane
+    admin_key: str  # for the control plane and the registry
+    # "": none is deployed.
     model: str
-    registry: str = ""
-    controlplane: str = ""
-    scheduler: str = ""
-    workers: tuple[str, ...] = ()
-    gateways: tuple[str, ...] = ()
-    schedulers: tuple[str, ...] = ()
-    controlplanes: tuple[str, ...] = ()
+    registry: str = ""  # gRPC server
+    controlplane: str = ""  # the first control plane
+    scheduler: str = ""  # the first scheduler
+    workers: tuple[str, ...] = ()  # gRPC servers of all workers
+    gateways: tuple[str, ...] = ()  # gRPC servers of all gateways
+    schedulers: tuple[str, ...] = ()  # gRPC servers of all schedulers
+    controlplanes: tuple[str, ...] = ()  # gRPC servers of all control planes
+    # By process: the server of /metrics, /healthz and /readyz.
     metrics: dict[str, str] = field(default_factory=dict)
-    supervisor_pid: int = 0
+    supervisor_pid: int = 0  # 0: unknown
+    # By process.
     pids: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
@@ -40,7 +43,7 @@ class Endpoints:
 
     @classmethod
     def load(cls, path: Path) -> Endpoints | None:
-        """Return what ``path`` holds, or None when there is no complete file of the right types."""
+        """Return the content of ``path``, or None without a complete file of the right types."""
         raw = read_json(path)
         try:
             return None if raw is None else msgspec.convert(raw, cls)

@@ -1,4 +1,4 @@
-"""The console script: runs ``fairway.cli.main``. Ctrl-C while that is imported ends with one line."""
+"""The console script: runs ``fairway.cli.main``. Ctrl-C during its import prints one line and exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line fails with: a stable reason, what happened, and what to do next."""
+"""Errors of the command line: a stable reason, a message, and the next step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 
 
 class CliError(Exception):
-    """A command failed. ``next_step`` says what the user can do about it."""
+    """A command failed. ``next_step`` is what the user can do about it."""
 
     def __init__(
         self, reason: str, message: str, *, next_step: str = "", exit_code: ExitCode = ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""Options that several commands have, each with one name, one meaning and one help text."""
+"""Options shared by several commands, each with one name, one meaning and one help text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fairway.v1 import common_pb2
 
 
 class Format(StrEnum):
-    """How a result is written."""
+    """The output format of a result."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -33,7 +33,7 @@ class PriorityName(StrEnum):
 
 
 def span_s(text: str | float) -> float:
-    """Return the seconds of an option's span."""
+    """Return an option's span in seconds. Raises BadParameter."""
     try:
         return parse_span(str(text))
     except ValueError as exc:
@@ -41,7 +41,7 @@ def span_s(text: str | float) -> float:
 
 
 def timeout_s(text: str | float) -> float:
-    """Return the seconds of an option's time limit, which is above 0."""
+    """Return an option's time limit in seconds, above 0. Raises BadParameter."""
     seconds = span_s(text)
     if not seconds:
         raise typer.BadParameter("a time limit is above 0")
@@ -49,12 +49,12 @@ def timeout_s(text: str | float) -> float:
 
 
 def future(text: str) -> datetime:
-    """Return the moment that an option names, spans counted from now on."""
+    """Return an option's moment; a span counts from now on."""
     return _moment(text, past=False)
 
 
 def past(text: str) -> datetime:
-    """Return the moment that an option names, spans counted back from now."""
+    """Return an option's moment; a span counts back from now."""
     return _moment(text, past=True)
 
 

@@ -1,4 +1,4 @@
-"""What `complete` and `chat` share: options, the client, and how an answer and its end are written."""
+"""Shared parts of `complete` and `chat`: options, the client, and the output of an answer and its end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TimeoutOption = Annotated[
 
 
 def open_client(address: str, api_key: str, state_dir: Path, *, answer_s: float) -> Client:
-    """Return a client of the gateways that the options name, not entered yet. Raises CliError."""
+    """Return a client of the gateways in the options, not entered yet. Raises CliError."""
     target = targets.gateway(address, api_key, state_dir)
     options = ClientOptions(generation_timeout_s=answer_s)
     return Client(target.address.split(","), api_key=target.key, options=options)
@@ -73,7 +73,7 @@ def options_of(
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as far as it came. ``pieces`` is complete once ``finished`` is set."""
+    """The received part of an answer. ``pieces`` is complete once ``finished`` is set."""
 
     began_s: float = field(default_factory=time.monotonic)
     pieces: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Answer:
         return "".join(self.pieces)
 
     def end_line(self) -> str:
-        """Return how it ended, what it used and how fast it came, in words."""
+        """Return in words how it ended, what it used and how fast it was."""
         assert self.finished is not None
         usage = self.finished.usage
         reasons = ", ".join(sorted({choice.finish_reason.value for choice in self.finished.choices}))
@@ -104,7 +104,7 @@ class Answer:
 async def stream(
     client: Client, model: str, source: Input, options: Options, answer: Answer, show: Callable[[str], None]
 ) -> None:
-    """Fill ``answer`` as its parts come, and ``show`` each text. Raises CliError."""
+    """Fill ``answer`` as its parts arrive, and ``show`` each text. Raises CliError."""
     try:
         async for event in _events(client, model, source, options):
             if isinstance(event, Accepted):
@@ -129,12 +129,12 @@ async def _events(
 
 
 def show_text(text: str) -> None:
-    """Write a piece of an answer to stdout as it is."""
+    """Print a piece of an answer to stdout unchanged."""
     plain(out(), text, end="")
 
 
 def show_end(answer: Answer) -> None:
-    """Write how an answer ended to stderr, dimmed on a terminal."""
+    """Print how an answer ended to stderr, dimmed on a terminal."""
     console = err()
     if console.is_terminal:
         console.print(f"[dim]{answer.end_line()}[/]", highlight=False)

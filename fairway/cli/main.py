@@ -31,7 +31,7 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
-# What typer raises for a wrong use: the base of BadParameter, of a missing argument and an unknown option.
+# Base class of typer's usage errors: bad parameter, missing argument, unknown option.
 _WrongUse: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(commands: typer.Typer, argv: list[str] | None) -> int:
-    """Run one of ``commands`` and return its exit code. Whatever it ends with, a person can read it."""
+    """Run one of ``commands`` and return its exit code. Every failure becomes a readable message."""
     try:
         code = commands(args=argv, prog_name="fairway", standalone_mode=False)
     except CliError as error:
@@ -97,7 +97,7 @@ def run(commands: typer.Typer, argv: list[str] | None) -> int:
 
 
 def _wrong_use(exc: Exception) -> int:
-    """Say what was wrong with the command and how to see what is right."""
+    """Print the usage error and how to get help."""
     context = getattr(exc, "ctx", None)
     path = context.command_path if context is not None else "fairway"
     message = exc.format_message()  # type: ignore[attr-defined]

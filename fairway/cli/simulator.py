@@ -1,4 +1,4 @@
-"""The simulator in a process of its own, with its failures in the command line's words."""
+"""The simulator as a separate process, with its failures as errors of the command line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _KEPT_LINES: Final = 200
 def run_simulator(command: str, arguments: Sequence[str], *, reason: str, next_step: str) -> None:
     """Run a command of the simulator with this terminal.
 
-    Raises CliError with the last error that it wrote, and typer.Exit where it failed without one: its report
-    says what is wrong.
+    Raises CliError with the last error that it wrote, and typer.Exit if it failed without one: its report
+    then contains the cause.
     """
     if importlib.util.find_spec("simulator") is None:
         raise CliError(

@@ -1,4 +1,4 @@
-"""The state folder of one local installation, and how files get into it."""
+"""The state folder of one local installation, and the writing of its files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any, Final
 from fairway.cli.errors import CliError
 
 PRIVATE_UMASK: Final = 0o077
-# What etcd's client, Redis' client and a socket all take as it is; macOS bounds a socket's path to 103 bytes.
+# Valid unquoted for etcd's client, Redis' client and a socket; macOS limits a socket's path to 103 bytes.
 _SOCKET_FOLDER: Final = re.compile(r"/[A-Za-z0-9_./+@-]{1,90}")
 
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """Names of everything under ``.fairway/``. ``root`` is absolute."""
+    """Paths of everything under ``.fairway/``. ``root`` is absolute."""
 
     root: Path
 
@@ -42,7 +42,7 @@ class StateDir:
 
     @property
     def sockets(self) -> Path:
-        """Folder of the stores' Unix sockets: one below /tmp where the installation's path does not suit."""
+        """Folder of the stores' Unix sockets: below /tmp if the installation's path is unsuitable."""
         inside = self.root / "sockets"
         if _SOCKET_FOLDER.fullmatch(str(inside)):
             return inside
@@ -51,7 +51,7 @@ class StateDir:
 
     @property
     def etcd_address(self) -> str:
-        """Where etcd is: its server makes names of the form host:port."""
+        """Address of etcd's socket: the server makes names of the form host:port."""
         return f"unix:{self.sockets}/etcd:0"
 
     @property
@@ -81,16 +81,16 @@ class StateDir:
 
     @property
     def options(self) -> Path:
-        """What the installation that runs was started with."""
+        """Start options of the running installation."""
         return self.root / "options.json"
 
     @property
     def created(self) -> Path:
-        """Names of the deployments that bootstrap made: one that was deleted since is not made again."""
+        """Names of the deployments that bootstrap created: a deleted one is not created again."""
         return self.root / "created.json"
 
     def data(self, name: str) -> Path:
-        """Folder that the process ``name`` keeps its data in."""
+        """Data folder of the process ``name``."""
         return self.root / "state" / name
 
     def log(self, name: str) -> Path:
@@ -100,7 +100,7 @@ class StateDir:
         return self.secrets / name
 
     def create(self) -> None:
-        """Make the folders; only this user can look into them and into what they hold afterwards.
+        """Create the folders, accessible to this user only, as is their later content.
 
         Raises CliError when that is not possible, or another user owns one of them.
         """
@@ -122,7 +122,7 @@ class StateDir:
                     _make_private(path)
 
     def _is_ours(self) -> bool:
-        """Whether the folder is an installation's, or is to become one: the modes of no other are changed."""
+        """Whether the folder is, or may become, an installation's: modes of other folders are not changed."""
         if self.root.stat().st_mode & stat.S_ISVTX:
             return False
         known = {"logs", "secrets", "sockets", "state"}
@@ -131,7 +131,7 @@ class StateDir:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn what the system refuses inside into a CliError that says which file, why, and what to do."""
+        """Convert an OSError inside into a CliError with the file, the cause and the next step."""
         try:
             yield
         except OSError as exc:
@@ -143,12 +143,12 @@ class StateDir:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether others may do anything there."""
+    """Whether other users have any permission."""
     return bool(path.stat().st_mode & 0o077)
 
 
 def _make_private(path: Path) -> None:
-    """Leave a file or folder to this user. Raises OSError where another one owns it."""
+    """Restrict a file or folder to this user. Raises OSError if another user owns it."""
     for found in (path.lstat(), path.stat()):
         if found.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, f"it belongs to the user {found.st_uid}", str(path))
@@ -157,7 +157,7 @@ def _make_private(path: Path) -> None:
 
 
 def _make_contents_private(folder: Path) -> None:
-    """Leave all that a folder holds to this user. Links are left alone. Raises OSError."""
+    """Restrict all content of a folder to this user. Links are not changed. Raises OSError."""
     for at, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(at, name)
@@ -182,7 +182,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, or None when there is none that can be read."""
+    """Return the object in ``path``, or None if it is missing or unreadable."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -196,7 +196,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def ensure_secrets(state: StateDir) -> None:
-    """Create what is missing of admin_key, internal_token and ticket_key; each is mode 0600 afterwards."""
+    """Create the missing ones of admin_key, internal_token and ticket_key; each is mode 0600 afterwards."""
     for name, prefix in (("admin_key", "fw_admin_"), ("internal_token", ""), ("ticket_key", "")):
         path = state.secret(name)
         if path.exists() and len(path.read_text().strip()) >= 32:

@@ -1,4 +1,4 @@
-"""Which installation a command talks to, and with which key: flags, then environment, then endpoints.json."""
+"""Server address and key of a command: from flags, then the environment, then endpoints.json."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ DEFAULT_STATE_DIR = Path(".fairway")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An address and the key that opens it."""
+    """The address of a server and the key for it."""
 
     address: str
     key: str
 
 
 def gateway(address: str, api_key: str, state_dir: Path) -> Target:
-    """Return the gateway to call. Raises CliError when neither flags, environment nor file name it."""
+    """Return the gateway to call. Raises CliError if neither flags, environment nor file name one."""
     found = _endpoints(state_dir)
     return _target(
         "gateway",
@@ -88,7 +88,7 @@ def registry(address: str, admin_key: str, state_dir: Path) -> Target:
 
 
 def default_model(model: str, state_dir: Path) -> str:
-    """Return ``model``, or the installation's own when that is empty. Raises CliError when there is none."""
+    """Return ``model``, or the installation's model when it is empty. Raises CliError without either."""
     found = _endpoints(state_dir)
     name = model or (found.model if found else "")
     if not name:

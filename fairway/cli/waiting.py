@@ -1,4 +1,4 @@
-"""Waiting until the fleet is as it was asked to be, with what it is at meanwhile."""
+"""Waits for a requested state of the fleet, with progress reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairway.client.admin.wait import versions_left
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
-# Name, how far (0..1, None: unknown), what it does.
+# Name, progress (0..1, None: unknown), current work.
 Show = Callable[[str, float | None, str], None]
 
 _STEPS: Final = {
@@ -31,7 +31,7 @@ async def until_deployed(
 ) -> cp.Deployment:
     """Return the deployment once it has exactly its replicas, all READY. Raises CliError.
 
-    MODEL_FAILED, or the replica's own reason, as soon as one fails for good; NOT_READY_IN_TIME.
+    MODEL_FAILED, or the replica's own reason, as soon as one fails permanently; NOT_READY_IN_TIME.
     """
     try:
         return await admin.deployments.wait_ready(name, timeout_s=timeout_s, report=report)
@@ -40,7 +40,7 @@ async def until_deployed(
 
 
 async def until_drained(admin: AdminClient, name: str, show: Show, *, timeout_s: float) -> cp.Node:
-    """Return the node once nothing is assigned to it and nothing runs on it. Raises CliError."""
+    """Return the node once it has no assignment and no running sequence. Raises CliError."""
     try:
         return await admin.nodes.wait_drained(name, timeout_s=timeout_s, report=show_drain(show))
     except FairwayError as error:
@@ -48,7 +48,7 @@ async def until_drained(admin: AdminClient, name: str, show: Show, *, timeout_s:
 
 
 def show_replicas(show: Show) -> Callable[[cp.Deployment], None]:
-    """Return what tells each replica of a deployment to ``show``, and what the missing ones wait for."""
+    """Return a function that passes each replica, and the reason for missing ones, to ``show``."""
 
     def report(deployment: cp.Deployment) -> None:
         status = deployment.status
@@ -63,7 +63,7 @@ def show_replicas(show: Show) -> Callable[[cp.Deployment], None]:
 
 
 def show_drain(show: Show) -> Callable[[cp.Node], None]:
-    """Return what tells how far a drain is to ``show``."""
+    """Return a function that passes the progress of a drain to ``show``."""
 
     def report(node: cp.Node) -> None:
         if node.drain.done:

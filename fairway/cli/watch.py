@@ -1,4 +1,4 @@
-"""`--watch`: what is there, then every change, as rows, as a table that redraws itself, or as documents."""
+"""`--watch`: the present resources, then every change, as rows, a redrawn table, or documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAST_PAUSE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Watch(Generic[T]):
-    """How to follow one kind of thing. ``field`` is its name in a document."""
+    """How to follow one kind of resource. ``field`` is its name in a document."""
 
     field: str
     what: str
@@ -40,10 +40,10 @@ class Watch(Generic[T]):
 async def follow(
     connection: Connection, watch: Watch[T], columns: Sequence[Column[T]], output: Format
 ) -> None:
-    """Write what is there and then every change, until the task is cancelled.
+    """Print the present resources and then every change, until the task is cancelled.
 
-    A connection that is lost is made again, and what changed meanwhile is told then. Raises CliError when
-    the first connection fails, or when the server refuses the watch.
+    A lost connection is reopened, and the changes since then are printed. Raises CliError when the first
+    connection fails, or when the server rejects the watch.
     """
     seen: dict[str, T] = {}
     shown = visible(columns, wide=output is Format.WIDE)
@@ -58,7 +58,7 @@ async def follow(
 
 
 def lost(what: str) -> OnLost:
-    """Return what tells the user that a watch was interrupted."""
+    """Return a function that reports an interrupted watch to the user."""
 
     def tell(error: FairwayError, pause_s: float) -> None:
         plain(err(), f"{admin_error(error, what=what).message}; again in {pause_s:g} s")
@@ -72,7 +72,7 @@ def polled(
     name_of: Callable[[T], str],
     listed: Callable[[Connection], Awaitable[Sequence[T]]],
 ) -> Watch[T]:
-    """Return a watch of what the server only lists: asked once a second. ``listed`` raises CliError."""
+    """Return a watch of resources that a server only lists; polls each second. ``listed`` raises CliError."""
 
     async def news(connection: Connection, _: OnLost) -> AsyncGenerator[News[T], None]:
         began, pause_s = False, _FIRST_PAUSE_S
@@ -94,7 +94,7 @@ def polled(
 
 
 def _fresh(news: News[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
-    """Bring ``seen`` up to date and return what changed it."""
+    """Update ``seen`` and return the changes."""
     found: list[Changed[T] | Deleted[T]]
     if isinstance(news, Snapshot):
         found = [Deleted(name, item) for name, item in seen.items() if name not in news.items]
@@ -112,7 +112,7 @@ def _fresh(news: News[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
 
 
 class _Screen(Generic[T]):
-    """Writes changes in one format. The table of a terminal is one that is redrawn."""
+    """Prints changes in one format. On a terminal a table is redrawn in place."""
 
     def __init__(self, watch: Watch[T], columns: Sequence[Column[T]], output: Format) -> None:
         self._watch = watch

@@ -6,8 +6,8 @@
         async for text in client.generate("tiny", "Once upon a time").text():
             ...
 
-Deadlines, retries with a budget, idempotency keys, several gateways, and one multiplexed session are its own
-business; docs/client.md says how to use it, and what it promises. AdminClient is the operators' one.
+It handles deadlines, retries with a budget, idempotency keys, several gateways and one multiplexed session;
+docs/client.md describes its use and its guarantees. AdminClient is the operators' client.
 """
 
 from fairway.client.admin.admin import AdminClient

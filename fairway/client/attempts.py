@@ -1,4 +1,4 @@
-"""One logical call and its attempts: deadline, budget, backoff, blame. Streams and unary calls share it."""
+"""One logical call and its attempts: deadline, retry budget, backoff. For streams and unary calls."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ from fairway.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
 ATTEMPT_HEADER: Final = "x-fairway-attempt"
-# With a key, a server refuses so before it runs anything: it cannot remember the key.
+# With a key, a server rejects with these before it runs anything: it cannot store the key.
 _KEY_REFUSED: Final = frozenset(("STORE_UNAVAILABLE", "IDEMPOTENCY_KEYS_EXCEEDED"))
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """What every call of a client acts through."""
+    """The shared state of a client's calls."""
 
-    pool: EndpointPool
-    budget: policy.RetryBudget
-    options: ClientOptions
+    pool: EndpointPool  # the client's gateways
+    budget: policy.RetryBudget  # shared by all calls
+    options: ClientOptions  # defaults of the calls
+    # Sent with every call.
     metadata: Metadata
+    # Monotonic seconds.
     now: Callable[[], float]
-    rng: Random
+    rng: Random  # source of jitter
+    # Generates idempotency keys.
     new_key: Callable[[], str]
 
     @classmethod
@@ -55,7 +58,7 @@ class Core:
         rng: Random,
         noun: str = "gateway",
     ) -> Core:
-        """Return the core of a client of the running loop, with open channels; close its pool."""
+        """Return the core of a client of the running loop, with open channels; the caller closes its pool."""
         now = asyncio.get_running_loop().time
         endpoints = open_endpoints(addresses, credentials, options.max_message_bytes)
         return cls(
@@ -69,17 +72,17 @@ class Core:
         )
 
     def key(self, asked: str | None) -> str:
-        """Return the caller's idempotency key, else a new one where the client makes them; empty: none."""
+        """Return the caller's idempotency key, else a new one if the options enable keys; empty: none."""
         if asked is not None:
             return asked
         return self.new_key() if self.options.idempotency else ""
 
 
 class Attempts:
-    """Counts the attempts of one call. Made when the call begins; its deadline holds for all of them."""
+    """Counts the attempts of one call. Created at the call's start; its deadline covers all attempts."""
 
     def __init__(self, core: Core, timeout_s: float) -> None:
-        """Raises ValueError unless ``timeout_s`` is above 0: no call is without a deadline."""
+        """Raises ValueError unless ``timeout_s`` is above 0: every call has a deadline."""
         self._core = core
         self.deadline_s = core.now() + checked_timeout_s(timeout_s)
         self.count = 0
@@ -88,7 +91,7 @@ class Attempts:
 
     @property
     def metadata(self) -> Metadata:
-        """What the attempt that was begun last is sent with. A server sheds retries first."""
+        """Metadata of the current attempt. A retry is marked, since servers shed retries first."""
         if self.count <= 1:
             return self._core.metadata
         return (*self._core.metadata, (ATTEMPT_HEADER, str(self.count - 1)))
@@ -117,9 +120,9 @@ class Attempts:
     async def failed(
         self, error: FairwayError, endpoint: Endpoint, *, repeatable: bool = True, attaches: bool = False
     ) -> None:
-        """Return after the wait when the call may be sent again; else raise ``error``, which says why not.
+        """Return after the backoff if the call may be sent again; else raise ``error`` with the reason.
 
-        ``repeatable``: nothing would reach the caller twice. ``attaches``: the server took the request.
+        ``repeatable``: the caller would receive nothing twice. ``attaches``: the server accepted the request.
         """
         core = self._core
         core.pool.failed(endpoint, error)
@@ -129,7 +132,7 @@ class Attempts:
             error.reason,
             isinstance(error, Unavailable),
             isinstance(error, OverQuota),
-            # What a gateway says of itself does not hold for another one.
+            # Another gateway is not bound by this gateway's delay.
             retry_after_s=None if elsewhere else error.retry_after_s,
             repeatable=repeatable,
             free=attaches and isinstance(error, ConnectionLost),
@@ -149,10 +152,10 @@ class Attempts:
         await asyncio.sleep(decision.delay_s)
 
     def drop_key(self, error: FairwayError, endpoint: Endpoint, generation: pb.Generation) -> bool:
-        """Take the key off when the first attempt was refused for it; the next attempt may follow at once.
+        """Remove the key if it caused the rejection of the first attempt; the next may follow at once.
 
-        For a key that the client made: it is there to make retries safe. Nothing runs under it after such
-        a refusal, unless an attempt before was taken: that one keeps its key.
+        For a key that the client generated to make retries safe. After such a rejection nothing runs under
+        it, unless an earlier attempt was accepted: that one keeps its key.
         """
         if self.count != 1 or not generation.idempotency_key or error.reason not in _KEY_REFUSED:
             return False
@@ -161,7 +164,7 @@ class Attempts:
         return True
 
     def late(self) -> DeadlineExceeded:
-        """Return the error of a deadline that passed while an attempt ran."""
+        """Return the error of a deadline that passed during an attempt."""
         error = _deadline_exceeded()
         self._ended(error, "")
         return error
@@ -179,11 +182,10 @@ async def unary(
     attempt_s: float | None = None,
     own_key: pb.Generation | None = None,
 ) -> T:
-    """Send until it is answered or may not be sent again. An answer comes whole, or not at all.
+    """Send until there is a response or no further attempt is allowed. A response is complete or absent.
 
-    ``send``: one attempt, within a time, with this metadata. ``attempt_s``: after so long without an answer
-    another endpoint is asked, where there is one. ``own_key``: the generation that carries a key of the
-    client's own.
+    ``send``: one attempt, within a time, with this metadata. ``attempt_s``: the limit of an attempt while
+    another endpoint is available. ``own_key``: the generation whose key the client generated.
     """
     attempts = Attempts(core, timeout_s)
     while True:

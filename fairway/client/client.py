@@ -3,9 +3,8 @@
     async with Client(["10.0.0.1:50051", "10.0.0.2:50051"], api_key=key) as client:
         print((await client.complete("tiny", "Once upon a time")).text)
 
-One client belongs to one event loop, and to the thread that runs it: other threads hand their calls over with
-``asyncio.run_coroutine_threadsafe``. Within the loop any number of tasks may use it at once. A process uses
-gRPC's asyncio on one loop only.
+A client belongs to one event loop and to its thread; other threads use ``asyncio.run_coroutine_threadsafe``.
+Within the loop any number of tasks may use it at once. A process uses gRPC's asyncio on one loop only.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class _Sender(Protocol[_Answer]):
 
 
 class Client:
-    """Calls go to the gateway with the fewest of this client's calls.
+    """Sends each call to the gateway with the fewest running calls of this client.
 
-    One that breaks or drains is avoided for a while, and taken again once it is back. Every method raises
-    FairwayError and its subclasses.
+    A gateway that breaks or drains is avoided for a while. Every method raises FairwayError and its
+    subclasses.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         rng: Random | None = None,
     ) -> None:
-        """``endpoints``: host:port of each gateway. ``credentials``: for TLS; without, the key is readable.
+        """``endpoints``: host:port of each gateway. ``credentials``: for TLS; without, the key is plain text.
 
-        Opens nothing yet. Raises ValueError for an empty key.
+        Opens no connection yet. Raises ValueError for an empty key.
         """
         if not api_key:
             raise ValueError("api_key is empty")
@@ -120,10 +119,10 @@ class Client:
         timeout_s: float | None = None,
         idempotency_key: str | None = None,
     ) -> GenerationStream:
-        """Return the stream of a generation; it is sent, and its deadline begins, with the first read.
+        """Return the stream of a generation; the first read sends it and starts its deadline.
 
         ``source``: a text to continue, the messages of a chat, or token ids. ``idempotency_key``: "" for
-        none, even where the client makes them. Raises ValueError or TypeError for what no server could take.
+        none, even if the options generate keys. Raises ValueError or TypeError for impossible input.
         """
         core = self._core()
         message = convert.generation(model, source, options or Options(), core.key(idempotency_key))
@@ -146,7 +145,7 @@ class Client:
         timeout_s: float | None = None,
         idempotency_key: str | None = None,
     ) -> Completion:
-        """Return a whole answer. Cancelling the call cancels the generation."""
+        """Return a complete answer. Cancelling the call cancels the generation."""
         key = self._core().key(idempotency_key)
         request = pb.CompleteRequest(generation=convert.generation(model, source, options or Options(), key))
         answer = await self._call(
@@ -165,7 +164,7 @@ class Client:
         timeout_s: float | None = None,
         idempotency_key: str | None = None,
     ) -> Completion:
-        """Return the model's answer to a conversation. To stream it, give the messages to ``generate``."""
+        """Return the model's answer to a conversation. To stream it, pass the messages to ``generate``."""
         return await self.complete(
             model, messages, options, timeout_s=timeout_s, idempotency_key=idempotency_key
         )
@@ -173,7 +172,7 @@ class Client:
     async def count_tokens(
         self, model: str, source: str | Sequence[Message], *, timeout_s: float | None = None
     ) -> TokenCount:
-        """Return how many prompt tokens the input has."""
+        """Return the number of prompt tokens of the input."""
         request = convert.count_request(model, source)
         answer = await self._call(
             lambda stub, *, timeout, metadata: stub.CountTokens(request, timeout=timeout, metadata=metadata),
@@ -197,7 +196,7 @@ class Client:
         return session
 
     def _core(self) -> Core:
-        """Raises RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
+        """Raise RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
         self._guard.check()
         if self._entered is None:
             raise RuntimeError("the client is not open: use `async with Client(...) as client`")

@@ -1,4 +1,4 @@
-"""Values to messages of fairway.v1 and back."""
+"""Conversion between the client's values and messages of fairway.v1."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def count_request(model: str, source: str | Sequence[Message]) -> pb.CountTokens
 
 
 def duration(seconds: float) -> Duration:
-    """Return it as the server takes it: at least a millisecond, at most a day."""
+    """Return the duration within the server's bounds: at least a millisecond, at most a day."""
     found = Duration()
     found.FromMilliseconds(max(1, round(min(seconds, _MAX_TIMEOUT_S) * 1000)))
     return found
@@ -103,7 +103,7 @@ def accepted(message: pb.Accepted) -> Accepted:
 def _degradation(message: pb.Degradation) -> Degradation:
     try:
         name = pb.DegradationKind.Name(message.kind)
-    except ValueError:  # of a newer server
+    except ValueError:  # a kind of a newer server
         name = str(message.kind)
     kind = name.removeprefix("DEGRADATION_KIND_").lower()
     return Degradation(kind, message.original, message.applied, message.pressure_ratio)

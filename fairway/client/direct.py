@@ -1,4 +1,4 @@
-"""A generation on an RPC of its own."""
+"""A generation on its own RPC."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DirectAttempt:
                 return convert.finished(message.finished)
 
     def took(self, choice: int, tokens: int) -> None:
-        """Nothing to do: HTTP/2 holds the stream of a reader that stays away."""
+        """Do nothing: HTTP/2 flow control stops the stream of a reader that does not read."""
 
     async def aclose(self) -> None:
         if self._open:

@@ -1,4 +1,4 @@
-"""The gateways of a client: one channel each, which one to use next, and who is left alone."""
+"""The gateways of a client: one channel each, the choice of the next one, and avoidance of failed ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOPBACK: Final = ("127.", "localhost:", "[::1]")
 
 
 def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int]]:
-    """A dead connection is noticed within 15 s; a lost one is tried again at most every 2 s."""
+    """Return options with which a dead connection is detected within 15 s and retried at most every 2 s."""
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -33,9 +33,9 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # Two layers that retry multiply each other: this one has the budget.
+        # gRPC's own retries are off: they would multiply with this client's, which have the budget.
         ("grpc.enable_retries", 0),
-        # Clients of one process share no connection, so that one closing does not concern another.
+        # Clients of one process share no connection, so that closing one does not affect another.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if address.startswith(_LOOPBACK):
@@ -44,7 +44,7 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
 
 
 class Endpoint:
-    """One gateway. Its channel is opened at construction, and connects when it is first looked at."""
+    """One gateway. Its channel is opened at construction and connects at the first state check."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
@@ -57,7 +57,7 @@ class Endpoint:
 
     @property
     def connected(self) -> bool:
-        """Whether it is connected; asks the channel to connect where it is not."""
+        """Whether it is connected; if not, the channel starts to connect."""
         return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
     @property
@@ -66,7 +66,7 @@ class Endpoint:
 
 
 class EndpointPool:
-    """Spreads calls over the gateways. Every failure and every answer of one is reported to it."""
+    """Distributes calls over the gateways. Callers report every failure and every response to it."""
 
     def __init__(
         self, endpoints: Sequence[Endpoint], *, now: Callable[[], float], rng: Random, noun: str = "gateway"
@@ -78,10 +78,10 @@ class EndpointPool:
         self._rng = rng
 
     async def take(self, timeout_s: float, *, not_this: str = "", patient: bool = True) -> Endpoint:
-        """Return a connected gateway; the caller gives it to ``give_back`` once.
+        """Return a connected gateway; the caller passes it to ``give_back`` once.
 
         Waits up to ``timeout_s`` for a connection; unless ``patient``, no longer than until all are down.
-        Raises NoGateway; nothing was sent then, so that trying the next gateway costs no retry.
+        Raises NoGateway; nothing was sent then, so an attempt at the next gateway is not a retry.
         """
         deadline_s = self._now() + timeout_s
         while True:
@@ -103,7 +103,7 @@ class EndpointPool:
         return endpoint.standing.avoided(self._now())
 
     def has_other(self, endpoint: Endpoint) -> bool:
-        """Whether a call that this gateway failed could go to another at once."""
+        """Whether another gateway is available for a call that failed on this one."""
         now_s = self._now()
         return any(
             one is not endpoint and not one.down and not one.standing.avoided(now_s)
@@ -114,7 +114,7 @@ class EndpointPool:
         endpoint.standing = endpoint.standing.answered(self._now())
 
     def failed(self, endpoint: Endpoint, error: FairwayError) -> None:
-        """Leave the gateway alone for a while where the fault is its own."""
+        """Avoid the gateway for a while if it is at fault."""
         if policy.blame(error.reason) is policy.Blame.GATEWAY:
             endpoint.standing = endpoint.standing.failed(
                 self._now(), jitter=self._rng.random(), retry_after_s=error.retry_after_s
@@ -144,7 +144,7 @@ class EndpointPool:
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
-    """Raises ValueError for none, too many or the same twice."""
+    """Raise ValueError for none, too many or a duplicate."""
     if not addresses or len(addresses) > MAX_ENDPOINTS or len(set(addresses)) != len(addresses):
         raise ValueError(f"a client needs 1 to {MAX_ENDPOINTS} different endpoints, as host:port")
 

@@ -1,4 +1,4 @@
-"""What a call of the client can raise.
+"""Errors of the client.
 
     FairwayError
     ├── InvalidRequest          KeysUnsupported
@@ -13,11 +13,11 @@
     ├── Cancelled
     ├── Unimplemented
     ├── ServerBug
-    ├── WaitFailed              what a wait is for will not come
-    ├── StreamDiverged          a replay is not what was delivered before
-    └── Closed                  the client, session or stream was closed under the call
+    ├── WaitFailed              the awaited state cannot be reached
+    ├── StreamDiverged          a replay differs from what was delivered before
+    └── Closed                  the client, session or stream was closed during the call
 
-Switch on the class, or on ``reason``, which is stable; the message is for people.
+Switch on the class, or on ``reason``, which is stable; the message is for users.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fairway.v1 import common_pb2
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 KEY_FIELD: Final = "idempotency_key"
-# What grpc.aio says when a write failed before the server's status was read: the status is lost.
+# grpc.aio's message when a write failed before the server's status was read: the status is lost.
 STATUS_LOST: Final = "Internal error from Core"
 
 
 class FairwayError(Exception):
-    """Base of everything that the client raises for what the world does.
+    """Base of the client's errors, except ValueError, TypeError and RuntimeError for wrong use.
 
-    ``reason``: upper-case, stable. ``metadata``: every value that the message mentions. ``retry_after_s``:
-    from when on a retry helps, where the server says so. ``attempts``: how often the call was sent, and
-    ``gave_up`` why it was not sent again. ``delivered_tokens``: of a stream, before it failed.
+    ``reason``: upper-case, stable. ``metadata``: every value in the message. ``retry_after_s``: the
+    server's delay before a retry, if any. ``attempts``: how often the call was sent, and ``gave_up`` why it
+    was not sent again. ``delivered_tokens``: tokens of a stream before it failed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FairwayError(Exception):
 
 
 class InvalidRequest(FairwayError):
-    """The request can never succeed as it is; ``metadata["field"]`` names what to change."""
+    """The request can never succeed unchanged; ``metadata["field"]`` names the field to change."""
 
 
 class KeysUnsupported(InvalidRequest):
@@ -96,7 +96,7 @@ class FailedPrecondition(FairwayError):
 
 
 class ResultExpired(FailedPrecondition):
-    """The generation ran, but its record is gone: its result cannot be had again, and it is not run twice."""
+    """The generation ran, but its record has expired: the result is lost, and it is not run again."""
 
 
 class OverQuota(FairwayError):
@@ -108,7 +108,7 @@ class Unavailable(FairwayError):
 
 
 class ConnectionLost(Unavailable):
-    """The connection to a gateway broke, or the gateway fell silent. What it did with the call is unknown."""
+    """The connection to a gateway broke, or no message arrived. The state of the call is unknown."""
 
 
 class NoGateway(Unavailable):
@@ -120,7 +120,7 @@ class DeadlineExceeded(FairwayError):
 
 
 class Cancelled(FairwayError):
-    """The server ended the request: by a SessionCancel, or because its reader stayed away too long."""
+    """The server ended the request: by a SessionCancel, or because its reader was too slow."""
 
 
 class Unimplemented(FairwayError):
@@ -128,15 +128,15 @@ class Unimplemented(FairwayError):
 
 
 class ServerBug(FairwayError):
-    """``metadata["incident"]`` is what the operator finds in the log."""
+    """``metadata["incident"]`` identifies the entry in the operator's log."""
 
 
 class WaitFailed(FairwayError):
-    """What a wait is for will not come by itself; ``reason`` says why, such as DOES_NOT_FIT."""
+    """The awaited state cannot be reached without a change; ``reason`` is the cause, such as DOES_NOT_FIT."""
 
 
 class StreamDiverged(FairwayError):
-    """The stream was continued, but not with what was delivered before; joining the two would be wrong."""
+    """The continued stream differs from what was delivered before, so the two cannot be joined."""
 
 
 class Closed(FairwayError):
@@ -159,7 +159,7 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[FairwayError]]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
 }
-# Without ErrorInfo these come from the transport or from a server that was torn down, never from a handler.
+# Without ErrorInfo these come from the transport or from a server that was stopped, never from a handler.
 _BROKEN: Final = frozenset(
     (
         grpc.StatusCode.UNAVAILABLE,
@@ -181,14 +181,14 @@ def deadline_exceeded() -> DeadlineExceeded:
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> FairwayError:
-    """Return what a failed RPC means: the server's ErrorInfo and RetryInfo, else what its code says."""
+    """Convert a failed RPC: by the server's ErrorInfo and RetryInfo, else by its status code."""
     code, text = error.code(), error.details() or error.code().name
     details = _details(error.trailing_metadata() or ())
     info = _first(error_details_pb2.ErrorInfo, details)
     if info is None:
         if code in _BROKEN:
             return connection_lost(f"the connection to the server broke: {text}")
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a limit of gRPC's, and no tenant's quota
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a limit of gRPC, not a tenant's quota
             return Unavailable(f"a limit of the connection refused it: {text}", reason=code.name)
         return _BY_CODE.get(code, ServerBug)(text, reason=code.name)
     retry = _first(error_details_pb2.RetryInfo, details)
@@ -197,7 +197,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> FairwayError:
 
 
 def from_message(error: common_pb2.Error) -> FairwayError:
-    """Return what an error inside a stream means."""
+    """Convert an error message inside a stream."""
     retry_after_s = error.retry_after.ToTimedelta().total_seconds() if error.HasField("retry_after") else None
     code = _CODES.get(error.code, grpc.StatusCode.INTERNAL)
     return _of(code, error.reason, error.message, dict(error.metadata), retry_after_s)
@@ -220,7 +220,7 @@ def _details(trailing: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status:
         if key == _DETAILS_KEY and isinstance(value, bytes):
             try:
                 return status_pb2.Status.FromString(value)
-            except DecodeError:  # not by our server: the code alone speaks
+            except DecodeError:  # not sent by Fairway: only the status code is used
                 break
     return status_pb2.Status()
 

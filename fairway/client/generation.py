@@ -1,4 +1,4 @@
-"""One generation as a stream of events, whatever carries it and however often it is sent."""
+"""One generation as a stream of events, for any carrier and any number of attempts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from fairway.v1 import inference_pb2 as pb
 
 
 class Attempt(Protocol):
-    """One sending of a generation. ``receive`` raises FairwayError, and TimeoutError after the deadline."""
+    """One attempt of a generation. ``receive`` raises FairwayError, and TimeoutError after the deadline."""
 
     endpoint: Endpoint
 
     async def receive(self) -> Event: ...
 
     def took(self, choice: int, tokens: int) -> None:
-        """The reader has taken so many tokens of a choice, counted from the first of the output."""
+        """Record that the reader has taken ``tokens`` of a choice, counted from the start of the output."""
         ...
 
     async def aclose(self) -> None:
@@ -44,7 +44,7 @@ class Attempt(Protocol):
 
 
 class Carrier(Protocol):
-    """Sends generations: each on an RPC of its own, or all on one session."""
+    """Sends generations: each on its own RPC, or all on one session."""
 
     async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> Attempt: ...
 
@@ -55,12 +55,12 @@ class GenerationStream:
         async with client.generate("tiny", "Once upon a time") as stream:
             async for event in stream: ...
 
-    Every token comes once and in order per choice, also when the generation is continued at another gateway.
-    ``Accepted`` may come again while nothing was delivered: the last one counts. Leaving the block, or
-    ``aclose``, ends the stream and tells the gateway; so does dropping the last reference, once it is
-    collected. A generation with a key then runs on for the server's grace, unless it is one of a session.
+    Every token is yielded once and in order per choice, also when another gateway continues the generation.
+    ``Accepted`` may be repeated while nothing was delivered: the last one is valid. Leaving the block, or
+    ``aclose``, ends the stream and cancels it at the gateway; so does garbage collection of the stream. A
+    generation with a key then runs on for the server's grace period, unless it is part of a session.
 
-    One task reads at a time; ``aclose`` may come from another one of the same loop: the reader gets Closed.
+    One task reads at a time. Another task of the same loop may call ``aclose``: the reader then gets Closed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GenerationStream:
         *,
         own_key: bool = False,
     ) -> None:
-        """``own_key``: the key is the client's own, and may be dropped. Raises ValueError for no timeout."""
+        """``own_key``: the client generated the key and may drop it. Raises ValueError for no timeout."""
         self._core = core
         self._carrier = carrier
         self._generation = generation
@@ -86,7 +86,7 @@ class GenerationStream:
 
     @property
     def idempotency_key(self) -> str:
-        """The key that each attempt carries; empty: none, or it was the client's own and was refused."""
+        """The key of each attempt; empty: none, or the client generated it and the server rejected it."""
         return self._generation.idempotency_key
 
     @property
@@ -120,7 +120,7 @@ class GenerationStream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Return once nothing of the stream runs here; the server is told. Idempotent."""
+        """Return once the stream's local work has ended and the server call is cancelled. Idempotent."""
         if self._guard.busy:
             self._guard.close("the stream was closed while it was read")
             await self._guard.idle()
@@ -128,20 +128,20 @@ class GenerationStream:
             await self._events.aclose()
 
     async def interrupt(self, why: str) -> None:
-        """Close it, and make a reader that waits, and every later one, raise Closed: its client is closed."""
+        """Close it for a closed client: present and later reads raise Closed."""
         self._guard.close(why)
         await self._guard.idle()
         await self._events.aclose()
 
     async def text(self, choice: int = 0) -> AsyncIterator[str]:
-        """Yield the text of one choice as it comes; closes the stream when it is left."""
+        """Yield the text of one choice as it arrives; closes the stream at its end."""
         async with aclosing(self):
             async for event in self:
                 if isinstance(event, Tokens) and event.choice == choice and event.text:
                     yield event.text
 
     async def collect(self) -> Completion:
-        """Read to the end and return the whole answer."""
+        """Read to the end and return the complete answer."""
         texts: defaultdict[int, list[str]] = defaultdict(list)
         ids: defaultdict[int, list[int]] = defaultdict(list)
         logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Calls that wait inside of the client, and how closing it ends them."""
+"""Waiting calls of a client, which closing it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Guard:
-    """Runs awaitables until ``close``; then those that wait raise Closed, and so does every later one."""
+    """Runs awaitables until ``close``; then waiting and later ones raise Closed."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Task[object], None] = {}
@@ -26,11 +26,11 @@ class Guard:
 
     @property
     def busy(self) -> bool:
-        """A task waits in it."""
+        """Whether a task waits in it."""
         return bool(self._waiting)
 
     async def run(self, awaitable: Awaitable[T]) -> T:
-        """Return what the awaitable returns. Raises Closed, but a cancellation by the caller stays one."""
+        """Return the awaitable's result. Raises Closed; a cancellation by the caller stays a cancellation."""
         task = asyncio.current_task()
         assert task is not None
         assert task not in self._waiting
@@ -53,7 +53,7 @@ class Guard:
             await self._left.wait()
 
     def check(self) -> None:
-        """Raises Closed after ``close``."""
+        """Raise Closed after ``close``."""
         if self._why:
             raise self.error()
 
@@ -61,7 +61,7 @@ class Guard:
         return Closed(self._why, reason="CLOSED")
 
     def close(self, why: str) -> None:
-        """Idempotent; the first reason stays."""
+        """End all waiting calls. Idempotent; the first reason stays."""
         self._why = self._why or why
         for task in self._waiting:
             if task not in self._cut:

@@ -1,4 +1,4 @@
-"""What a stream has delivered: a continued stream goes on behind it, each token once."""
+"""Delivery positions of a stream: a continued stream resumes after them, so each token is delivered once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IDS: Final = "L" if array("I").itemsize < 4 else "I"
 
 @dataclass(slots=True)
 class _Choice:
-    """``tokens``, ``chars``, ``check`` of its ids: what was delivered. ``seen_``: what this attempt sent."""
+    """Delivered tokens, characters and checksum of ids; ``seen_``: the same for the current attempt."""
 
     tokens: int = 0
     chars: int = 0
@@ -27,9 +27,9 @@ class _Choice:
 
 @dataclass(slots=True)
 class Ledger:
-    """Positions and a checksum per choice, no tokens: its size does not grow with the output.
+    """Positions and a checksum per choice, but no tokens: its size does not grow with the output.
 
-    Text is skipped by characters, not by chunks: the same text may be cut otherwise when it is sent again.
+    Text is skipped by characters, not by chunks: a repeated text may be split differently.
     """
 
     accepted: Accepted | None = None
@@ -41,12 +41,12 @@ class Ledger:
 
     @property
     def begun(self) -> bool:
-        """Something of the output was delivered."""
+        """Whether some output was delivered."""
         return any(choice.tokens or choice.chars for choice in self._choices.values())
 
     @property
     def furthest(self) -> int:
-        """Tokens delivered of the choice that is furthest."""
+        """Delivered tokens of the choice with the most."""
         return max((choice.tokens for choice in self._choices.values()), default=0)
 
     def delivered(self, choice: int) -> int:
@@ -58,21 +58,21 @@ class Ledger:
             choice.seen_tokens = choice.seen_chars = choice.seen_check = 0
 
     def accept(self, accepted: Accepted) -> bool:
-        """Return whether it is news. Raises StreamDiverged when output of another run was delivered."""
+        """Return whether to deliver it. Raises StreamDiverged when output of another run was delivered."""
         before = self.accepted
         if before is None:
             pass
         elif _run(before) == _run(accepted):
-            accepted = replace(accepted, replayed=before.replayed)  # a replay to this very stream is none
+            accepted = replace(accepted, replayed=before.replayed)  # a replay to the same stream is not one
         elif self.begun:
             raise _diverged("it was accepted with another version or seed", accepted.request_id)
         self.accepted = accepted
         return not self.begun and before != accepted
 
     def news(self, event: Tokens) -> Tokens | None:
-        """Return the part of the event that was not delivered yet, and count it as delivered; None: none.
+        """Return the undelivered part of the event and count it as delivered; None: there is none.
 
-        Raises StreamDiverged when tokens are missing before it, or others than the delivered ones were sent.
+        Raises StreamDiverged when tokens before it are missing, or when repeated tokens differ.
         """
         at = self._choices.setdefault(event.choice, _Choice())
         if event.offset != at.seen_tokens:

@@ -1,4 +1,4 @@
-"""One Session stream to one gateway: one task reads, one writes, and neither waits for a reader."""
+"""One Session stream to one gateway: one task reads, one writes, and neither waits for a consumer."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _PROBE_TIMEOUT_S: Final = 2.0
 class Entry:
     """One generation on a link: the events that its reader has not taken yet.
 
-    Bounded by the window: the server sends ``window`` tokens of a choice beyond what was taken of it. With
-    several choices the one that was read furthest counts: one that ended early must not hold the others.
+    Bounded by the window: the server sends at most ``window`` tokens of a choice beyond those taken. With
+    several choices the furthest read one counts, so that a choice that ended early does not block the others.
     """
 
     def __init__(self, link: Link, stream_id: int, taken: int, window: int, deadline_s: float) -> None:
-        """``taken``: tokens that the reader took before, of a stream that is continued."""
+        """``taken``: tokens of a continued stream that the reader took before."""
         self.endpoint = link.endpoint
         self.stream_id = stream_id
         self.initial_credit = min(_MAX_CREDIT, taken + window)
@@ -69,7 +69,7 @@ class Entry:
             self._link.give_credit(self.stream_id, missing)
 
     def leave(self) -> None:
-        """The reader wants no more."""
+        """Stop delivery for a reader that has ended."""
         self._link.leave(self)
 
     def push(self, event: Event) -> None:
@@ -77,7 +77,7 @@ class Entry:
         self._wake()
 
     def fail(self, error: FairwayError) -> None:
-        """After what was received, the reader hears ``error``."""
+        """Raise ``error`` in the reader after the events received so far."""
         self._error = self._error or error
         self._wake()
 
@@ -87,10 +87,10 @@ class Entry:
 
 
 class Link:
-    """A Session RPC. ``run`` is the body of its task; it ends every entry that is left with an error.
+    """A Session RPC. ``run`` is the body of its task; at its end every remaining entry gets an error.
 
-    What the writer has to say is kept as state, not as a queue: credit adds up per stream, so that it is
-    bounded by the number of streams.
+    Pending writes are stored as state, not as a queue: credit adds up per stream, so its size is bounded by
+    the number of streams.
     """
 
     def __init__(self, core: Core, endpoint: Endpoint) -> None:
@@ -109,13 +109,13 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        """New generations may start on it."""
+        """Whether new generations may start on it."""
         return self._ended is None and not self.retired and self._next_id < MAX_STREAM_ID
 
     def start(
         self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float, attempt: int = 0
     ) -> Entry:
-        """Send a generation; the entry hears its events. ``attempt``: how often it was sent before."""
+        """Send a generation; the entry receives its events. ``attempt``: how often it was sent before."""
         entry = Entry(self, self._next_id, taken, window, deadline_s)
         self._next_id += 1
         self._entries[entry.stream_id] = entry
@@ -136,14 +136,14 @@ class Link:
             self._wanted.set()
 
     def leave(self, entry: Entry) -> None:
-        """The reader is gone: tell the server, unless the generation ended."""
+        """Cancel the generation of a reader that left, unless it ended."""
         if self._entries.pop(entry.stream_id, None) is not None:
             self._credit.pop(entry.stream_id, None)
             self._cancels[entry.stream_id] = None
             self._wanted.set()
 
     def retire(self) -> None:
-        """Start nothing more on it; what runs goes on, and the stream ends with the last of it."""
+        """Start no new generations; running ones continue, and the stream ends with the last one."""
         self.retired = True
         self._wanted.set()
 
@@ -167,7 +167,7 @@ class Link:
             entry.fail(_copy(error))
 
     async def _read(self, call: Any) -> FairwayError:
-        """Return why the stream ended."""
+        """Return the error that ended the stream."""
         silence_s = self._core.options.silence_timeout_s
         try:
             async with asyncio.timeout(None) as timeout:
@@ -185,10 +185,11 @@ class Link:
             return ServerBug("the gateway sent a message that makes no sense", reason="BAD_ANSWER")
 
     async def _why(self, error: grpc.aio.AioRpcError) -> FairwayError:
-        """Return what the gateway meant by the status.
+        """Return the server's error for the status of the failed stream.
 
-        A write that fails makes grpc.aio lose the status: the call reports an internal error of gRPC instead.
-        A gateway that refuses the session, as for a wrong key, refuses a small call as well, and is heard.
+        When a write fails, grpc.aio loses the status and reports an internal error of gRPC instead. A
+        gateway that rejects the session, for example for a wrong key, also rejects a small call, which has
+        the status.
         """
         if self._heard or STATUS_LOST not in (error.details() or ""):
             return from_rpc(error)
@@ -219,11 +220,11 @@ class Link:
 
     def _push(self, stream_id: int, event: Event) -> None:
         entry = self._entries.get(stream_id)
-        if entry is not None:  # else its reader left, and the cancellation is on its way
+        if entry is not None:  # else its reader left, and a cancellation is pending
             entry.push(event)
 
     async def _write(self, call: Any) -> None:
-        """Send what there is to say until the stream is retired and has nothing left to say."""
+        """Send pending messages until the stream is retired and none is left."""
         try:
             while True:
                 self._wanted.clear()
@@ -234,7 +235,7 @@ class Link:
                     return
                 await self._wanted.wait()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            return  # the stream is over: the reader hears why
+            return  # the stream has ended: ``_read`` returns the reason
 
     def _next_message(self) -> pb.SessionRequest | None:
         if self._starts:
@@ -252,7 +253,7 @@ class Link:
 
 
 def _copy(error: FairwayError) -> FairwayError:
-    """Each reader raises an error of its own: they carry attempts and a traceback."""
+    """Return a copy for each reader: errors carry attempts and a traceback."""
     return type(error)(
         error.message, reason=error.reason, metadata=error.metadata, retry_after_s=error.retry_after_s
     )

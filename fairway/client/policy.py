@@ -1,9 +1,9 @@
-"""When the client sends again, and whom it leaves alone. Pure: time and jitter are arguments.
+"""Retry policy and choice of the gateway. Pure: time and jitter are arguments.
 
-A retry needs all of: a reason that a retry can cure, attempts left, time left after the wait, and a token of
-the budget. The budget holds retries to a share of the requests, so that a fleet in trouble is not sent a
-multiple of its load. Backoff is exponential, capped, with full jitter (AWS Builders' Library, "Timeouts,
-retries and backoff with jitter"); the server's RetryInfo is its floor.
+A retry needs all of: a retryable reason, attempts left, time left after the wait, and a token of the budget.
+The budget limits retries to a share of the requests, so that an overloaded fleet does not get a multiple of
+its load. Backoff is exponential, capped, with full jitter (AWS Builders' Library, "Timeouts, retries and
+backoff with jitter"); the server's RetryInfo is its minimum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-# A retry cures these whatever else the server says.
+# Always retryable, with or without the server's RetryInfo.
 _RETRIED: Final = frozenset(
     (
         "CONNECTION_LOST",
@@ -31,11 +31,11 @@ _MAX_DOUBLINGS: Final = 32
 
 
 class Blame(Enum):
-    """Where the fault lies, as far as the choice of the next gateway is concerned."""
+    """The cause of a failure, for the choice of the next gateway."""
 
-    GATEWAY = auto()  # leave it alone for a while, all calls of this client
-    CALL = auto()  # this call goes elsewhere
-    NOBODY = auto()
+    GATEWAY = auto()  # all calls of this client avoid it for a while
+    CALL = auto()  # this call goes to another gateway
+    NOBODY = auto()  # no effect on the choice
 
 
 _BLAME: Final = {
@@ -52,18 +52,19 @@ _BLAME: Final = {
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """``max_attempts`` counts the first one.
+    """Limits of retries: attempts per call, backoff, and the budget of ``RetryBudget``."""
 
-    The budget: ``budget_ratio`` of the requests, plus ``budget_floor`` at the start and
-    ``budget_floor_per_s`` from then on, never more than ``budget_max`` saved up.
-    """
-
+    # Includes the first attempt.
     max_attempts: int = 5
-    first_delay_s: float = 0.05
-    max_delay_s: float = 2.0
+    first_delay_s: float = 0.05  # backoff after the first failure, before jitter
+    max_delay_s: float = 2.0  # cap of the backoff
+    # Share of the requests that adds to the budget.
     budget_ratio: float = 0.1
+    # Budget at the start.
     budget_floor: float = 10.0
+    # Added per second after that.
     budget_floor_per_s: float = 0.2
+    # Maximum of the saved budget.
     budget_max: float = 100.0
 
     def __post_init__(self) -> None:
@@ -78,10 +79,10 @@ class RetryPolicy:
 
 
 class RetryBudget:
-    """A bucket that requests and time fill and retries empty.
+    """A token bucket: requests and time fill it, retries empty it.
 
-    Over any span in which n requests began and t seconds passed, retries are at most
-    ``budget_max + budget_ratio * n + budget_floor_per_s * t``; from the start on, ``budget_floor`` stands for
+    Over any span with n new requests and t seconds, retries are at most
+    ``budget_max + budget_ratio * n + budget_floor_per_s * t``; from the start on, ``budget_floor`` replaces
     ``budget_max``.
     """
 
@@ -98,7 +99,7 @@ class RetryBudget:
         self._fill(now_s, self._policy.budget_ratio)
 
     def take(self, now_s: float) -> bool:
-        """Take one retry. Returns False, and takes nothing, when there is none."""
+        """Take one retry. Return False, and take nothing, when there is none."""
         self._fill(now_s, 0.0)
         if self._balance < 1.0:
             return False
@@ -114,10 +115,10 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong with an attempt.
+    """The failure of an attempt.
 
-    ``repeatable``: the same call again cannot give the caller anything twice. ``free``: the server had taken
-    the request under its key, so that sending it again attaches to it: no new work, and no budget is taken.
+    ``repeatable``: a repeated call cannot deliver anything twice. ``free``: the server had accepted the
+    request under its key, so that a repeated call attaches to it: no new work, and no budget is taken.
     """
 
     reason: str
@@ -139,7 +140,7 @@ class GiveUp:
 
 
 def is_retryable(failure: Failure) -> bool:
-    """A known reason; or one that a newer server sends and says that a retry helps."""
+    """Whether the reason is retryable, or the server sent a delay for it."""
     if failure.reason in _RETRIED:
         return True
     return failure.retry_after_s is not None and (failure.unavailable or failure.over_quota)
@@ -179,7 +180,7 @@ def after_failure(
     return Retry(delay_s)
 
 
-# Gateways that failed.
+# Avoidance of gateways that failed.
 
 _FIRST_AVOIDED_S: Final = 0.5
 _MAX_AVOIDED_S: Final = 30.0
@@ -187,7 +188,7 @@ _MAX_AVOIDED_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the client thinks of one gateway."""
+    """The client's failure record of one gateway."""
 
     failures: int = 0
     avoided_until_s: float = 0.0
@@ -196,9 +197,9 @@ class Standing:
         return now_s < self.avoided_until_s
 
     def failed(self, now_s: float, *, jitter: float, retry_after_s: float | None = None) -> Standing:
-        """Leave it alone for a wait that doubles with each failure in a row, between half and whole.
+        """Avoid it for a wait that doubles with each failure in a row, jittered between half and whole.
 
-        Many calls fail at once when a gateway goes: while it is avoided, further failures are the same one.
+        When a gateway fails, many calls fail at once: failures while it is avoided count as the same one.
         """
         if self.avoided(now_s):
             return self
@@ -207,13 +208,13 @@ class Standing:
         return Standing(self.failures + 1, now_s + wait_s)
 
     def answered(self, now_s: float) -> Standing:
-        """It serves: readmitted, unless the answer is of before it failed."""
+        """Reset the record. While the gateway is avoided this has no effect: the response is older."""
         return self if self.avoided(now_s) else Standing()
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A gateway to choose from. ``down``: its connection failed and is not back."""
+    """A gateway to choose from. ``down``: its connection failed and is not restored."""
 
     address: str
     standing: Standing
@@ -225,7 +226,7 @@ def choose(candidates: tuple[Candidate, ...], *, now_s: float, jitter: float, no
     """Return the address to send to: least calls in flight of the best class, ties broken by ``jitter``.
 
     Classes, best first: usable; avoided; down. ``not_this`` comes last within its class. When all are
-    avoided, the one whose time is up first: refusing would help nobody.
+    avoided, the one whose wait ends first is used.
     """
     assert candidates, "a client has at least one endpoint"
 

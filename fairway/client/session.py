@@ -3,8 +3,8 @@
     async with client.session() as session:
         async with session.generate("tiny", "Once upon a time") as stream: ...
 
-A reader that stays away holds up its own generation alone. When the gateway breaks or drains, the session
-connects to another one, and each generation goes on there by its idempotency key, like a stream of its own.
+A slow reader delays only its own generation. When the gateway breaks or drains, the session connects to
+another one, which continues each generation by its idempotency key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fairway.v1 import inference_pb2 as pb
 
 
 class Session:
-    """Made by ``Client.session``. Connects with its first generation, and again when it has to."""
+    """Created by ``Client.session``. Connects with its first generation, and reconnects when needed."""
 
     def __init__(self, core: Core, options: SessionOptions) -> None:
         self._core = core
@@ -66,7 +66,7 @@ class Session:
         return stream
 
     async def aclose(self, why: str = "the session was closed") -> None:
-        """Cancel what runs and return once its tasks are gone; readers raise Closed. Idempotent."""
+        """Cancel all generations and return once the tasks ended; readers raise Closed. Idempotent."""
         self._closed = True
         for stream in list(self._streams):
             await stream.interrupt(why)
@@ -117,7 +117,7 @@ class Session:
         return link
 
     def _current(self, chosen: Endpoint | None = None) -> Link | None:
-        """The link, where new generations may start on it: not avoided, or ``chosen`` all the same."""
+        """Return the link if new generations may start on it: not avoided, or to ``chosen``; else None."""
         link = self._link
         if link is None or not link.usable:
             return None
@@ -129,7 +129,7 @@ class Session:
 
 
 class SessionAttempt:
-    """An entry of a link, and the slot that it takes until ``aclose``."""
+    """An entry of a link, with its slot until ``aclose``."""
 
     def __init__(self, entry: Entry, slots: asyncio.Semaphore) -> None:
         self.endpoint = entry.endpoint

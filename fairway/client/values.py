@@ -1,4 +1,4 @@
-"""What the client takes and gives: frozen values, no protobuf."""
+"""Arguments and results of the client: frozen values, no protobuf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
-    """Return it. Raises ValueError for one that is no time span: no call is without a deadline."""
+    """Return it. Raises ValueError for an invalid time span: every call has a deadline."""
     if not 0 < timeout_s < inf:
         raise ValueError(f"{name} must be above 0 seconds, and finite: {timeout_s:g} is not")
     return timeout_s
@@ -55,37 +55,39 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to generate. None: the model's or the server's own default.
+    """Options of a generation. None: the default of the model or the server."""
 
-    ``temperature`` 0 is greedy. ``logprobs``: how many of the most likely tokens to report at each position.
-    ``session_key`` keeps requests on one side of a version split.
-    """
-
-    max_output_tokens: int | None = None
-    min_output_tokens: int = 0
+    max_output_tokens: int | None = None  # per choice
+    min_output_tokens: int = 0  # no stop before this many
+    # 0: greedy.
     temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    top_p: float | None = None  # nucleus: smallest set of tokens with this probability
+    top_k: int | None = None  # only the k most likely tokens
+    min_p: float | None = None  # only tokens with this share of the highest probability
+    presence_penalty: float | None = None  # subtracted once from the logit of a token in the output
+    frequency_penalty: float | None = None  # subtracted per occurrence in the output
+    # divides positive, multiplies negative logits of tokens in prompt or output
     repetition_penalty: float | None = None
+    # Added to the logits, by token id.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None  # None: the gateway draws one
+    stop: Sequence[str] = ()  # strings that end a choice; not part of its text
+    stop_token_ids: Sequence[int] = ()  # tokens that end a choice
+    # Number of answers.
     choices: int = 1
+    # How many of the most likely tokens to report at each position.
     logprobs: int | None = None
-    priority: Priority | None = None
+    priority: Priority | None = None  # None: the server's default class
+    # Requests with one key stay on one side of a version split.
     session_key: str = ""
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # do not stop at the end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """The model was under pressure, and the tenant's policy prefers less to nothing.
+    """A reduction under pressure, which the tenant's policy allows instead of a rejection.
 
-    ``kind``: output_capped or smaller_model. ``original`` was asked for, ``applied`` is given.
+    ``kind``: output_capped or smaller_model. ``original`` was requested, ``applied`` is used.
     """
 
     kind: str
@@ -96,26 +98,24 @@ class Degradation:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What the server resolved and drew for a request: with the same seed, it says the same again.
+    """The server's resolution of a request. ``seed`` makes the sampling of an equal request repeatable."""
 
-    ``replayed``: an earlier request with the same idempotency key was accepted, and this is its answer. A
-    stream that is continued keeps what it heard first; a call that was sent again and had heard nothing may
-    meet its own first sending. ``degradations``: in what it is served otherwise than it was asked for.
-    """
-
-    request_id: str
-    model: str
-    version_digest: str
-    route_revision: int
-    seed: int
-    prompt_tokens: int
+    request_id: str  # assigned by the server
+    model: str  # name of the served deployment
+    version_digest: str  # of the model version
+    route_revision: int  # of the route that selected the version
+    seed: int  # in use, drawn by the server if not given
+    prompt_tokens: int  # length of the prompt
+    # This is the answer to an earlier request with the same idempotency key. A continued stream keeps its
+    # first value; a call that was sent again without a response may attach to its own first attempt.
     replayed: bool = False
+    # How the served request differs from the requested one.
     degradations: tuple[Degradation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one position; ``top`` holds (token id, its text, logprob)."""
+    """Natural log probabilities at one position; ``top`` contains (token id, its text, logprob)."""
 
     token: str
     sampled: float
@@ -126,7 +126,7 @@ class TokenLogprobs:
 class Tokens:
     """Output of one choice. ``offset`` is the output offset of ``ids[0]``; logprobs: none, or one per id.
 
-    ``text`` is what became final: characters may lag behind the ids, and come with later ones.
+    ``text`` is the text that became final: characters may arrive later than their ids.
     """
 
     choice: int
@@ -153,22 +153,31 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StageClock:
-    """Where the time of a request went, as the server saw it. The stages follow each other."""
+    """Time per stage of a request, measured by the server. The stages follow each other."""
 
+    # Wall clock when the first byte of the request was handled, Unix microseconds.
     received_unix_us: int
+    # Parsing, validation, rendering, tokenising.
     validate_s: float
+    # Quotas and limits.
     admit_s: float
+    # Submitted to the scheduler until granted.
     queue_s: float
+    # Granted until accepted by the engine.
     dispatch_s: float
+    # Accepted until its first prefill step begins.
     engine_wait_s: float
+    # First prefill step until the first token is at the gateway.
     prefill_s: float
+    # First token until last token.
     decode_s: float
+    # Last token until the terminal event is passed to the transport.
     send_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of a generation that ended well. ``resumes``: how often it was placed again after a loss."""
+    """Last event of a successful generation. ``resumes``: how often it was placed again after a loss."""
 
     choices: tuple[ChoiceResult, ...]
     usage: Usage
@@ -190,7 +199,7 @@ class CompletedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. ``text`` is the first choice's."""
+    """A complete answer. ``text`` is the first choice's."""
 
     accepted: Accepted
     choices: tuple[CompletedChoice, ...]
@@ -207,7 +216,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """What a generation's input would be billed for, by the version that would serve it now."""
+    """The billed prompt tokens of an input, for the version that would serve it now."""
 
     model: str
     version_digest: str
@@ -225,22 +234,21 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Bounds and habits of a client. Every call has a deadline; these are the ones of calls that name none.
+    """Limits and behaviour of a client. Every call has a deadline; these are the defaults."""
 
-    ``timeout_s``: lists and counts. ``generation_timeout_s``: generations, retries included.
-    ``connect_timeout_s``: how long a call waits until any gateway can be reached; with ``wait_for_ready``
-    False it waits no longer than until each of them refused the connection.
-    ``silence_timeout_s``: a stream on which not even a heartbeat comes for so long is broken (the server
-    sends one every 5 s). ``idempotency``: generate a key for every generation that names none.
-    """
-
+    # Lists and counts.
     timeout_s: float = 10.0
+    # Generations, including retries.
     generation_timeout_s: float = 300.0
+    # How long a call waits for a reachable gateway.
     connect_timeout_s: float = 5.0
+    # A stream without any message for this long is broken (the server sends a heartbeat every 5 s).
     silence_timeout_s: float = 20.0
+    # Generate a key for every generation without one.
     idempotency: bool = True
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    max_message_bytes: int = 16 * 1024 * 1024
+    retry: RetryPolicy = field(default_factory=RetryPolicy)  # limits of retries
+    max_message_bytes: int = 16 * 1024 * 1024  # of one gRPC message, in both directions
+    # False: a call fails as soon as every gateway has refused the connection.
     wait_for_ready: bool = True
 
     def __post_init__(self) -> None:
@@ -250,9 +258,9 @@ class ClientOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """``max_concurrency``: generations at once, further ones wait; the server takes at most 1024.
+    """``max_concurrency``: generations at once, further ones wait; the server accepts at most 1024.
 
-    ``window_tokens``: how far the server may run ahead of the reader of one choice.
+    ``window_tokens``: how far the server may send ahead of the reader of one choice.
     """
 
     max_concurrency: int = 256

@@ -1,5 +1,5 @@
-"""What the files of a model version may be called and contain: for the publisher and the registry alike.
+"""Allowed names and contents of a model version's files, for the publisher and the registry.
 
-Pure functions of names and bytes. The publisher asks before it sends anything, the registry before it makes a
-version of what was sent.
+Pure functions of names and bytes. The publisher applies them before it sends anything, the registry before
+it creates a version.
 """

@@ -1,18 +1,18 @@
-"""A field of a model's ``config.json``: its value within bounds, or a refusal that names the field."""
+"""A field of a model's ``config.json``: its value within bounds, or an error that names the field."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-MAX_SIZE: Final = 1 << 31  # no dimension of a model is above it; products of two stay exact
-MAX_NUMBER: Final = 1e18  # of a published model, no number comes near; products of two are finite
-MIN_NUMBER: Final = 1e-18  # likewise of numbers that have to be positive
+MAX_SIZE: Final = 1 << 31  # bound of every dimension of a model; products of two stay exact
+MAX_NUMBER: Final = 1e18  # far above the numbers of published models; products of two are finite
+MIN_NUMBER: Final = 1e-18  # the same for numbers that must be positive
 MAX_SHOWN: Final = 80
 
 
 class UnsupportedModel(Exception):
-    """The configuration asks for what the engine does not compute. ``reason`` is a stable word."""
+    """The engine does not support the configuration. ``reason`` is a stable word."""
 
     reason = "unsupported_model"
 
@@ -30,7 +30,7 @@ def _shown(value: object) -> str:
 
 
 def positive_int(fields: Mapping[str, Any], name: str, *, most: int = MAX_SIZE) -> int:
-    """Return a required size. Raises UnsupportedModel when it is missing or no sensible size."""
+    """Return a required size. Raises UnsupportedModel when it is missing or out of range."""
     value = fields.get(name)
     if type(value) is not int or not 0 < value <= most:
         raise UnsupportedModel(name, "missing" if value is None else value)
@@ -43,7 +43,7 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
     if value is None and default is not None:
         return default
     least = max(above, MIN_NUMBER)
-    # Compared as it is: an integer of many digits has no float.
+    # Compared without conversion: an integer of many digits has no float.
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)

@@ -1,7 +1,7 @@
-"""Whether the bytes of a file are what its name says, while they stream by.
+"""Streaming check that the bytes of a file match its name.
 
-A name proves nothing: pickled objects come as ``notes.txt``, inside a zip, or behind a tensor file's header.
-Text has to be text, JSON has to be JSON, and a tensor file has to be accounted for to the last byte.
+A name proves nothing: pickled objects occur as ``notes.txt``, inside a zip, or behind a tensor file's header.
+Text must be text, JSON must be JSON, and every byte of a tensor file must belong to its header or a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fairway.formats import names, safetensors
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
 
 MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
-# What roles parse whole and keep small. Published ones have some kilobytes.
+# Files that roles parse as a whole. Published ones have some kilobytes.
 _SMALL_NAMES: Final = frozenset(("config.json", "generation_config.json", LIMITS_NAME, POLICY_NAME))
 MAX_SMALL_BYTES: Final = 1024 * 1024
 _TAIL_BYTES: Final = 66 * 1024  # a zip's directory ends at most that far from the end of the file
@@ -56,7 +56,7 @@ _CALLS: Final = frozenset(
 
 
 class ContentRefused(ValueError):
-    """The file is not what its name says. The text begins with the file's path."""
+    """The file does not match its name. The text begins with the file's path."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -66,14 +66,14 @@ class ContentRefused(ValueError):
 
 class Checker(Protocol):
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of the file. Raises ContentRefused as soon as they cannot be right."""
+        """Check the next bytes of the file. Raises ContentRefused as soon as they are invalid."""
 
     def finish(self) -> None:
-        """The file is complete. Raises ContentRefused."""
+        """Complete the check at the end of the file. Raises ContentRefused."""
 
 
 def checker_for(path: str, size_bytes: int) -> Checker:
-    """Return what checks a file of this name and size, holding a bounded part. Raises ContentRefused."""
+    """Return a checker for a file of this name and size, with bounded memory. Raises ContentRefused."""
     if problem := names.problem_of(path):
         raise ContentRefused(path, problem.removeprefix(path).strip())
     if names.suffix_of(path) == names.TENSOR_SUFFIX:
@@ -89,7 +89,7 @@ def checker_for(path: str, size_bytes: int) -> Checker:
 
 
 class _Tensors:
-    """Holds the header and nothing of the tensors."""
+    """Buffers only the header, not the tensors."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
         self._path = path
@@ -168,9 +168,9 @@ class _Text:
 
 
 class _Tokenizer:
-    """A SentencePiece model by its first byte, or tiktoken's ranks by every line. Holds a line and the end.
+    """Accepts a SentencePiece model by its first byte, or tiktoken's ranks by every line. Bounded buffers.
 
-    A pickle is neither: no opcode is a line feed, and none names what it calls without a line of its own.
+    A pickle is neither: no opcode is a line feed, and an opcode that names a callable needs its own line.
     """
 
     def __init__(self, path: str) -> None:
@@ -209,7 +209,7 @@ def _refuse_archive(path: str, head: bytes) -> None:
 
 
 def is_pickle(data: bytes) -> bool:
-    """Return whether the bytes are a pickle that calls something, or is too long to tell.
+    """Return whether the bytes are a pickle that calls something, or too long to decide.
 
     Nothing is unpickled.
     """
@@ -220,7 +220,7 @@ def is_pickle(data: bytes) -> bool:
             if opcode.name == "STOP":
                 return calls
             if position > _MAX_OPCODES:
-                return True  # no text is so long a row of opcodes by chance
-    except Exception:  # pickletools raises what its readers happen to raise: it is no pickle
+                return True  # a text does not form so many opcodes by chance
+    except Exception:  # pickletools raises many kinds of errors for bytes that are no pickle
         return False
     return False

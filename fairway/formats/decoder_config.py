@@ -1,7 +1,7 @@
-"""A Hugging Face ``config.json`` as the decoder's shape, or a refusal that names the field and its value.
+"""Converts a Hugging Face ``config.json`` to the decoder's shape, or rejects it with the field and its value.
 
-What is not known to be computed correctly is refused: a model that loads and answers wrongly is worse
-than one that does not load. Defaults are those of the transformers configuration of each family.
+A configuration that may be computed incorrectly is rejected: a model with wrong answers is worse than one
+that does not load. Defaults are those of the transformers configuration of each family.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 from fairway.formats.config_fields import UnsupportedModel, number, positive_int
 from fairway.formats.rope_config import RopeConfig, parse_rope
 
-MAX_LAYERS: Final = 1024  # each is described before a weight is looked at
+MAX_LAYERS: Final = 1024  # bounds the description, which is built before any weight is read
 QWEN3_HEAD_DIM: Final = 128
 MISTRAL_WINDOW: Final = 4096
 QWEN_WINDOW_LAYERS: Final = 28
 
-# Fields of other families that change what is computed. Present with any other value: refused.
+# Fields of other families that change the computation. Any other value is rejected.
 INERT_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "quantization_config": (None,),
     "auto_map": (None,),
@@ -42,7 +42,7 @@ INERT_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes: which biases its linears have, and whether q and k are normalised."""
+    """Properties of an architecture: biases of its linear layers, and normalisation of q and k."""
 
     model_type: str
     qk_norm: bool = False
@@ -61,36 +61,41 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The decoder's shape. ``windows[i]``: how many positions layer i looks back over, None for all."""
+    """The decoder's shape."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
+    architecture: str  # name of the transformers class
+    vocab_size: int  # rows of the embedding
+    hidden_size: int  # width of the residual stream
+    # Of the MLP.
     intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
+    layers: int  # decoder layers
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
+    head_dim: int  # width of a head
+    norm_eps: float  # of RMSNorm
+    # The output embedding is the input embedding.
     tied: bool
-    qkv_bias: bool
+    qkv_bias: bool  # of the attention's input projections
+    # Of the attention's output projection.
     output_bias: bool
-    mlp_bias: bool
+    mlp_bias: bool  # of the MLP's projections
+    # q and k are normalised.
     qk_norm: bool
-    rope: RopeConfig
+    rope: RopeConfig  # rotary embedding
+    # By layer: how many positions it attends to, None for all.
     windows: tuple[int | None, ...]
-    max_position_embeddings: int
+    max_position_embeddings: int  # of the config, unscaled
 
     @property
     def max_context(self) -> int:
-        """The longest context that positions are defined for."""
+        """The longest context for which positions are defined."""
         return self.rope.max_context
 
     @property
     def attention_half_tokens(self) -> int:
-        """The position at which attending to what is before takes as many products as the rest of the layers.
+        """The position at which attention takes as many multiplications as the rest of the layers.
 
-        Layers that look back over a window attend to no more at a late position than at an early one.
+        Layers with a sliding window attend to a constant number of positions.
         """
         projections = self.hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
         dense = self.layers * (projections + 3 * self.hidden_size * self.intermediate_size)
@@ -99,7 +104,7 @@ class ModelConfig:
 
 
 def parse_config(fields: Mapping[str, Any]) -> ModelConfig:
-    """Return the model's shape. Raises UnsupportedModel naming the first field that cannot be served."""
+    """Return the model's shape. Raises UnsupportedModel with the first field that cannot be served."""
     architecture, family = _family(fields)
     for name, accepted in INERT_VALUES.items():
         if name in fields and fields[name] not in accepted:
@@ -169,11 +174,11 @@ def _head_dim(fields: Mapping[str, Any], family: Family, hidden_size: int, heads
 
 
 def _windows(fields: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window as its family reads it."""
+    """Return each layer's sliding window by the rules of its family."""
     layer_types = fields.get("layer_types")
     if family.model_type == "llama":
         sliding = None
-        # transformers keeps no more than the window in its cache, and attends over all of a prompt.
+        # transformers caches only the window, but attends to the whole prompt.
         if fields.get("sliding_window") is not None:
             raise UnsupportedModel("sliding_window", fields["sliding_window"])
     elif family.model_type == "mistral":

@@ -1,7 +1,7 @@
 """A version's draft: the checkpoint of a smaller model that proposes tokens, in the folder ``draft``.
 
-Its weights count among those that the version's ``weights_digest`` names. It has the tokenizer, template and
-limits of its version, so files that would decide these are none of a draft.
+The version's ``weights_digest`` includes its weights. It uses the tokenizer, template and limits of its
+version, so a draft must not contain such files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DOCUMENTS: Final = frozenset((".md", ".txt"))
 
 
 def draft_problem_of(paths: Iterable[str]) -> str:
-    """Return why the files of a version make no draft, or an empty text. A version need not have one."""
+    """Return why the files of a version contain no valid draft, or an empty text. A draft is optional."""
     names = [path.removeprefix(FOLDER + "/") for path in paths if path.startswith(FOLDER + "/")]
     for name in names:
         if not _belongs(name):

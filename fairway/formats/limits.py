@@ -1,4 +1,4 @@
-"""The two behaviour files that are Fairway's own: ``engine_limits.json`` and ``safety_policy.json``."""
+"""The two behaviour files that Fairway defines: ``engine_limits.json`` and ``safety_policy.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICY_NAME: Final = "safety_policy.json"
 
 
 class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine of this version never exceeds, whatever its worker allows. 0: the worker's own limit."""
+    """Limits of every engine of this version, whatever its worker allows. 0: the worker's limit."""
 
     max_context_tokens: Annotated[int, msgspec.Meta(ge=0, le=16_777_216)] = 0
     max_sequences: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0

@@ -1,4 +1,4 @@
-"""File names that a version may hold. Only data travels: no pickled objects, no archives, no program code."""
+"""File names that a version may contain. Only data: no pickled objects, no archives, no program code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT_NAMES: Final = frozenset(("license", "notice", "readme", "copying", "use_po
 TENSOR_SUFFIX: Final = ".safetensors"
 # SentencePiece or tiktoken: the only file without a format that can be checked.
 OPAQUE_NAME: Final = "tokenizer.model"
-# What a gateway reads of a version.
+# The files of a version that a gateway reads.
 GATEWAY_FILES: Final = (
     "chat_template.jinja",
     "config.json",
@@ -38,13 +38,13 @@ def is_text(path: str) -> bool:
 
 
 def suffix_of(name: str) -> str:
-    """Return the last suffix with its dot, lower case; empty where there is none."""
+    """Return the last suffix with its dot, lower case; empty without one."""
     _, dot, last = name.lower().rpartition(".")
     return dot + last if dot else ""
 
 
 def problem_of(path: str) -> str:
-    """Return why a version holds no file of this name, or an empty text."""
+    """Return why a version cannot contain a file of this name, or an empty text."""
     name = path.rpartition("/")[2].lower()
     suffixes = {"." + part for part in name.split(".")[1:]}
     if suffixes & PICKLE_SUFFIXES:

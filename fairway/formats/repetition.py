@@ -1,7 +1,7 @@
-"""How much of a version may be repetition: the same stored chunk under many places.
+"""Limit on repetition in a version: the same stored chunk at many places.
 
-Repetition is in true versions, too: one file under several names, padding, zeros. But a worker fetches and
-keeps every repetition, and the registry reads it, so a few stored bytes must not claim many.
+Valid versions have some repetition: one file under several names, padding, zeros. But a worker fetches and
+stores every repetition, and the registry reads it, so a few stored bytes must not expand to many.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FREE_BYTES: Final = 64 * 1024 * 1024
 
 
 def repetition_problem_of(size_bytes: int, distinct_bytes: int) -> str:
-    """Return why a version of this size and these distinct bytes is refused, or an empty text."""
+    """Return why a version of this size and these distinct bytes is rejected, or an empty text."""
     if size_bytes <= MAX_RATIO * distinct_bytes + FREE_BYTES:
         return ""
     return (

@@ -10,7 +10,7 @@ from fairway.formats.config_fields import MAX_SIZE, UnsupportedModel, number, po
 
 DEFAULT_THETA: Final = 10000.0
 
-# The keys that each kind reads. A key that is not listed would change the result without being read.
+# The keys of each kind. An unlisted key would have no effect, so it is rejected.
 KEYS: Final[Mapping[str, frozenset[str]]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -31,47 +31,50 @@ COMMON_KEYS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rota
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """``original_positions``: the context of pre-training. A field that its kind ignores has its default.
+    """A rotary embedding. A field that its kind ignores has its default."""
 
-    None for ``attention_factor`` means that it is derived as the kind's paper says.
-    """
-
-    kind: str
-    dim: int
-    theta: float
-    max_positions: int
+    kind: str  # a key of ``KEYS``
+    dim: int  # width of a head
+    theta: float  # base of the frequencies
+    max_positions: int  # ``max_position_embeddings`` of the config
+    # The context of pre-training.
     original_positions: int
+    # Scaling factor of the context.
     factor: float = 1.0
+    # Llama 3.
     low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = 4.0  # Llama 3
+    # None: derived as in the kind's paper.
     attention_factor: float | None = None
+    # YaRN.
     beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    beta_slow: float = 1.0  # YaRN
+    mscale: float | None = None  # YaRN
+    mscale_all_dim: float | None = None  # YaRN
+    truncate: bool = True  # YaRN
+    # LongRoPE.
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # LongRoPE, beyond ``original_positions``
 
     @property
     def max_context(self) -> int:
-        """How far the scaling is meant to carry, ``max_positions`` at least.
+        """The longest context that the scaling supports, at least ``max_positions``.
 
-        Llama 3's and LongRoPE's checkpoints name the scaled context as their ``max_positions``.
+        Checkpoints of Llama 3 and LongRoPE give the scaled context as ``max_positions``.
         """
-        # Of linear and dynamic scaling, both are the same.
+        # For linear and dynamic scaling, max_positions equals original_positions.
         scaled = self.kind in ("linear", "dynamic", "yarn")
         reached = int(self.original_positions * self.factor) if scaled else 0
         return min(max(self.max_positions, reached), MAX_SIZE)
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies of a token depend on how long its sequence is, besides its position."""
+        """Whether a token's frequencies depend on the length of its sequence, besides its position."""
         return self.kind in ("dynamic", "longrope")
 
 
 def parse_rope(fields: Mapping[str, Any], *, head_dim: int, max_positions: int) -> RopeConfig:
-    """Return the rotary embedding. Raises UnsupportedModel for a kind, key or value that is not computed."""
+    """Return the rotary embedding. Raises UnsupportedModel for an unsupported kind, key or value."""
     rope = _section(fields)
     kind = _kind(rope)
     for name in rope:
@@ -94,7 +97,7 @@ def parse_rope(fields: Mapping[str, Any], *, head_dim: int, max_positions: int) 
 
 
 def context_of(fields: Mapping[str, Any]) -> int:
-    """Return the longest context of a config of any family: what its scaling gives, where that is known.
+    """Return the longest context of a config of any family: the scaled one, if its kind is supported.
 
     Raises UnsupportedModel without ``max_position_embeddings``.
     """
@@ -102,7 +105,7 @@ def context_of(fields: Mapping[str, Any]) -> int:
     try:
         rope = _section(fields)
         return _reach(fields, rope, _kind(rope), 0, positions).max_context
-    except UnsupportedModel:  # another engine's
+    except UnsupportedModel:  # a model for another engine
         return positions
 
 
@@ -116,7 +119,7 @@ def _kind(rope: Mapping[str, Any]) -> str:
 def _reach(
     fields: Mapping[str, Any], rope: Mapping[str, Any], kind: str, head_dim: int, max_positions: int
 ) -> RopeConfig:
-    """Return what decides how far the positions carry, and the base."""
+    """Return the parameters of the supported context, and the base."""
     theta = number(rope, "rope_theta", default=_top_level_theta(fields), above=0.0)
     original, factor = max_positions, 1.0
     if kind in ("llama3", "yarn", "longrope"):
@@ -141,7 +144,7 @@ def _yarn(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
     truncate = rope.get("truncate", True)
     if truncate is not None and not isinstance(truncate, bool):
         raise UnsupportedModel("truncate", truncate)
-    if plain.theta == 1.0:  # all dimensions turn alike: there is no range to interpolate
+    if plain.theta == 1.0:  # all dimensions have one frequency: there is no range to interpolate
         raise UnsupportedModel("rope_theta", plain.theta)
     return replace(
         plain,
@@ -166,12 +169,12 @@ def _longrope(rope: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
 
 
 def _section(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section that counts: the older key wins where both stand, as in transformers."""
+    """Return the effective section: the older key has priority, as in transformers."""
     for name in ("rope_scaling", "rope_parameters"):
         section = fields.get(name)
         if section:
             if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
-                raise UnsupportedModel(name, section)  # per layer type, or no object at all
+                raise UnsupportedModel(name, section)  # per layer type, or not an object
             return section
     return {}
 

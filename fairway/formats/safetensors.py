@@ -1,10 +1,10 @@
-"""The header of a safetensors file, compared with the file's size: nothing is loaded to find that it lies.
+"""Check of a safetensors header against the file's size, without loading any tensor.
 
 Layout: eight bytes with the header's length, little endian; the header, JSON that maps a tensor's name to its
-dtype, shape and place; the tensors. The places cover what follows the header once: no gap, no overlap, no
-rest in which something else could travel.
+dtype, shape and place; the tensors. The places cover everything after the header exactly once: no gap, no
+overlap, and no rest that could contain other data.
 
-A header is counted before it is parsed: what one costs is bounded by its tensors, at some microseconds each.
+The number of tensors is limited before the header is parsed, which takes some microseconds per tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
-MAX_TENSORS: Final = 100_000  # of a file; the largest published checkpoints have some thousands in each
+MAX_TENSORS: Final = 100_000  # per file; the largest published checkpoints have some thousands
 _MAX_RANK: Final = 16
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 _MAX_METADATA: Final = 10_000
-_MOST_COLONS: Final = 8 * MAX_TENSORS  # four to a tensor; names and metadata may hold some, too
+_MOST_COLONS: Final = 8 * MAX_TENSORS  # four per tensor; names and metadata may contain more
 # fmt: off
 BITS: Final = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32,
@@ -32,11 +32,11 @@ BITS: Final = {
 
 
 class BadHeader(ValueError):
-    """The file is no safetensors file; the text says what is wrong, without the file's name."""
+    """The file is not a valid safetensors file; the text is the problem, without the file's name."""
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Return the length of the header that the first eight bytes announce. Raises BadHeader."""
+    """Return the length of the header from the first eight bytes. Raises BadHeader."""
     if file_bytes < LENGTH_BYTES or len(first) < LENGTH_BYTES:
         raise BadHeader(f"it has {file_bytes} bytes, too few for a safetensors header")
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -48,7 +48,7 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 def check_header(header: bytes, file_bytes: int) -> None:
-    """Return if the tensors that the header lists are exactly what follows it. Raises BadHeader."""
+    """Return if the tensors in the header cover exactly the data after it. Raises BadHeader."""
     if not header.startswith(b"{"):
         raise BadHeader("its header does not begin with {")
     if header.count(b":") > _MOST_COLONS:
@@ -103,6 +103,6 @@ def _decoded(text: bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def _pairs(header: bytes) -> int:
-    """Return how many names valid JSON has in all its objects: a decoder keeps one of those there twice."""
-    text = header.replace(b"\\\\", b"").replace(b'\\"', b"")  # what stays are the quotes around texts
+    """Return the number of names in all objects of valid JSON; a decoder drops duplicates, this does not."""
+    text = header.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes enclose texts
     return b"".join(text.split(b'"')[::2]).count(b":")

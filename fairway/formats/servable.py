@@ -1,7 +1,7 @@
-"""Whether the engine and the gateways can serve a checkpoint, as far as its small files say.
+"""Whether the engine and the gateways can serve a checkpoint, judged by its small files.
 
-A ``config.json`` without ``architectures`` is no checkpoint's: it describes a model of the null executor,
-which has no weights.
+A ``config.json`` without ``architectures`` does not belong to a checkpoint: it describes a model of the null
+executor, which has no weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SINGLE, INDEX = drafts.WEIGHTS
 def problem_of(names: Collection[str], read: Callable[[str], bytes]) -> str:
     """Return why a checkpoint of these files cannot be served, or an empty text.
 
-    ``read`` returns a file of at most a few megabytes; what it raises is raised.
+    ``read`` returns a file of at most a few megabytes; its errors are passed on.
     """
     fields = _object(read, CONFIG) if CONFIG in names else {}
     if "architectures" not in fields:
@@ -58,7 +58,7 @@ def _shard_problem(folder: str, names: Collection[str], read: Callable[[str], by
 
 
 def _object(read: Callable[[str], bytes], name: str) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one where it holds none."""
+    """Return the object in a JSON file, or an empty one if there is none."""
     try:
         found = json.loads(read(name))
     except (ValueError, RecursionError):

@@ -74,14 +74,14 @@ async def run(environment: Environment, role: Role) -> int:
 async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> None:
     """Keep the health answer current until a signal arrives or a task crashes."""
     environment.health.open()
-    told: tuple[str, ...] | None = None
+    previous: tuple[str, ...] | None = None
     while not stop.is_set() and environment.supervisor.healthy:
         problems = environment.health.problems()
-        if told is None or bool(problems) != bool(told):
+        if previous is None or bool(problems) != bool(previous):
             await role.server.set_serving(not problems)
-            if problems or told:
+            if problems or previous:
                 log.warning("role.serving_changed", serving=not problems, problems=problems)
-        told = problems
+        previous = problems
         await role.server.set_parts({**role.named(), "store": not environment.store.problem()})
         try:
             async with asyncio.timeout(_HEALTH_PERIOD_S):

@@ -20,8 +20,7 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.policy.events import Happening, Observed, happenings, kind_of
-from services.controlplane.policy.rate import TokenBucket
+from services.controlplane.policy.events import FleetEvent, Observed, TokenBucket, events_between, kind_of
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of
 from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
@@ -128,14 +127,14 @@ class EventRecorder:
                 log.info("events.store_lost", error=repr(error))
             await self._clock.sleep(_RETRY_S)
 
-    async def tell(self, told: Sequence[Happening], revision: int, *, fence: Condition) -> None:
+    async def record(self, events: Sequence[FleetEvent], revision: int, *, fence: Condition) -> None:
         """Write a leader's findings as of a revision. Writes nothing unless ``fence`` holds: the term lasts.
 
         Raises StoreUnavailable. Recovers from LeaseLost.
         """
-        for one in told:
+        for one in events:
             mark = hashlib.sha256(f"{one.kind}\0{one.resource}\0{one.reason}".encode()).hexdigest()[:8]
-            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._record(one),)), fence)
+            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._stored_event(one),)), fence)
 
     async def latest(self, reasons: Collection[str]) -> dict[str, str]:
         """Return, by resource, the last event among these reasons."""
@@ -152,7 +151,7 @@ class EventRecorder:
         old = self._state
         if old.revision:
             changed = {key for key in {*fresh, *old.records} if fresh.get(key) != old.records.get(key)}
-            self._note(happenings(old.records, fresh, tuple(changed)), listing.revision)
+            self._note(events_between(old.records, fresh, tuple(changed)), listing.revision)
         self._state = _State(listing.revision, fresh)
 
     async def _follow(self) -> None:
@@ -181,21 +180,21 @@ class EventRecorder:
                 records.pop(event.key, None)
             elif (record := _decoded(event.entry)) is not None:
                 records[event.entry.key] = record
-        self._note(happenings(before, records, tuple(changed)), revision)
+        self._note(events_between(before, records, tuple(changed)), revision)
 
-    def _note(self, told: Sequence[Happening], revision: int) -> None:
+    def _note(self, events: Sequence[FleetEvent], revision: int) -> None:
         """Queue events of a revision, as many as the rate allows."""
-        if not told:
+        if not events:
             return
-        taken = self._bucket.take(len(told), self._clock.monotonic_s())
-        self._left_out += len(told) - taken
+        taken = self._bucket.take(len(events), self._clock.monotonic_s())
+        self._left_out += len(events) - taken
         if len(self._pending) >= MAX_PENDING:
             self._left_out += len(self._pending.popleft().names)
-        records = [self._record(one) for one in told[:taken]]
+        records = [self._stored_event(one) for one in events[:taken]]
         if self._left_out and taken:
             message = f"{self._left_out} events were left out: more happened than is kept"
-            one = Happening(EventKind.LEADER, "events", "EVENTS_LEFT_OUT", message, warning=True)
-            records.append(self._record(one))
+            one = FleetEvent(EventKind.LEADER, "events", "EVENTS_LEFT_OUT", message, warning=True)
+            records.append(self._stored_event(one))
             self._left_out = 0
         if records:
             names = tuple(f"{revision:016x}-{index:04x}" for index in range(len(records)))
@@ -239,7 +238,7 @@ class EventRecorder:
         for start in range(0, len(surplus), _PER_COMMIT):
             await self._store.commit([Delete(entry.key) for entry in surplus[start : start + _PER_COMMIT]])
 
-    def _record(self, one: Happening) -> EventRecord:
+    def _stored_event(self, one: FleetEvent) -> EventRecord:
         now_s = self._clock.unix_s()
         return EventRecord(now_s, one.kind, one.resource, one.reason, one.message, one.warning)
 
@@ -271,9 +270,9 @@ async def watch_events(
         async with aclosing(store.watch(EVENTS, after_revision)) as batches:
             async for batch in batches:
                 new = (event_of(one.entry) for one in batch.events if isinstance(one, Changed))
-                told = tuple(event for event in new if event is not None and wanted.takes(event))
-                if told or not batch.events:
-                    yield batch.revision, told
+                matching = tuple(event for event in new if event is not None and wanted.takes(event))
+                if matching or not batch.events:
+                    yield batch.revision, matching
     except Compacted as exc:
         raise FailedPrecondition(
             f"revision {after_revision} is too old to resume from: watch again from 0",

@@ -1,23 +1,38 @@
-"""Applies the planner's assignments, as leader, fenced by its epoch."""
+"""Applies the planner's assignments, as leader, fenced by its epoch, and records what cannot be placed."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import structlog
 
 from services.controlplane.fleet import FleetRecord, fleet_of
-from services.controlplane.placement_events import Chronicle, PlacementNews
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
+from services.controlplane.policy.events import FleetEvent
+from services.controlplane.resources.status import unplaced_message
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
-from services.core.records import ASSIGNMENTS, dump
+from services.core.records import ASSIGNMENTS, EventKind, dump
 from services.ports.clock import Clock
-from services.ports.store import Committed, CreateRevisionIs, Delete, LeaseLost, ModRevisionIs, Put, Store
+from services.ports.store import (
+    Committed,
+    Condition,
+    CreateRevisionIs,
+    Delete,
+    LeaseLost,
+    ModRevisionIs,
+    Put,
+    Store,
+)
 from services.runtime.fleet_state.informer import Informer
 
 log = structlog.get_logger()
 
+UNPLACED: Final = "DEPLOYMENT_UNPLACED"
+PLACED: Final = "DEPLOYMENT_PLACED"
+_BY_ANOTHER: Final = ""  # recorded by an earlier leader; its reasons are not stored
 PERIOD_S: Final = 5.0
 _SETTLE_S: Final = 0.05
 _RETRY_S: Final = 0.5
@@ -50,7 +65,7 @@ class Reconciler:
         clock: Clock,
         telemetry: ReconcilerTelemetry | None = None,
         *,
-        chronicle: Chronicle,
+        events: EventWriter,
     ) -> None:
         self._telemetry = telemetry if telemetry is not None else ReconcilerTelemetry(clock)
         self._store = store
@@ -58,7 +73,7 @@ class Reconciler:
         self._leadership = leadership
         self._leader_key = leader_key
         self._clock = clock
-        self._news = PlacementNews(chronicle)
+        self._placement_events = PlacementEvents(events)
 
     async def run(self) -> None:
         """Reconcile on each change and every ``PERIOD_S``, until cancelled; survives a store outage."""
@@ -96,7 +111,7 @@ class Reconciler:
             written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
         if self._leadership.epoch == epoch:
             names = {deployment.meta.name for deployment in fleet.deployments}
-            await self._news.tell(unplaced, self._fence(epoch), revision, deployments=names)
+            await self._placement_events.record(unplaced, self._fence(epoch), revision, deployments=names)
         return written
 
     def _fence(self, epoch: int) -> CreateRevisionIs:
@@ -120,3 +135,74 @@ class Reconciler:
             return True
         log.info("assignment.refused", worker=worker_id, epoch=epoch)  # deposed, or the view is old
         return False
+
+
+class EventWriter(Protocol):
+    """``event_log.EventRecorder``."""
+
+    async def record(self, events: Sequence[FleetEvent], revision: int, *, fence: Condition) -> None: ...
+
+    async def latest(self, reasons: Collection[str]) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The events recorded in a term: the reasons of each deployment that is short of workers."""
+
+    epoch: int
+    reasons: Mapping[str, str]
+
+
+class PlacementEvents:
+    """Records deployments that the planner cannot place: when the shortage begins, and when it ends.
+
+    A new leader continues from the stored events.
+    """
+
+    def __init__(self, events: EventWriter) -> None:
+        self._events = events
+        self._recorded = _Recorded(0, {})
+
+    async def record(
+        self,
+        unplaced: Sequence[Unplaced],
+        fence: CreateRevisionIs,
+        revision: int,
+        *,
+        deployments: Collection[str],
+    ) -> None:
+        """Record what changed since the last call; ``deployments`` are the existing ones.
+
+        ``fence`` holds while the term lasts. Raises StoreUnavailable; the next call then retries.
+        """
+        epoch = fence.revision
+        if self._recorded.epoch != epoch:
+            last = await self._events.latest((UNPLACED, PLACED))
+            open_ = {name: _BY_ANOTHER for name, reason in last.items() if reason == UNPLACED}
+            self._recorded = _Recorded(epoch, open_)
+        reasons, events = placement_events_of(self._recorded.reasons, unplaced, deployments)
+        if events:
+            await self._events.record(events, revision, fence=fence)
+        self._recorded = _Recorded(epoch, reasons)
+
+
+def placement_events_of(
+    recorded: Mapping[str, str], unplaced: Sequence[Unplaced], deployments: Collection[str]
+) -> tuple[dict[str, str], tuple[FleetEvent, ...]]:
+    """Return the current reasons, and the events to record. A change of figures alone makes no event."""
+    now = {
+        one.deployment: f"{one.missing}:"
+        + ",".join(sorted({why.partition(":")[0] for _, why in one.rejected}))
+        for one in unplaced
+    }
+    events = [
+        FleetEvent(EventKind.DEPLOYMENT, one.deployment, UNPLACED, unplaced_message(one), warning=True)
+        for one in unplaced
+        if recorded.get(one.deployment) not in (_BY_ANOTHER, now[one.deployment])
+    ]
+    events += [
+        FleetEvent(EventKind.DEPLOYMENT, name, PLACED, "every replica has a worker")
+        for name in sorted(recorded)
+        if name not in now and name in deployments
+    ]
+    return now, tuple(events)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.unimplemented import NotYetServed
-from services.controlplane.watcher import Change, Changes, Kind, watch_resources
+from services.controlplane.watcher import ResourceChange, ResourceChanges, ResourceKind, watch_resources
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
-from services.ports.queues import QueueSource
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
-from services.rpc.convert.decisions import decision_to_proto, timestamp, worker_to_proto
-from services.rpc.convert.queues import pool_to_proto
 from services.rpc.interceptors.access import principal
 from services.runtime.ids import request_id_of
 
@@ -33,12 +31,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _UNREAD_S: Final = 30.0  # a watch ends when its client reads nothing for this long
 _PER_MESSAGE: Final = 500
 _WATCHED: Final = {
-    pb.RESOURCE_KIND_TENANT: (Kind.TENANT,),
-    pb.RESOURCE_KIND_KEY: (Kind.KEY,),
-    pb.RESOURCE_KIND_DEPLOYMENT: (Kind.DEPLOYMENT,),
-    pb.RESOURCE_KIND_NODE: (Kind.NODE,),
-    pb.RESOURCE_KIND_MODEL: (Kind.MODEL_VERSION, Kind.MODEL_TAG),
+    pb.RESOURCE_KIND_TENANT: (ResourceKind.TENANT,),
+    pb.RESOURCE_KIND_KEY: (ResourceKind.KEY,),
+    pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
+    pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
+    pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
+
+
+class LeadingScheduler(Protocol):
+    """Queries of the leading scheduler, whose messages are forwarded to operators as they are.
+
+    Each raises NoLeader within a bounded time when no scheduler leads.
+    """
+
+    async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse: ...
+
+    async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse: ...
+
+    async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse: ...
 
 
 class ControlPlaneServicer(NotYetServed):
@@ -46,7 +57,7 @@ class ControlPlaneServicer(NotYetServed):
         self,
         service: ControlPlaneService,
         store: Store,
-        queues: QueueSource,
+        scheduler: LeadingScheduler,
         *,
         require_current: Callable[[Principal], None],
     ) -> None:
@@ -56,7 +67,7 @@ class ControlPlaneServicer(NotYetServed):
         """
         self._service = service
         self._store = store
-        self._queues = queues
+        self._scheduler = scheduler
         self._require_current = require_current
 
     async def CreateTenant(
@@ -192,37 +203,36 @@ class ControlPlaneServicer(NotYetServed):
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         page, names = await asyncio.gather(
-            self._queues.page(size=request.page_size, token=request.page_token, tenant=request.tenant),
+            self._scheduler.page(size=request.page_size, token=request.page_token, tenant=request.tenant),
             self._service.deployments.names_by_version(),
         )
         return pb.ListQueuesResponse(
             queues=[
-                pb.Queue(pool=pool_to_proto(pool), deployments=names.get(pool.version_digest, ()))
-                for pool in page.pools
+                pb.Queue(pool=pool, deployments=names.get(pool.version_digest, ())) for pool in page.pools
             ],
             next_page_token=page.next_page_token,
-            leader_id=page.leader_id,
-            leader_epoch=page.leader_epoch,
+            leader_id=page.leadership.leader_id,
+            leader_epoch=page.leadership.epoch,
         )
 
     async def ExplainPlacement(
         self, request: pb.ExplainPlacementRequest, context: Context
     ) -> pb.ExplainPlacementResponse:
-        found = await self._queues.explain(request_id_of(request.request_id))
+        found = await self._scheduler.explain(request_id_of(request.request_id))
         return pb.ExplainPlacementResponse(
-            decisions=[decision_to_proto(decision) for decision in found.decisions],
-            since=timestamp(found.since_unix_s),
-            leader_id=found.leader_id,
-            leader_epoch=found.leader_epoch,
+            decisions=found.decisions,
+            since=found.since,
+            leader_id=found.leadership.leader_id,
+            leader_epoch=found.leadership.epoch,
         )
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
-        page = await self._queues.workers(size=request.page_size, token=request.page_token)
+        page = await self._scheduler.workers(size=request.page_size, token=request.page_token)
         return pb.ListWorkersResponse(
-            workers=[worker_to_proto(worker) for worker in page.workers],
+            workers=page.reporters,
             next_page_token=page.next_page_token,
-            leader_id=page.leader_id,
-            leader_epoch=page.leader_epoch,
+            leader_id=page.leadership.leader_id,
+            leader_epoch=page.leadership.epoch,
         )
 
     async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
@@ -245,8 +255,8 @@ class ControlPlaneServicer(NotYetServed):
             async with aclosing(batches):
                 async for revision, events in batches:
                     self._require_current(principal())
-                    told = [convert.event_to_proto(event.name, event.record) for event in events]
-                    await stream.write(pb.WatchEventsResponse(revision=revision, events=told))
+                    messages = [convert.event_to_proto(event.name, event.record) for event in events]
+                    await stream.write(pb.WatchEventsResponse(revision=revision, events=messages))
 
     async def WatchResources(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchResourcesRequest, context: Context
@@ -264,7 +274,7 @@ class ControlPlaneServicer(NotYetServed):
                     await _write(stream, batch)
 
 
-async def _write(stream: BoundedWrites, batch: Changes) -> None:
+async def _write(stream: BoundedWrites, batch: ResourceChanges) -> None:
     """Write a batch in messages of bounded size; only the last one carries the revision."""
     chunks = [batch.changes[at : at + _PER_MESSAGE] for at in range(0, len(batch.changes), _PER_MESSAGE)] or [
         ()
@@ -316,7 +326,7 @@ def _node(view: NodeView) -> pb.Node:
     return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation, drain)
 
 
-def _change(change: Change) -> pb.ResourceChange:
+def _change(change: ResourceChange) -> pb.ResourceChange:
     found, view = pb.ResourceChange(deleted=change.view is None), change.view
     match view:
         case None:
@@ -336,18 +346,18 @@ def _change(change: Change) -> pb.ResourceChange:
     return found
 
 
-def _name_deleted(found: pb.ResourceChange, change: Change) -> None:
+def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
     model, _, rest = change.name.partition("/")
     match change.kind:
-        case Kind.TENANT:
+        case ResourceKind.TENANT:
             found.tenant.metadata.name = change.name
-        case Kind.KEY:
+        case ResourceKind.KEY:
             found.key.metadata.name = change.name
-        case Kind.DEPLOYMENT:
+        case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
-        case Kind.NODE:
+        case ResourceKind.NODE:
             found.node.metadata.name = change.name
-        case Kind.MODEL_VERSION:
+        case ResourceKind.MODEL_VERSION:
             found.model_version.model, found.model_version.version_digest = model, rest
-        case Kind.MODEL_TAG:
+        case ResourceKind.MODEL_TAG:
             found.model_tag.model, found.model_tag.tag = model, rest

@@ -43,7 +43,7 @@ from services.core.records import (
 from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
 
 
-class Kind(StrEnum):
+class ResourceKind(StrEnum):
     TENANT = "tenant"
     KEY = "key"
     DEPLOYMENT = "deployment"
@@ -53,50 +53,50 @@ class Kind(StrEnum):
 
 
 View = Stored[Tenant] | Stored[ApiKey] | DeploymentView | NodeView | VersionRecord | Tag
-Name = tuple[Kind, str]
+Name = tuple[ResourceKind, str]
 # Deployments and nodes are built from several records. These are the prefixes whose keys contain their name.
-_COMPOSED: Final[Mapping[Kind, tuple[str, ...]]] = {
-    Kind.DEPLOYMENT: (DEPLOYMENTS,),
-    Kind.NODE: (NODES, WORKERS, ASSIGNMENTS),
+_COMPOSED: Final[Mapping[ResourceKind, tuple[str, ...]]] = {
+    ResourceKind.DEPLOYMENT: (DEPLOYMENTS,),
+    ResourceKind.NODE: (NODES, WORKERS, ASSIGNMENTS),
 }
 _FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ResourceChange:
     """``view`` is None for a deletion. Names of versions and tags read ``model/digest`` and ``model/tag``."""
 
-    kind: Kind
+    kind: ResourceKind
     name: str
     view: View | None
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ResourceChanges:
     """All changes up to ``revision``; resume from it. ``snapshot_end``: the initial state is complete."""
 
     revision: int
-    changes: tuple[Change, ...]
+    changes: tuple[ResourceChange, ...]
     snapshot_end: bool = False
 
 
 async def watch_resources(
-    store: Store, kinds: Collection[Kind], after_revision: int
-) -> AsyncGenerator[Changes, None]:
+    store: Store, kinds: Collection[ResourceKind], after_revision: int
+) -> AsyncGenerator[ResourceChanges, None]:
     """Yield the state (unless resuming), then the changes, until closed.
 
-    An empty ``Changes`` is a keepalive. Raises FailedPrecondition when ``after_revision`` is too old: start
-    again with 0.
+    An empty ``ResourceChanges`` is a keepalive. Raises FailedPrecondition when ``after_revision`` is too old:
+    start again with 0.
     """
-    follower = Follower(await read_snapshot(store), kinds, after_revision)
+    watch = ResourceWatch(await read_snapshot(store), kinds, after_revision)
     if not after_revision:
-        yield follower.begin()
+        yield watch.begin()
     try:
-        async with aclosing(store.watch(ROOT, follower.revision)) as batches:
+        async with aclosing(store.watch(ROOT, watch.revision)) as batches:
             async for batch in batches:
-                changes = follower.apply(batch)
+                changes = watch.apply(batch)
                 if changes or not batch.events:
-                    yield Changes(follower.revision, changes)
+                    yield ResourceChanges(watch.revision, changes)
     except Compacted as exc:
         raise FailedPrecondition(
             f"revision {after_revision} is too old to resume from: watch again from 0",
@@ -104,20 +104,20 @@ async def watch_resources(
         ) from exc
 
 
-class Follower:
+class ResourceWatch:
     """The position of one watch. ``revision``: everything up to there was reported."""
 
-    def __init__(self, snapshot: Snapshot, kinds: Collection[Kind], after_revision: int) -> None:
+    def __init__(self, snapshot: Snapshot, kinds: Collection[ResourceKind], after_revision: int) -> None:
         self.revision = after_revision
         self._snapshot = snapshot
-        self._plain = [kind for kind in Kind if kind in kinds and kind not in _COMPOSED]
+        self._plain = [kind for kind in ResourceKind if kind in kinds and kind not in _COMPOSED]
         self._composed = [kind for kind in _COMPOSED if kind in kinds]
-        self._told: Mapping[Name, View] | None = None  # of the composed kinds
+        self._sent: Mapping[Name, View] | None = None  # of the composed kinds
         self._missed: set[str] = set()
 
-    def begin(self) -> Changes:
+    def begin(self) -> ResourceChanges:
         """Return the current state."""
-        self._told = composed_views(self._snapshot, self._composed)
+        self._sent = composed_views(self._snapshot, self._composed)
         self.revision = self._snapshot.revision
         plain = [
             change
@@ -125,9 +125,9 @@ class Follower:
             if (change := _change_of(entry.key, entry, self._plain)) is not None
         ]
         plain.sort(key=lambda change: (change.kind, change.name))
-        return Changes(self.revision, (*plain, *_differences({}, self._told)), snapshot_end=True)
+        return ResourceChanges(self.revision, (*plain, *_differences({}, self._sent)), snapshot_end=True)
 
-    def apply(self, batch: WatchBatch) -> tuple[Change, ...]:
+    def apply(self, batch: WatchBatch) -> tuple[ResourceChange, ...]:
         """Apply a batch and return the resulting changes."""
         plain = [
             change
@@ -146,37 +146,43 @@ class Follower:
         self.revision = batch.revision
         return (*plain, *self._composed_changes(keys))
 
-    def _composed_changes(self, keys: Collection[str]) -> tuple[Change, ...]:
-        if self._told is not None and not any(key.startswith(_FLEET) for key in keys):
+    def _composed_changes(self, keys: Collection[str]) -> tuple[ResourceChange, ...]:
+        if self._sent is not None and not any(key.startswith(_FLEET) for key in keys):
             return ()
         views = composed_views(self._snapshot, self._composed)
-        told, self._told = self._told, views
-        return _since(keys, views, self._composed) if told is None else _differences(told, views)
+        sent, self._sent = self._sent, views
+        return _since(keys, views, self._composed) if sent is None else _differences(sent, views)
 
 
-def composed_views(snapshot: Snapshot, kinds: Collection[Kind]) -> dict[Name, View]:
+def composed_views(snapshot: Snapshot, kinds: Collection[ResourceKind]) -> dict[Name, View]:
     """Return every deployment and node in the snapshot, as far as ``kinds`` includes them."""
     found: dict[Name, View] = {}
     unplaced = unplaced_in(snapshot.fleet) if kinds else {}
-    if Kind.DEPLOYMENT in kinds:
+    if ResourceKind.DEPLOYMENT in kinds:
         for entry in snapshot.under(DEPLOYMENTS):
             if (deployment := readable(entry, Deployment)) is not None:
                 stored = Stored(deployment, entry.create_revision, entry.mod_revision)
-                found[Kind.DEPLOYMENT, deployment.meta.name] = deployment_view(stored, snapshot, unplaced)
-    if Kind.NODE in kinds:
+                found[ResourceKind.DEPLOYMENT, deployment.meta.name] = deployment_view(
+                    stored, snapshot, unplaced
+                )
+    if ResourceKind.NODE in kinds:
         for name in node_names(snapshot):
             if (node := node_view(name, snapshot, unplaced)) is not None:
-                found[Kind.NODE, name] = node
+                found[ResourceKind.NODE, name] = node
     return found
 
 
-def _differences(old: Mapping[Name, View], new: Mapping[Name, View]) -> tuple[Change, ...]:
+def _differences(old: Mapping[Name, View], new: Mapping[Name, View]) -> tuple[ResourceChange, ...]:
     changed = [name for name in new if old.get(name) != new[name]]
     gone = [name for name in old if name not in new]
-    return tuple(Change(kind, name, new.get((kind, name))) for kind, name in sorted([*changed, *gone]))
+    return tuple(
+        ResourceChange(kind, name, new.get((kind, name))) for kind, name in sorted([*changed, *gone])
+    )
 
 
-def _since(keys: Iterable[str], views: Mapping[Name, View], kinds: Collection[Kind]) -> tuple[Change, ...]:
+def _since(
+    keys: Iterable[str], views: Mapping[Name, View], kinds: Collection[ResourceKind]
+) -> tuple[ResourceChange, ...]:
     """Return every possible change of these keys when nothing was reported before: a superset."""
     names: set[Name] = set()
     for key in keys:
@@ -186,43 +192,43 @@ def _since(keys: Iterable[str], views: Mapping[Name, View], kinds: Collection[Ki
             own = next((key.removeprefix(one) for one in _COMPOSED[kind] if key.startswith(one)), None)
             if own is not None:
                 names.add((kind, own))
-    return tuple(Change(kind, name, views.get((kind, name))) for kind, name in sorted(names))
+    return tuple(ResourceChange(kind, name, views.get((kind, name))) for kind, name in sorted(names))
 
 
-def _change_of(key: str, entry: Entry | None, kinds: Collection[Kind]) -> Change | None:
+def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -> ResourceChange | None:
     """Return the change by an entry, or its deletion, for the kinds that are reported as stored."""
     named = _plain_name(key)
     if named is None or named[0] not in kinds:
         return None
     kind, name = named
     if entry is None:
-        return Change(kind, name, None)
+        return ResourceChange(kind, name, None)
     view: View | None
     match kind:
-        case Kind.TENANT:
+        case ResourceKind.TENANT:
             tenant = readable(entry, Tenant)
             view = None if tenant is None else Stored(tenant, entry.create_revision, entry.mod_revision)
-        case Kind.KEY:
+        case ResourceKind.KEY:
             api_key = readable(entry, ApiKey)
             view = None if api_key is None else Stored(api_key, entry.create_revision, entry.mod_revision)
-        case Kind.MODEL_TAG:
+        case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:
             view = readable(entry, VersionRecord)
-    return None if view is None else Change(kind, name, view)
+    return None if view is None else ResourceChange(kind, name, view)
 
 
 def _plain_name(key: str) -> Name | None:
     if key.startswith(TENANTS):
-        return Kind.TENANT, key.removeprefix(TENANTS)
+        return ResourceKind.TENANT, key.removeprefix(TENANTS)
     if key.startswith(KEYS):
-        return Kind.KEY, key.removeprefix(KEYS)
+        return ResourceKind.KEY, key.removeprefix(KEYS)
     if not key.startswith(MODELS):
         return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]
     if kind == "versions":
-        return Kind.MODEL_VERSION, f"{model}/{name}"
-    return (Kind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
+        return ResourceKind.MODEL_VERSION, f"{model}/{name}"
+    return (ResourceKind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
 
 
 def _advanced(snapshot: Snapshot, revision: int, events: Iterable[Changed | Removed]) -> Snapshot:

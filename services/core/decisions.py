@@ -61,17 +61,6 @@ class PlacementDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """The stored decisions of a request, oldest first. Every decision after ``since_unix_s`` is still
-    stored."""
-
-    decisions: tuple[PlacementDecision, ...]
-    since_unix_s: float
-    leader_id: str
-    leader_epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerPool:
     """One pool of one worker. See ReporterPool in scheduler.proto."""
 
@@ -105,13 +94,3 @@ class FleetWorker:
     silent_s: float  # since its last report
     prefix_blocks: int
     pools: tuple[WorkerPool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersPage:
-    """Workers sorted by name, and the leader that returned them."""
-
-    workers: tuple[FleetWorker, ...]
-    next_page_token: str
-    leader_id: str
-    leader_epoch: int

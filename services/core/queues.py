@@ -41,13 +41,3 @@ class PoolQueue:
     shares_left_off: int = 0  # how many did not fit into ``shares``
     pressure_ratio: float = 0.0
     counters: tuple[TenantCounter, ...] = ()  # service of tenants, the largest first
-
-
-@dataclass(frozen=True, slots=True)
-class QueuesPage:
-    """Pools by version digest, and the leader that returned them."""
-
-    pools: tuple[PoolQueue, ...]
-    next_page_token: str
-    leader_id: str
-    leader_epoch: int

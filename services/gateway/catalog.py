@@ -26,8 +26,7 @@ from services.core.records import (
     Worker,
     replicas_in,
 )
-from services.gateway.text.text_model import TextModel, is_text_file
-from services.gateway.text.texts import Texts
+from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.fleet_state.views import RecordView
@@ -44,7 +43,7 @@ MAX_RETRY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class LoadFailure:
     """Why no replica could be loaded. ``retry_unix_s`` is 0 when no new attempt is scheduled."""
 
     reason: str
@@ -66,7 +65,7 @@ class Route:
     version_digest: str
     route_revision: int
     ready_replicas: int
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ class ModelCatalog:
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
 
-    def require_hope(self, route: Route) -> None:
+    def require_servable(self, route: Route) -> None:
         """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.
 
         A worker that runs the same version for another deployment does not serve this one.
@@ -282,7 +281,9 @@ class ModelCatalog:
     def _route(self, deployment: Deployment, mod_revision: int) -> Route:
         known = self._ready(deployment.version_digest)
         # With fewer failures than replicas, a replica that no worker reports yet may be loading.
-        failed = not known.hopes and known.failed >= max(1, min(deployment.replicas, len(self._workers.view)))
+        failed = not known.may_serve and known.failed >= max(
+            1, min(deployment.replicas, len(self._workers.view))
+        )
         return Route(
             model=deployment.meta.name,
             deployment=deployment,
@@ -313,28 +314,30 @@ _LEAVING: Final = (VersionState.DRAINING, VersionState.FAILED)
 class _Ready:
     """The workers of a version: how many run it, and the longest sequence that fits on one of them.
 
-    ``hopes``: workers that run it or may yet run it; ``failed``: those on which it failed.
+    ``may_serve``: workers that run it or may yet run it; ``failed``: those on which it failed.
     """
 
     model: str = ""
     replicas: int = 0
     max_model_len: int = 0
-    hopes: int = 0
+    may_serve: int = 0
     failed: int = 0
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
     def joined(self, version: LoadedVersion) -> _Ready:
         if version.state in (VersionState.READY, VersionState.RETIRING):
             longest = max(self.max_model_len, version.max_model_len)
-            return replace(self, replicas=self.replicas + 1, max_model_len=longest, hopes=self.hopes + 1)
+            return replace(
+                self, replicas=self.replicas + 1, max_model_len=longest, may_serve=self.may_serve + 1
+            )
         if version.state is not VersionState.FAILED:
-            return replace(self, hopes=self.hopes + (version.state is not VersionState.DRAINING))
+            return replace(self, may_serve=self.may_serve + (version.state is not VersionState.DRAINING))
         retries = [one for one in (version.retry_unix_s, _retry_of(self.failure)) if one]
-        failure = Failure(version.reason or VersionState.FAILED.upper(), min(retries, default=0.0))
+        failure = LoadFailure(version.reason or VersionState.FAILED.upper(), min(retries, default=0.0))
         return replace(self, failed=self.failed + 1, failure=failure)
 
 
-def _retry_of(failure: Failure | None) -> float:
+def _retry_of(failure: LoadFailure | None) -> float:
     return 0.0 if failure is None else failure.retry_unix_s
 
 

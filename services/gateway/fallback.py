@@ -16,7 +16,7 @@ from services.gateway.policy.fallback_placement import (
     Need,
     Placed,
     blocks_of,
-    choose_alone,
+    choose_by_snapshot,
     may_take,
     room_tokens,
 )
@@ -155,7 +155,7 @@ class GatewayFallback:
         )
 
     def _choose(self, need: Need, digest: str, now_s: float) -> PoolMember | None:
-        return choose_alone(
+        return choose_by_snapshot(
             need,
             self._members[digest].values(),
             self._placed.get(digest, {}),
@@ -167,7 +167,7 @@ class GatewayFallback:
         """Return a worker that may have room, by the snapshot or by its reports since its last refusal."""
         if now_s < self._guesses.setdefault(digest, _Guesses()).paused_until_s:
             return None
-        chosen = choose_alone(
+        chosen = choose_by_snapshot(
             need,
             self._members[digest].values(),
             self._placed.get(digest, {}),

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.shares import share_of
-from services.gateway.idempotency.types import KeyedLimits
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
@@ -42,13 +41,21 @@ class GatewayLimits:
     renew_batch: int = 512
     # Leading blocks of a prompt that a placement names; 0: placement ignores cached prefixes.
     placed_prefix_blocks: int = 1024
-    keyed: KeyedLimits = field(default_factory=KeyedLimits)
     degrade: DegradeLevels = field(default_factory=DegradeLevels)
 
     @property
     def max_tenant_requests(self) -> int:
         """The bound for one tenant's requests, and for its clients with idempotency keys: half of all."""
         return share_of(self.max_requests)
+
+    def timeout_of(self, generation: inference_pb2.Generation, rpc_timeout_s: float | None) -> float:
+        """The minimum of the server's bound, the RPC's deadline and the request's own timeout, in seconds."""
+        found = self.max_timeout_s if rpc_timeout_s is None else min(rpc_timeout_s, self.max_timeout_s)
+        if generation.HasField("timeout"):
+            own_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
+            if own_s > 0:
+                found = min(found, own_s)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +74,6 @@ class Ports:
     # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
-    # Without a store, requests with idempotency keys are rejected.
-    idempotency: IdempotencyStore | None = None
-    # Unique to this process; an earlier process at the same address had another id.
-    gateway_id: str = ""
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
     # The budget of placements after losses.

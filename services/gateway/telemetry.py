@@ -17,8 +17,7 @@ from services.core.faults import fault_of
 from services.core.generation import StageClock
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.stage_timer import Stage, StageTimer
-from services.gateway.requests.stage_trace import StageTrace
+from services.gateway.requests.stage_timer import Stage, StageTimer, StageTrace
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.connections import ConnectionTable
@@ -79,7 +78,7 @@ class GatewayTelemetry:
             "Requests changed under pressure, by kind of change",
             ("kind",),
         )
-        self._placed_alone = metrics.counter(
+        self._fallback_placements = metrics.counter(
             "fairway_gateway_fallback_placements_total",
             "Sequences that this gateway placed itself while no leader answered",
         )
@@ -133,8 +132,8 @@ class GatewayTelemetry:
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
 
-    def placed_alone(self) -> None:
-        self._placed_alone.add()
+    def placed_by_fallback(self) -> None:
+        self._fallback_placements.add()
 
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
@@ -205,10 +204,10 @@ class RequestTelemetry:
         for found in degradations if anew else ():
             self._owner.degraded(found.kind.value)
 
-    def placed_alone(self) -> None:
+    def placed_by_fallback(self) -> None:
         """A choice is placed on a worker without a leader's grant."""
         self.fallback = True
-        self._owner.placed_alone()
+        self._owner.placed_by_fallback()
 
     def finished(self, finished: Finished) -> None:
         usage = finished.usage

@@ -111,7 +111,7 @@ class Addition:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class LogTail:
     """A part of a log. ``more``: further chunks are available already."""
 
     state: RecordState
@@ -153,7 +153,7 @@ class IdempotencyStore(Protocol):
         Releases the slot and charges the usage like ``finish``, where there is a reservation.
         """
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         """Return chunks from number ``start`` on, a bounded number at once.
 
         ``watch`` signals the owner, for about two seconds, that a reader follows the record.

@@ -61,7 +61,7 @@ from services.registry.garbage import Collected, Collector
 from services.registry.servable import require_servable
 from services.registry.sweep_fence import SweepFence
 from services.registry.verification import VerificationLimiter, verify
-from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
 
 log = structlog.get_logger()
 
@@ -341,8 +341,8 @@ def _body_of(manifest: Manifest) -> bytes:
     return body
 
 
-def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> Request:
-    return Request(type(record).__name__.lower(), request_id, fingerprint_of(verb, dump(record), etag))
+def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> WriteRequest:
+    return WriteRequest(type(record).__name__.lower(), request_id, fingerprint_of(verb, dump(record), etag))
 
 
 def _unmoved(key: str, entry: Entry | None, etag: str) -> ModRevisionIs:

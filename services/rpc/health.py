@@ -16,7 +16,7 @@ _Response = health_pb2.HealthCheckResponse
 _UNREAD_S = 10.0
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
         self._changed = asyncio.Event()

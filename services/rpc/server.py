@@ -16,7 +16,7 @@ from services.core.errors import FailedPrecondition
 from services.ports.clock import Clock
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.connections import MAX_CONNECTIONS, Connections
-from services.rpc.health import Health
+from services.rpc.health import HealthServicer
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
@@ -105,7 +105,7 @@ class RpcServer:
         """Raises ValueError when a method of ``services`` has no access rule."""
         self._services = services
         self._listen = listen
-        self._health = Health()
+        self._health = HealthServicer()
         self._parts: frozenset[str] = frozenset()
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]

@@ -36,7 +36,7 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WriteRequest:
     """``noun`` separates the ids of kinds. ``fingerprint`` detects a reused id."""
 
     noun: str
@@ -78,7 +78,7 @@ class RequestLog:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def answered(self, request: Request) -> Answered | None:
+    async def answered(self, request: WriteRequest) -> Answered | None:
         """Return the earlier answer to the request; None for a new request or one without an id.
 
         Raises Conflict when the id was used for another request.
@@ -93,7 +93,9 @@ class RequestLog:
             raise Conflict("this request_id was used for another request", field="request_id")
         return Answered(marker.answer, entry.mod_revision)
 
-    async def commit(self, write: Together, request: Request, answer: Answer) -> Committed | ConditionFailed:
+    async def commit(
+        self, write: Together, request: WriteRequest, answer: Answer
+    ) -> Committed | ConditionFailed:
         """Commit the write, with a marker for the request id if there is one, which must be new."""
         if not request.request_id:
             return await self._store.commit(write.operations, write.conditions)

@@ -1,11 +1,11 @@
 """The messages between a worker agent and one of its engine processes.
 
 Transport: a Unix stream socket; each message is a 4-byte big-endian length and that many bytes of
-msgpack. The agent listens, the engine connects. Commands flow to the engine and are applied between
-two steps; events flow back, one ``Stepped`` per engine step for all its sequences.
+msgpack. The agent listens, the engine connects. The engine applies commands between two steps and sends
+events, one ``Stepped`` per engine step for all its sequences.
 
 A *handle* is the agent's integer for one sequence; it is never reused within one engine process.
-An *output offset* counts output tokens from 0, tokens produced before a resume included.
+An *output offset* counts output tokens from 0, including tokens produced before a resume.
 """
 
 from __future__ import annotations
@@ -24,113 +24,110 @@ LENGTH_PREFIX: Final = struct.Struct(">I")
 FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of everything that travels on the socket."""
+class EngineMessage(msgspec.Struct, frozen=True, tag=True):
+    """Base of every message on the socket."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine process is started with, as JSON on its command line.
+    """The start configuration of an engine process, as JSON on its command line."""
 
-    ``kv_blocks`` 0 lets the engine size its pool from ``kv_memory_bytes``: the most that it may ever have.
-    ``memory_bytes`` bounds weights, working memory and KV together; 0: no bound but that.
-    Prefill is cut so that a step
-    takes ``itl_target_s``; 0: no step is cut but by ``token_budget``. At most ``max_long_prefills`` long
-    prompts prefill at a time. ``prefix/cache`` keeps KV for prompts that begin alike, where blocks divide the
-    prefix blocks of ``core.prefix``; ``cache_domain_ratio`` of the pool is the share of an isolation domain.
-    ``executor`` "null" needs no weights: it emits tokens at ``null_step_s`` seconds a step (0: flat out).
-    ``speculation`` proposes up to ``max_proposals`` tokens a step for a sequence, from its own text or by the
-    model in ``draft_model_dir``; the tokens are the same with and
-    without, where operators are exact.
-    ``operators`` "auto" takes the C++ ones on a CPU where they can be compiled, "native" insists on them;
-    ``operators_cache`` is the folder of what was compiled, also by Triton, empty: the user's cache folder,
-    and Triton's own choice. ``mode`` "exact":
-    what a request gets does not depend on what shares its steps, wherever the operators can promise it;
-    "free": products are the vendor's where those are faster, and do depend on it (of bfloat16 on a CPU, all
-    on CUDA). "auto" is exact on a CPU and free on CUDA.
-    """
-
-    socket_path: str
-    model_dir: str
+    socket_path: str  # of the agent's Unix socket
+    model_dir: str  # the version's files
+    # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
     executor: Literal["torch", "null"] = "torch"
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = 0
-    block_size: int = 16
+    device: str = "cpu"  # "cpu" or a CUDA device
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV
+    threads: int = 0  # of the CPU operators; 0: torch's default
+    block_size: int = 16  # tokens per KV block
+    # 0: the engine sizes its pool from ``kv_memory_bytes``.
     kv_blocks: int = 0
+    # The upper bound of the pool at any time.
     kv_memory_bytes: int = 256 * 1024 * 1024
+    # Bounds weights, working memory and KV together; 0: only ``kv_memory_bytes`` applies.
     memory_bytes: int = 0
-    token_budget: int = 512
-    max_sequences: int = 64
-    max_model_len: int = 0
+    token_budget: int = 512  # most tokens per step, prefill and decode
+    max_sequences: int = 64  # most sequences per step
+    max_model_len: int = 0  # most tokens per sequence; 0: the model's limit
+    # Prefill is cut so that a step takes this long; 0: only ``token_budget`` cuts a step.
     itl_target_s: float = 0.05
+    # How many long prompts may prefill at a time.
     max_long_prefills: int = 2
+    # Retain KV for prompts with a common prefix, where KV blocks divide the prefix blocks of ``core.prefix``.
     prefix_cache: bool = True
+    # The share of the pool that one isolation domain may use.
     cache_domain_ratio: float = 0.5
-    null_step_s: float = 0.0
+    null_step_s: float = 0.0  # of the "null" executor
+    # Proposals come from the sequence's own text or from the model in ``draft_model_dir``. The tokens are the
+    # same with and without speculation where operators are exact.
     speculation: Literal["off", "prompt_lookup", "draft"] = "off"
-    draft_model_dir: str = ""
+    draft_model_dir: str = ""  # for "draft"
+    # Most proposed tokens per step and sequence.
     max_proposals: int = 8
+    # "auto": the C++ operators on a CPU where they can be compiled; "native": these, or the start fails.
     operators: Literal["auto", "native", "torch"] = "auto"
+    # Folder of compiled operators, Triton's included; empty: the user's cache folder, and Triton's default.
     operators_cache: str = ""
+    # "exact": a result does not depend on the other sequences of a step, where the operators can ensure it.
+    # "free": uses vendor products where they are faster; results then do depend on the batch (bfloat16 on a
+    # CPU, everything on CUDA). "auto": exact on a CPU, free on CUDA.
     mode: Literal["auto", "exact", "free"] = "auto"
-    request_log_per_s: float = 200.0
+    request_log_per_s: float = 200.0  # most log lines about single sequences
 
 
 # --- agent to engine -----------------------------------------------------------------------------
 
 
-class Submit(Message, frozen=True):
-    """Run one sequence. ``produced_ids`` are output tokens of an earlier run that it resumes.
+class Submit(EngineMessage, frozen=True):
+    """Run one sequence. The draw at an output position is keyed by (seed, choice, position)."""
 
-    The sequence is not scheduled past output offset ``credit_limit`` until a ``Credit`` raises it.
-    A lower ``priority`` is admitted first; equal ones in the order of arrival. ``request_id`` is for the log.
-    The draw at an output position is keyed by (seed, choice, position). The engine ignores stop strings.
-    """
-
-    handle: int
+    handle: int  # new in this process
     prompt: Prompt
     sampling: Sampling
-    limits: OutputLimits
+    limits: OutputLimits  # the engine ignores the stop strings
+    # The output offset at which scheduling stops until a ``Credit`` raises it.
     credit_limit: int
     choice: int = 0
+    # Output tokens of an earlier run, which this run resumes.
     produced_ids: Sequence[int] = ()
+    # A lower value is admitted first; equal ones in order of arrival.
     priority: int = 0
+    # For the log.
     request_id: str = ""
 
 
-class Credit(Message, frozen=True):
+class Credit(EngineMessage, frozen=True):
     """Raise output limits: ``limits[i]`` is the absolute output offset that ``handles[i]`` may reach."""
 
     handles: list[int]
     limits: list[int]
 
 
-class Park(Message, frozen=True):
-    """Stop these sequences after their next token, until a ``Credit``: their places in the batch are others'.
+class Park(EngineMessage, frozen=True):
+    """Stop these sequences after their next token, until a ``Credit``. Others may take their batch slots.
 
-    Their KV stays while nobody needs it.
+    Their KV stays until another sequence needs the blocks.
     """
 
     handles: list[int]
 
 
-class Cancel(Message, frozen=True):
-    """Forget these sequences and free their KV blocks before the next step. No event answers it."""
+class Cancel(EngineMessage, frozen=True):
+    """Drop these sequences and free their KV blocks before the next step. No event answers it."""
 
     handles: list[int]
 
 
-class Resize(Message, frozen=True):
-    """Have a KV pool of so many blocks. ``Resized`` answers it, unless another one comes before.
+class Resize(EngineMessage, frozen=True):
+    """Resize the KV pool to ``kv_blocks``. ``Resized`` answers it, unless another ``Resize`` arrives first.
 
-    Blocks beyond the end are given to nobody from now on; those that sequences hold are given back as they
-    are let go, and at each step one of their holders is preempted.
+    Blocks beyond the new end are not allocated again. Those that sequences hold are freed as the sequences
+    release them, and each step preempts one of the holders.
     """
 
     kv_blocks: int
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(EngineMessage, frozen=True):
     """End the process after the current step."""
 
 
@@ -139,32 +136,32 @@ Command = Submit | Credit | Park | Cancel | Resize | Shutdown
 # --- engine to agent -----------------------------------------------------------------------------
 
 
-class Progress(Message, frozen=True):
-    """Loading goes on. ``done_ratio`` is 0..1 within ``phase``."""
+class Progress(EngineMessage, frozen=True):
+    """Progress of loading. ``done_ratio`` is 0..1 within ``phase``."""
 
     phase: str
     done_ratio: float
 
 
-class Ready(Message, frozen=True):
+class Ready(EngineMessage, frozen=True):
     """The model is loaded and warmed; the step loop runs."""
 
-    kv_blocks_total: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    kv_bytes_per_block: int
-    weight_bytes: int
-    # How long a step with all of its token budget takes, by the measure of the warm-up.
+    kv_blocks_total: int  # size of the KV pool
+    block_size: int  # tokens per KV block
+    max_model_len: int  # most tokens per sequence
+    vocab_size: int  # of the model
+    kv_bytes_per_block: int  # of all layers
+    weight_bytes: int  # measured
+    # Duration of a step with the full token budget, measured in the warm-up.
     full_step_s: float = 0.0
-    # What loading and the largest step took beside weights and KV.
+    # Memory that loading and the largest step took beside weights and KV.
     working_bytes: int = 0
 
 
-class LoadFailed(Message, frozen=True):
-    """Loading ended with an error that a retry would meet again. The process exits after it.
+class LoadFailed(EngineMessage, frozen=True):
+    """Loading failed with an error that a retry would repeat. The process exits after it.
 
-    With the reason "does_not_fit" the bytes say what it needs at least.
+    With the reason "does_not_fit" the byte counts are the least that the model needs.
     """
 
     reason: str
@@ -174,7 +171,7 @@ class LoadFailed(Message, frozen=True):
     kv_bytes: int = 0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities at one output position, after penalties and bias, before the filters."""
 
     sampled: float
@@ -182,46 +179,49 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Stepped(Message, frozen=True):
-    """What one step produced, in columns: entry i of ``handles`` and of ``tokens`` belong together.
+class Stepped(EngineMessage, frozen=True):
+    """The output of one step, in columns: entry i of ``handles`` belongs to entry i of ``tokens``.
 
-    A handle may come several times, its tokens in order: proposals were accepted. ``logprobs`` has as many
-    entries for it, in the same order. ``proposed_tokens`` were verified in the step, ``accepted_tokens`` of
-    them are output, unless a stop token came before them.
-    A sequence that finishes with "stop" by a stop token or end-of-sequence reports that token too, and
-    ``finished`` names it in the same step. "preempted" hands the sequence back to the agent: its KV is
-    freed and nothing more comes for it. "error" fails that sequence alone (``errors[handle]`` says why), and
-    so does "not_finite": the model gave no numbers for it. ``preemptions`` counts those of the process so
-    far, handed back or not. ``attended_tokens`` are those of KV that the step's decodes read.
-    ``prefix_added`` and ``prefix_removed`` are prefix blocks that came into and left the cache;
-    ``cached[handle]`` is how many tokens of a prompt came from it, in the step that first computes the
-    sequence, from an engine that has a cache. Such an engine holds a block once: a sequence that computed
-    what is cached refers to the cached block from the step of its first token on. A block that a sequence
-    refers to is not removed.
+    A handle can occur several times, its tokens in order, when proposals were accepted. An engine with a
+    prefix cache holds a cached block once: a sequence that computed a block that is already cached refers to
+    the cached block from the step of its first token on. A block that a sequence refers to is not removed.
     """
 
-    step: int
-    step_s: float
-    handles: list[int]
+    step: int  # number of the step
+    step_s: float  # its duration
+    handles: list[int]  # one entry per token
+    # A "stop" by a stop token or end-of-sequence includes that token.
     tokens: list[int]
+    # Ended in this step. "preempted" returns the sequence to the agent: its KV is freed and no more events
+    # follow. "error" fails that sequence alone; so does "not_finite": the model returned no finite numbers.
     finished: dict[int, FinishReason]
-    prefill_tokens: int
-    kv_blocks_used: int
-    running: int
-    waiting: int
-    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prefill_tokens: int  # prompt tokens computed in the step
+    kv_blocks_used: int  # allocated after the step
+    running: int  # sequences in the batch
+    waiting: int  # sequences that wait for admission
+    # One entry per token of the handle, in the same order.
+    logprobs: dict[int, list[SampledLogprobs]] = {}
+    # The messages of the handles that finished with "error" or "not_finite".
     errors: dict[int, str] = {}
+    # Preemptions of the process so far, returned to the agent or not.
     preemptions: int = 0
+    # Tokens of KV that the step's decodes read.
     attended_tokens: int = 0
+    # Prefix blocks that entered the cache in this step.
     prefix_added: list[int] = []
+    # Prefix blocks that left the cache in this step.
     prefix_removed: list[int] = []
+    # By handle: prompt tokens found in the cache, in the step that first computes the sequence. Empty without
+    # a cache.
     cached: dict[int, int] = {}
+    # Proposals that the step verified.
     proposed_tokens: int = 0
+    # Proposals that became output, unless a stop token preceded them.
     accepted_tokens: int = 0
 
 
-class Heartbeat(Message, frozen=True):
-    """Sent every second while idle: proves that the loop moves when there is nothing to step."""
+class EngineHeartbeat(EngineMessage, frozen=True):
+    """Sent every second while idle: shows that the step loop runs although there is nothing to step."""
 
     step: int
     kv_blocks_used: int
@@ -229,20 +229,20 @@ class Heartbeat(Message, frozen=True):
     waiting: int
 
 
-class Resized(Message, frozen=True):
-    """The pool has ``kv_blocks_total`` blocks, and no memory for more of them.
+class Resized(EngineMessage, frozen=True):
+    """The pool has ``kv_blocks_total`` blocks and memory for no more.
 
-    More than were asked for where a sequence of ``max_model_len`` needs them, fewer where memory was short.
+    More than requested if a sequence of ``max_model_len`` needs them, fewer if memory was short.
     """
 
     kv_blocks_total: int
 
 
-Event = Progress | Ready | LoadFailed | Stepped | Heartbeat | Resized
+Event = Progress | Ready | LoadFailed | Stepped | EngineHeartbeat | Resized
 
 
 def _as_list(value: object) -> list[int]:
-    """Return what has no encoding of its own: prompts are any sequence of ids."""
+    """Return a list of ids for a prompt of any sequence type, which msgpack cannot encode itself."""
     if isinstance(value, Sequence):
         return list(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be sent to an engine")
@@ -253,7 +253,7 @@ _commands: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Com
 _events: Final[msgspec.msgpack.Decoder[Event]] = msgspec.msgpack.Decoder(Event)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: EngineMessage) -> bytes:
     """Return the framed bytes. Raises ValueError for a message above ``MAX_MESSAGE_BYTES``."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:

@@ -1,4 +1,4 @@
-"""The worker's RPCs: one muxed stream per gateway, and what operators ask."""
+"""The worker's RPCs: one muxed stream per gateway, and the operators' calls."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
 from services.worker.agent.agent import WorkerStatus
-from services.worker.streams.host import GatewayStream, SequenceHost
+from services.worker.streams.host import GatewaySequences, SequenceHost
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
 HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
 
 
-class Worker(Protocol):
-    """What the agent offers to operators."""
+class WorkerOperations(Protocol):
+    """The agent's interface for operators."""
 
     def status(self) -> WorkerStatus: ...
 
@@ -33,15 +33,15 @@ class Worker(Protocol):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, host: SequenceHost, worker: Worker, clock: Clock) -> None:
+    def __init__(self, host: SequenceHost, worker: WorkerOperations, clock: Clock) -> None:
         self._host = host
         self._worker = worker
         self._clock = clock
 
-    async def Execute(  # type: ignore[override]  # the stubs know generators only
+    async def Execute(  # type: ignore[override]  # the stubs type generators only
         self, request_iterator: AsyncIterable[worker_pb2.ExecuteRequest], context: Any
     ) -> None:
-        """Run the gateway's sequences until it ends the stream; what still runs then is cancelled."""
+        """Run the gateway's sequences until it ends the stream; those that still run are then cancelled."""
         wake = asyncio.Event()
         stream = self._host.open(wake.set)
         try:
@@ -57,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 for task in tasks:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # one of them ended the stream; the rest were cancelled
+            raise errors.exceptions[0] from None  # the first ended the stream; the rest are cancellations
         finally:
             stream.close()
 
@@ -74,11 +74,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainWorkerResponse(remaining=remaining)
 
 
-def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
-    """Carry out one message: cancels first, since they make room for its starts.
+def apply(request: worker_pb2.ExecuteRequest, stream: GatewaySequences) -> None:
+    """Apply one message: cancels first, since they free blocks for its starts.
 
-    A start out of bounds is refused alone; its neighbours on the stream go on. Raises InvalidInput for
-    a message whose other parts are.
+    A start out of bounds is rejected alone; the stream continues. Raises InvalidInput if another part of the
+    message is out of bounds.
     """
     bounds.check_but(request, "starts")
     if request.cancels:
@@ -96,9 +96,9 @@ def apply(request: worker_pb2.ExecuteRequest, stream: GatewayStream) -> None:
 
 
 class _Writer:
-    """The one task that writes to the stream; what happened since its last write goes into one message."""
+    """The only task that writes to the stream; all changes since its last write form one message."""
 
-    def __init__(self, stream: GatewayStream, wake: asyncio.Event, context: Any) -> None:
+    def __init__(self, stream: GatewaySequences, wake: asyncio.Event, context: Any) -> None:
         self._stream = stream
         self._wake = wake
         self._context = context
@@ -117,7 +117,7 @@ class _Writer:
                 await self._context.write(HEARTBEAT)
 
     async def beat(self, clock: Clock) -> None:
-        """Have a heartbeat written after each second without anything else."""
+        """Request a heartbeat after each second without another message."""
         while True:
             self._silent = True
             await clock.sleep(HEARTBEAT_S)

@@ -1,6 +1,6 @@
-"""What the worker tells of its engines and sequences: metrics, a line per sequence, spans.
+"""Telemetry of the worker's engines and sequences: metrics, a log line per sequence, spans.
 
-A step costs three binary searches, whatever its size; sequences are looked at when they end.
+A step costs three binary searches, whatever its size; a sequence costs work only at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
 from services.runtime.telemetry.tracing import Tracing
 from services.worker.engine_protocol import Stepped
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 log = structlog.get_logger()
 
@@ -27,19 +27,26 @@ _LOAD_S: Final = (*LATENCY_S, 1800.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineLevels:
-    """How one version stands now. Blocks of KV, bytes, seconds."""
+    """The current levels of one version."""
 
-    model: str
-    state: str
-    kv_blocks_used: int
-    kv_blocks_reserved: int
-    kv_blocks_total: int
+    model: str  # the deployment's name
+    state: str  # phase of the slot
+    kv_blocks_used: int  # allocated in the engine
+    kv_blocks_reserved: int  # for sequences with a slot
+    kv_blocks_total: int  # size of the pool
+    # Sequences with a slot and a token.
     running: int
+    # Sequences without a token, or waiting to return.
     waiting: int
+    # Sequences without credit.
     parked: int
+    # Prompt tokens accepted and not yet prefilled.
     queued_prefill_tokens: int
+    # Time since the engine's last message.
     silent_s: float
+    # Resident memory of the engine process.
     rss_bytes: int
+    # Granted device memory.
     device_bytes: int
 
 
@@ -57,7 +64,7 @@ class WorkerTelemetry:
         tracing: Tracing | None = None,
         lines: LineBudget | None = None,
     ) -> None:
-        """Without metrics it counts for nobody."""
+        """Without ``metrics`` the counts are not exported."""
         self.clock = clock
         self.metrics = metrics = metrics if metrics is not None else Metrics()
         self.tracing = tracing if tracing is not None else Tracing(clock)
@@ -108,32 +115,32 @@ class WorkerTelemetry:
         )
 
     def version(self, model: str) -> VersionTelemetry:
-        """Return what one engine is counted by."""
+        """Return the instruments of one engine."""
         label = self.metrics.models.of(model)
-        # There from the start: an increase from nothing is none to Prometheus.
+        # Created at the start: Prometheus sees no increase in a series that begins above 0.
         self._restarts.cell(label)
         self._damaged.cell()
         return VersionTelemetry(self, model, label)
 
     def restarted(self, model: str) -> None:
-        """The engine process of a version ended without being told to."""
+        """Count an engine process that ended without a request to stop."""
         self._restarts.add(self.metrics.models.of(model))
 
     def found_damaged(self) -> None:
-        """The files of a version here were not what was published."""
+        """Count a version whose local files differ from what was published."""
         self._damaged.add()
 
     def not_admitted(self, reason: NotAdmittedReason) -> None:
         self._not_admitted.add(reason.value)
 
     def fallback_started(self) -> None:
-        """A sequence that its gateway placed was accepted."""
+        """Count an accepted sequence of a fallback placement."""
         self._fallback_starts.add()
 
     def loaded(self, model: str, part: str, elapsed_s: float) -> None:
         self._load.observe(elapsed_s, self.metrics.models.of(model), part)
 
-    def ended(self, model: str, label: str, sequence: LiveSequence, reason: str) -> None:
+    def ended(self, model: str, label: str, sequence: WorkerSequence, reason: str) -> None:
         self._ended.add(label, reason)
         now_s = self.clock.monotonic_s()
         spec = sequence.spec
@@ -154,7 +161,7 @@ class WorkerTelemetry:
                 decode_ms=_ms(sequence.first_token_s, now_s),
             )
 
-    def _trace(self, sequence: LiveSequence, model: str, reason: str, now_s: float) -> None:
+    def _trace(self, sequence: WorkerSequence, model: str, reason: str, now_s: float) -> None:
         spec, record = sequence.spec, self.tracing.record
         whole = record(
             "sequence",
@@ -178,7 +185,7 @@ class WorkerTelemetry:
 
 
 class _Decodes:
-    """What decodes are counted by besides their tokens."""
+    """The counters of decodes, except their tokens."""
 
     def __init__(self, metrics: Metrics) -> None:
         _BY_MODEL: Labels = ("model",)
@@ -198,7 +205,7 @@ class _Decodes:
 
 
 class VersionTelemetry:
-    """One engine process of one version."""
+    """The instruments of one engine process of one version."""
 
     __slots__ = (
         "_accepted",
@@ -234,8 +241,8 @@ class VersionTelemetry:
         self._shared_lost_blocks = 0
 
     def stepped(self, event: Stepped, *, shared_lost_blocks: int = 0) -> None:
-        """Count a step. ``shared_lost_blocks``: since the engine started, those of this step come with the
-        next, which computes them."""
+        """Count a step. ``shared_lost_blocks``: the total since the engine's start; blocks lost in this step
+        are counted with the next one, which computes them."""
         count = len(event.handles)
         self._step_s.observe(event.step_s)
         if count:
@@ -254,12 +261,12 @@ class VersionTelemetry:
             self._shared_lost.value += shared_lost_blocks - self._shared_lost_blocks
             self._shared_lost_blocks = shared_lost_blocks
 
-    def ended(self, sequence: LiveSequence, reason: str) -> None:
+    def ended(self, sequence: WorkerSequence, reason: str) -> None:
         self._owner.ended(self._model, self._label, sequence, reason)
 
 
 def export_levels(metrics: Metrics, engines: Callable[[], Iterable[EngineLevels]]) -> None:
-    """Export how the versions of the worker stand, together where a deployment has two of them here."""
+    """Export the levels of the worker's versions; two versions of one deployment are combined."""
     label = metrics.models.of
 
     def together(join: _Join, of: Callable[[EngineLevels], Mapping[Labels, float]]) -> Callable[[], Reading]:

@@ -1,7 +1,7 @@
 """``fairway calibrate``: a cost model fitted to a live worker, through its public API and its metrics.
 
 A fixed plan of phases is sent, from one short request at a time to many long ones; around each, the worker's
-own counters are read. They say what its steps computed and how long these took, so neither the network nor
+own counters are read. They count what its steps computed and how long these took, so neither the network nor
 the queue is in the measurement, and other requests that the worker serves meanwhile are work like any other.
 """
 

@@ -16,7 +16,7 @@ MIN_OBSERVATIONS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Work done together, one step or many: ``seconds`` is the sum of what its steps took."""
+    """Work done together, one step or many: ``seconds`` is the sum of its steps' durations."""
 
     steps: int
     prefill_tokens: int
@@ -40,7 +40,7 @@ class Fit:
 
 
 class NotEnough(Exception):
-    """The observations do not determine a model; the message says what is missing."""
+    """The observations do not determine a model; the message names what is missing."""
 
 
 def fit(observations: Sequence[Observation], like: CostModel, *, name: str) -> Fit:

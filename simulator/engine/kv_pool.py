@@ -43,7 +43,7 @@ class KvPool:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that nobody holds; those of idle prefixes are among them."""
+        """Blocks without a holder, blocks of idle prefixes included."""
         return max(0, self.blocks_open - self.blocks_used)
 
     @property
@@ -75,7 +75,7 @@ class KvPool:
             self._let_go(held[index])
 
     def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
-        """See ``BlockManager``. A prefix counts once, where nobody but these tables holds it."""
+        """See ``BlockManager``. A prefix that only these tables hold counts once."""
         own, counted = 0, Counter[int]()
         for table in tables:
             of_table = table.count(OWN)
@@ -90,7 +90,7 @@ class KvPool:
         return self.blocks_open < self.blocks_total
 
     def holds_closed(self, table: Sequence[int]) -> bool:
-        """See ``BlockManager``. Which blocks are closed nobody knows here: any holder may give way."""
+        """See ``BlockManager``. Closed blocks are not recorded: any holder may be preempted."""
         return self.is_closing and bool(table)
 
     def grow(self, blocks: int) -> None:
@@ -111,7 +111,7 @@ class KvPool:
         return given
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the books are exactly those of the block tables in ``held``."""
+        """Raise AssertionError unless the accounting matches exactly the block tables in ``held``."""
         counted = Counter(name for table in held for name in table)
         assert self._own == counted.pop(OWN, 0), "own blocks leaked"
         assert counted == {name: n * self._each for name, n in self._holders.items() if n}, "holders are off"
@@ -169,7 +169,7 @@ class KvPool:
         """Nothing is wrong where nothing is computed."""
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the names that came and went since the call before; one that did both is in neither."""
+        """Return the names added and removed since the previous call; one that did both is in neither."""
         if not (self._added or self._removed):
             return [], []
         added, removed = list(self._added), list(self._removed)
@@ -221,7 +221,7 @@ class KvPool:
             self._idle[name] = None
 
     def _evict_beyond(self, blocks: int) -> None:
-        """Evict what nobody holds until the pool holds so many blocks."""
+        """Evict blocks without a holder until the pool holds so many blocks."""
         while self._idle and self._own + len(self._holders) * self._each > blocks:
             self._evict()
 

@@ -1,11 +1,11 @@
 """An engine process without a device: the production engine and planner, on a cost model's time.
 
-Each step is planned when it starts and told when it ends, as the agent sees a real one. Steps in which
-nothing else can happen are one event: while the same sequences decode, nobody can start, and no output,
-credit or block limit is reached, the plan of each next step is known. What such a *window* holds is written
+Each step is planned when it starts and reported when it ends, as by a real engine. Steps in which
+nothing else can happen are one event: while the same sequences decode, no other can start, and no output,
+credit or block limit is reached, the plan of each next step is fixed. What such a *window* holds is written
 down at its end. A command that arrives meanwhile ends it with the step that is under way, which is when a
 real engine would have read the command. The result is that of step-by-step execution, token by token and time
-by time; only the telling of a window's tokens waits: for its end, and for that of a single step that follows
+by time; only the report of a window's tokens waits: for its end, and for that of a single step that follows
 it, ``coalesce_s`` at most.
 """
 
@@ -34,13 +34,13 @@ from simulator.engine.sim_executor import OutputLength, SimExecutor, SimIntake, 
 from simulator.engine.tokens import Vocabulary
 
 HEARTBEAT_S: Final = 1.0
-COMMAND_S: Final = 0.0001  # a command's way to an idle engine; what is sent within it is read together
-LATE_S: Final = 1e-6  # a timer that fires later than that was held up: its process was paused
+COMMAND_S: Final = 0.0001  # delay of a command to an idle engine; commands within it are read together
+LATE_S: Final = 1e-6  # a timer that fires later than this shows that its process was paused
 MAX_WINDOW_STEPS: Final = 1024
-MAX_INBOX: Final = 1 << 16  # commands that an engine that hangs leaves unread
+MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
-Tell = Callable[[wire.Stepped | wire.Heartbeat | wire.Resized], None]
+Tell = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SimEngineSpec:
 
     @property
     def context_tokens(self) -> int:
-        """What a sequence may have: a context that the pool cannot hold is not promised."""
+        """The longest context of a sequence: never more than the pool can hold."""
         return min(self.max_model_len, self.blocks * self.block_size)
 
     @property
@@ -76,7 +76,7 @@ class SimEngineSpec:
 
 @dataclass(slots=True)
 class _Window:
-    """Steps that are decided and not yet written down: when each ends, and what it takes."""
+    """Steps that are planned and not yet recorded: the end time and the cost of each."""
 
     ends_s: list[float]
     steps_s: list[float]
@@ -84,17 +84,17 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Untold:
-    """A window that is written down: when its steps ended, and their event."""
+    """A recorded window that is not reported yet: the end times of its steps, and their event."""
 
     ends_s: list[float]
     event: wire.Stepped
 
 
 class SimEngine:
-    """Takes an agent's commands by ``send``; ``tell`` hears of each step, or window of steps, at its end.
+    """Takes an agent's commands by ``send``; its callback receives each step, or window of steps, at its end.
 
     ``call_at`` sets a timer on ``clock``. ``observe`` is called with the end of each step of a ``Stepped``,
-    before it is told. Single-threaded, in the process that it belongs to.
+    before it is reported. Single-threaded, in the process that it belongs to.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SimEngine:
         self._busy = False
         self._event: wire.Stepped | None = None  # of the step under way
         self._window: _Window | None = None
-        self._untold: _Untold | None = None  # a window that is told with the step under way
+        self._untold: _Untold | None = None  # a window that is reported with the current step
         self._timer: TimerHandle | None = None
         self._skipped_steps = 0  # those of windows, which the engine has not counted
         self._hung = False
@@ -171,7 +171,7 @@ class SimEngine:
         self._executor.slow_factor = factor
 
     def hang(self) -> None:
-        """Say and do nothing until ``unhang``."""
+        """Send and compute nothing until ``unhang``."""
         if not self._hung and not self._dead:
             self._hung = True
             self._stop_timer()
@@ -236,7 +236,7 @@ class SimEngine:
         self._set(self._at_s, self._end_step)
 
     def _end_step(self) -> None:
-        """Tell what ended, and go on."""
+        """Report what ended, and continue."""
         window, event, end_s = self._window, self._event, self._at_s
         self._window, self._event = None, None
         now_s = self._clock.monotonic_s()
@@ -284,7 +284,7 @@ class SimEngine:
                     self._intake.forget(handle)
 
     def _complete(self, event: wire.Stepped) -> wire.Stepped:
-        """Return a single step's event with what the engine does not know of."""
+        """Return a single step's event, with the data that the engine does not have."""
         for handle in event.finished:
             self._intake.forget(handle)
         if self._skipped_steps:

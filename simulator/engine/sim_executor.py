@@ -1,4 +1,4 @@
-"""What the production engine runs its batches on: no tensors, a cost and tokens that are a function."""
+"""The simulated executor of the production engine: no tensors; a cost model, and tokens by a function."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Its host, tables, grants, reports, registration and record are the production ones, over the simulated
 network. One engine serves each version that it is given; a crashed one is started again as ``version_slot``
-does, after a pause and the time that the cost model says for loading.
+does, after a pause and the loading time of the cost model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes a
 
 @dataclass(frozen=True, slots=True)
 class SimVersion:
-    """A version that a worker has loaded. ``restart_s`` overrides what its cost model says of loading."""
+    """A version that a worker has loaded. ``restart_s`` overrides the loading time of its cost model."""
 
     deployment: str
     model: str
@@ -56,7 +56,7 @@ class SimVersion:
 
 @dataclass(frozen=True, slots=True)
 class SimWorkerSpec:
-    """``sweep_s``: between two looks for what is overdue; an agent looks more often, which costs events."""
+    """``sweep_s``: between two deadline checks; a real agent checks more often, which would cost events."""
 
     worker_id: str
     address: str
@@ -70,7 +70,7 @@ class SimWorkerSpec:
 
 
 class SimSlot:
-    """One version on a worker: its engine, its table, and its way back after a crash."""
+    """One version on a worker: its engine, its table, and its restart after a crash."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class SimSlot:
             self.engine.slow(factor)
 
     def look(self, now_s: float) -> None:
-        """Kill an engine that is silent for so long that it is taken for stuck."""
+        """Kill an engine that is silent for longer than its limit."""
         limit_s = max(EngineTimeouts().silence_s, 2 * HAND_BACK_STEPS * self.version.engine.full_step_s)
         if self.engine is not None and now_s - self._heard_s > limit_s:
             self.crash()
@@ -175,7 +175,7 @@ class SimSlot:
         if self.engine is not None:
             self.engine.check_integrity()
 
-    def _hear(self, event: wire.Stepped | wire.Heartbeat | wire.Resized) -> None:
+    def _hear(self, event: wire.Stepped | wire.EngineHeartbeat | wire.Resized) -> None:
         table = self.table
         if table is None:
             return
@@ -183,7 +183,7 @@ class SimSlot:
         match event:
             case wire.Stepped():
                 table.on_stepped(event)
-            case wire.Heartbeat():
+            case wire.EngineHeartbeat():
                 table.on_heartbeat(event)
             case wire.Resized(blocks):
                 table.resize(blocks)
@@ -197,7 +197,7 @@ class SimWorker:
     """One life of a worker. Built inside its process; ``start`` begins what runs in it.
 
     ``host`` is the production host, or another that a test puts in its place; ``streams`` is what gateways
-    reach, the host itself unless told. ``output_length`` is what the model would say by itself.
+    reach, by default the host itself. ``output_length`` is the model's output length without a limit.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class SimWorker:
             slot.crash()
 
     def hang_engine(self) -> None:
-        """No engine says or does anything until ``unhang_engine``, or until the agent kills it."""
+        """No engine sends or computes anything until ``unhang_engine``, or until the agent kills it."""
         for slot in self.slots.values():
             if slot.engine is not None:
                 slot.engine.hang()
@@ -303,7 +303,7 @@ class SimWorker:
                 slot.engine.unhang()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the books of the host or of an engine are wrong."""
+        """Raise AssertionError when the accounting of the host or of an engine is wrong."""
         self.host.check_integrity()
         for slot in self.slots.values():
             slot.check_integrity()
@@ -351,4 +351,4 @@ class SimWorker:
 
 
 def _ignore() -> None:
-    """Until the reporter is there nobody is told."""
+    """Placeholder callback until the reporter is constructed."""

@@ -1,4 +1,4 @@
-"""A sequence's tokens without keeping them: output is a function of (seed, choice, position)."""
+"""A sequence's tokens without storing them: output is a function of (seed, choice, position)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def output_tokens(seed: int, choice: int, count: int, *, vocab_size: int, eos_id
 class SimTokens(MutableSequence[int]):
     """Prompt and output by their count. ``end`` is the length at which the output ends by itself.
 
-    What is appended is what the function says, so that only the count changes.
+    Appended tokens are those of the function, so only the count changes.
     """
 
     __slots__ = ("_prompt", "_vocabulary", "end", "key", "length", "prompt_tokens")

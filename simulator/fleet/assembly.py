@@ -1,4 +1,4 @@
-"""The processes of a simulated fleet, by name: made, ended and made again."""
+"""The processes of a simulated fleet, by name: their start, end and restart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _START_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the fleet is made of. A test that wants to be found out puts a broken variant in."""
+    """What the fleet is made of. Tests of the invariants substitute a broken variant."""
 
     gateway: type[GatewayNode] = GatewayNode
     scheduler: type[SchedulerNode] = SchedulerNode
@@ -55,7 +55,7 @@ class Parts:
 
 
 class SimFleet:
-    """Everything of one run. Made, started, loaded and settled inside the simulation's loop."""
+    """All components of one run. Constructed, started, loaded and settled inside the simulation's loop."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class SimFleet:
     # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Return once a scheduler leads, every worker reported to it and every gateway asks it."""
+        """Return once a scheduler leads, every worker has reported to it and every gateway uses it."""
         await self._write_records()
         for name in self._names:
             self.processes[name] = self._process(name)
@@ -127,7 +127,7 @@ class SimFleet:
 
     @property
     def ready(self) -> bool:
-        """Everything runs and knows of each other."""
+        """Every process runs and has discovered the others."""
         term = self.term
         if term is None or term.workers_by_state["placed_on"] < len(self.workers):
             return False
@@ -148,7 +148,7 @@ class SimFleet:
     # --- processes --------------------------------------------------------------------------------
 
     def crash(self, name: str, *, silent: bool = False) -> None:
-        """Kill a process; whoever had connections to it hears so, unless its machine is gone with it."""
+        """Kill a process. Its peers observe the broken connections, unless its machine is lost too."""
         self.trace.note(name, "crashed")
         self.processes[name].crash(silent=silent)
         if name in self.gateways:

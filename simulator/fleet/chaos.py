@@ -1,4 +1,4 @@
-"""The load and the fleet of one seed of ``make sim``: small, mixed and mean."""
+"""The load and the fleet of one seed of ``make sim``: small, mixed, and with many faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults, carried out on a fleet: what each strikes, and how it heals."""
+"""Faults, carried out on a fleet: the target of each, and how it heals."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Strikes(GrantListener):
         return resume
 
     def _flap(self, name: str | None) -> Callable[[], None] | None:
-        """Crash and come back, again and again."""
+        """Crash and restart repeatedly."""
         if name is None:
             return None
         fleet, timers = self._fleet, list[asyncio.TimerHandle]()

@@ -67,8 +67,8 @@ def simulate(
     """Return what became of a load on a fleet. Same arguments, same report.
 
     ``load`` is read as it is due, so that it may be longer than memory; its arrivals never go back.
-    ``on_record`` hears of each request when it ended; nothing of it is kept here. With ``invariants``, plans
-    end ``PLANS_S`` after the load, the fleet is healed, has to come to rest, and is judged; ``looks`` says
+    ``on_record`` receives each request when it ended; no record is stored here. With ``invariants``, plans
+    end ``PLANS_S`` after the load, the fleet is healed, has to come to rest, and is judged; ``looks`` sets
     when they look at the fleet before. ``show`` is given the trace line by line.
     """
     outcomes: Counter[str] = Counter()
@@ -130,7 +130,7 @@ async def _run(spec: FleetSpec, loop: VirtualTimeLoop, load: Iterable[SimRequest
 
 @contextmanager
 def _no_logs() -> Iterator[None]:
-    """Nobody reads a simulation's log lines, and writing them would take most of its time."""
+    """A simulation's log lines are dropped: writing them would take most of its time."""
     before = structlog.get_config() if structlog.is_configured() else None
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:

@@ -1,4 +1,4 @@
-"""Every grant and every start of a run, as the scheduler and the worker saw it: what invariants are told.
+"""Every grant and every start of a run, as scheduler and worker observed it: the input of invariants.
 
 The scheduler's side is its queue's observer, called as the grant is given; the worker's side stands between
 the gateway's stream and the worker's host. Both only look.
@@ -52,13 +52,13 @@ class GrantListener:
         """The worker has just charged a tenant for what it computed."""
 
     def ended(self, worker_id: str, usage: SequenceUsage) -> None:
-        """The worker has just said its last word on a sequence."""
+        """The worker has just sent the last message of a sequence."""
 
 
 class GrantWatch(GrantListener):
-    """Hands what it sees to its listeners, in the order of their coming.
+    """Hands what it sees to its listeners, in the order of arrival.
 
-    ``was_ejected``: whether the worker of the grant that is told of was barred when it was chosen. A worker
+    ``was_ejected``: whether the worker of the reported grant was barred when it was chosen. A worker
     that is tried again is barred from the grant on until the trial has ended.
     """
 
@@ -67,7 +67,7 @@ class GrantWatch(GrantListener):
         self.was_ejected = False
 
     def telemetry(self, clock: Clock) -> SchedulerTelemetry:
-        """Return what a scheduler tells of its placements."""
+        """Return the scheduler's placement callbacks."""
         return _WatchedTelemetry(self, clock)
 
     def term_began(self, term: Term) -> None:
@@ -104,7 +104,7 @@ class GrantWatch(GrantListener):
 
 
 class _WatchedTelemetry(SchedulerTelemetry):
-    """Production's telemetry of a process that nobody scrapes, and the watch's ear."""
+    """Production's telemetry of a process without a scraper; it also feeds the watch."""
 
     def __init__(self, watch: GrantWatch, clock: Clock) -> None:
         super().__init__(Metrics(), clock)

@@ -25,7 +25,7 @@ async def heal_all(fleet: SimFleet) -> None:
 
 
 async def come_to_rest(fleet: SimFleet) -> None:
-    """Return once nobody holds anything any more; add a violation when that does not happen in time."""
+    """Return once no component holds a resource; add a violation when that does not happen in time."""
     deadline_s = fleet.loop.now_s + _PATIENCE_S
     while not fleet.ready or leftovers(fleet):
         if fleet.loop.now_s > deadline_s:

@@ -97,7 +97,7 @@ def scale_load(requests: int, *, workers: int, seed: int) -> Iterator[SimRequest
 
 
 class _Ended:
-    """Says now and then how far the run is, and remembers what it held at each quarter of the requests.
+    """Reports progress periodically, and records what the run held at each quarter of the requests.
 
     ``cpu_s_per_request`` leaves out the start of the fleet: it counts from the first end to the last.
     """
@@ -126,7 +126,7 @@ class _Ended:
 
 
 def rss_mib() -> int:
-    """Return what the process holds in memory now, or its most where the system does not tell."""
+    """Return what the process holds in memory now, or its maximum where the system does not report it."""
     if not _STATM.exists():
         return peak_rss_mib()
     return int(_STATM.read_text().split()[1]) * resource.getpagesize() >> 20

@@ -36,8 +36,8 @@ from simulator.invariants.instants import Looks
 from simulator.invariants.invariant import Invariant
 from simulator.invariants.shedding import Shedding
 
-# Went on elsewhere after the loss of a worker; came through another gateway; was given less than it asked
-# for; was sent again after a refusal; was placed by a gateway that heard no leader.
+# Continued elsewhere after the loss of a worker; came through another gateway; had its output limit
+# reduced; was sent again after a refusal; was placed by a gateway without a leader.
 REACHES: Final = ("resumed", "asked again", "degraded", "retried", "placed alone")
 
 
@@ -136,7 +136,7 @@ def _seed(
 def run_seeds(
     seeds: Iterable[int], *, workers: int, requests: int, processes: int, tell: Callable[[SeedResult], None]
 ) -> Total:
-    """Return all seeds together; ``tell`` hears of each as it ends."""
+    """Return all seeds together; The callback receives each as it ends."""
     total = Total()
     work = partial(run_seed, workers=workers, requests=requests)
     if processes <= 1:

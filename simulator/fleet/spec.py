@@ -58,9 +58,9 @@ class FleetSpec:
 
     ``term`` is what every scheduler decides by: another queue order or placement profile makes a baseline.
     ``worker_kinds`` are dealt out in turn. ``idempotency`` gives the gateways a record store. ``skewed``:
-    every process has clocks of its own. ``engine_restart_s``: how long an engine loads, None for what its
-    cost model says. ``coalesce_s``: for how long an engine may keep steps without events to itself.
-    ``settled_keep_s``: for how long Redis knows that a request was settled.
+    every process has clocks of its own. ``engine_restart_s``: how long an engine loads, None for that of its
+    cost model. ``coalesce_s``: for how long an engine may keep steps without events to itself.
+    ``settled_keep_s``: for how long Redis stores that a request was settled.
     """
 
     workers: int = 20

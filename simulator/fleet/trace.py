@@ -1,4 +1,4 @@
-"""What happened in a run, in order: a digest always, the lines only where somebody reads them."""
+"""What happened in a run, in order: a digest always, the lines only for a reader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 
 class Trace:
-    """Two runs with the same digest told the same events at the same times."""
+    """Two runs with the same digest recorded the same events at the same times."""
 
     def __init__(self, now_s: Callable[[], float], show: Callable[[str], None] | None = None) -> None:
         self._now_s = now_s

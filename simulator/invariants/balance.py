@@ -1,4 +1,4 @@
-"""KV, slots and grants balance: each book agrees with itself always, and is empty once nothing runs."""
+"""KV, slots and grants balance: the accounting is always consistent, and empty once nothing runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Balance:
 
 
 def leftovers(fleet: SimFleet) -> dict[str, int]:
-    """Return what somebody still holds, by a name of it; empty in a fleet at rest."""
+    """Return the resources still held, by name; empty in a fleet at rest."""
     found: dict[str, int] = {"clients": len(fleet.clients.present)}
     for name, worker in fleet.workers.items():
         found |= {f"{name} {what}": count for what, count in worker.held().items()}

@@ -154,7 +154,7 @@ class Fairness(GrantListener):
                 del found.pairs[pair]
 
     def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
-        """Count it with what the client allows, until its start tells what it costs."""
+        """Count it with what the client allows, until its start reports its cost."""
         request = spec.request_id, spec.choice
         tenant = self._classes[spec.priority].tenants[spec.tenant_id]
         if request in self._flights:  # which came to nothing, or was broken off

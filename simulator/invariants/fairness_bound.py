@@ -1,6 +1,6 @@
-"""How far two tenants may come apart: in what is granted to them, and in what they are served.
+"""The largest allowed difference between two tenants, in granted and in served tokens.
 
-What the counters of ``fairness`` promise, for checking and for telling: nothing is decided by it. The
+What the counters of ``fairness`` promise, for checks and reports: no decision uses it. The
 derivation is in docs/architecture/fairness.md.
 
 Pure: values only.

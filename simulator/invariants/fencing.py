@@ -1,4 +1,4 @@
-"""No grant on a worker that the scheduler knows it may not use; no start under a right that is none."""
+"""No grant on a worker that the scheduler has barred; no start under an invalid right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEMBERED: Final = 4096
 
 class Fencing(GrantListener):
     """``admitted`` remembers grants for as long as they could be used twice, by worker. ``alone`` counts the
-    sequences that gateways placed while they heard no leader."""
+    sequences that gateways placed without a leader."""
 
     def __init__(self, rules: FallbackRules | None = None) -> None:
         self._rules = rules if rules is not None else FallbackRules()
@@ -77,8 +77,8 @@ class Fencing(GrantListener):
             del admitted[next(iter(admitted))]
 
     def _started_alone(self, worker_id: str, grant: FallbackGrant) -> None:
-        """Nobody granted it: that is right only on a worker that heard no leader for long, within its credit,
-        from a gateway that knew of the newest leader it had heard of."""
+        """A start without a scheduler's grant is valid only on a worker long without a leader, within its
+        credit, from a gateway whose last observed term is not older than the worker's."""
         self.alone += 1
         node = self._fleet.workers[worker_id]
         books, rules = node.host.grants, self._rules

@@ -1,4 +1,4 @@
-"""When a fleet is looked at besides the samples: at the end of each instant at which something happened."""
+"""When invariants check a fleet besides the samples: at the end of each instant with an event."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Looks(Enum):
 
 
 class Instants(GrantListener):
-    """Asks all invariants at the end of instants. Changes nothing: a run with it has the same trace."""
+    """Checks all invariants at the end of instants. Changes nothing: a run with it has the same trace."""
 
     def __init__(self, fleet: SimFleet, invariants: Sequence[Invariant], looks: Looks) -> None:
         """Listen to the fleet from now on."""

@@ -1,4 +1,4 @@
-"""What every invariant is, and the plan that asks all of them while a fleet runs."""
+"""What every invariant is, and the plan that checks all of them while a fleet runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Invariant(Protocol):
     """Adds what does not hold to the fleet's violations, under its own name."""
 
     def watch(self, fleet: SimFleet) -> None:
-        """The fleet started: listen to what is checked at each event."""
+        """The fleet started: subscribe to the events that are checked."""
 
     def sample(self, fleet: SimFleet) -> None:
         """Look at the fleet between two events."""
 
     def touched(self, fleet: SimFleet, names: Iterable[str]) -> None:
-        """Look at these workers and schedulers: something happened there in the instant that ends."""
+        """Check these workers and schedulers: each had an event in the instant that ends."""
 
     def at_rest(self, fleet: SimFleet) -> None:
-        """Look at a fleet in which nothing runs or waits any more."""
+        """Check a fleet in which nothing runs or waits."""
 
 
 class Sampling:

@@ -1,4 +1,4 @@
-"""No class inversion: while somebody is refused for overload, nobody of a lower class goes on waiting."""
+"""No class inversion: while a request is refused for overload, none of a lower class stays queued."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INVERSION: Final = "class-inversion"
 
 
 class Shedding(GrantListener):
-    """``refusals`` counts what was refused for overload, so that a test knows that something was judged."""
+    """``refusals`` counts what was refused for overload, so that a test can check that it is not zero."""
 
     def __init__(self) -> None:
         self.refusals = 0

@@ -36,7 +36,7 @@ class Violations:
             self.found.append(Violation(invariant, self._now_s(), text))
 
     def expect(self, holds: bool, invariant: str, text: Callable[[], str]) -> None:
-        """Add a violation unless it holds. ``text`` is asked for only then."""
+        """Add a violation unless it holds. ``text`` is called only then."""
         if not holds:
             self.add(invariant, text())
 

@@ -1,6 +1,6 @@
 """A connection between two simulated processes: a pipe each way, in order, and an end at each process.
 
-A pipe carries messages that change hands: whoever sent one leaves it alone from then on. What is sent while
+A pipe transfers ownership of its messages: a sender does not touch one after sending it. What is sent while
 its way is cut waits, as TCP sends it again; what is sent into a pipe that vanishes is lost, and all that
 comes after it. A sender that waits (``send``) is at most ``WINDOW`` messages ahead of its reader.
 """
@@ -33,7 +33,7 @@ class Silent(Exception):
 
 
 class Roads(Protocol):
-    """What a pipe asks of its network."""
+    """What a pipe needs from its network."""
 
     @property
     def loop(self) -> VirtualTimeLoop: ...
@@ -42,7 +42,7 @@ class Roads(Protocol):
         """Return how long the next message takes."""
 
     def holds(self, pipe: Pipe) -> bool:
-        """Whether the way is cut; then the pipe is told by ``flush`` when it is whole again."""
+        """Whether the way is cut; ``flush`` notifies the pipe when it is whole again."""
 
     def forget(self, end: Connection) -> None:
         """The end is over."""
@@ -88,13 +88,13 @@ class Pipe:
             roads.loop.at(arrival_s, self._arrive, context=self.context)
 
     def flush(self) -> None:
-        """The way is whole again: what waited is sent."""
+        """Send what waited: the route is whole again."""
         waiting, self._waiting = self._waiting, deque()
         for message in waiting:
             self.carry(message)
 
     def vanish(self) -> None:
-        """What waits is lost too; what is under way arrives."""
+        """Queued messages are lost too; messages in flight arrive."""
         self.vanished = True
         self._waiting.clear()
 
@@ -119,7 +119,7 @@ class _End:
 
 
 class Opened:
-    """The first message of the way back: whoever waits for the connection has it now."""
+    """The first message of the way back: the task that waits for the connection has it now."""
 
     __slots__ = ("_answer", "_end")
 
@@ -135,7 +135,7 @@ class Opened:
 
 
 class _Room:
-    """The reader of the other pipe took so much that its sender may go on."""
+    """The reader of the other pipe has read so much that its sender may continue."""
 
 
 _ROOM: Final = _Room()
@@ -159,8 +159,8 @@ class Connection:
         self._over: Broken | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writers: deque[asyncio.Future[None]] = deque()
-        self._ahead = 0  # messages of ours that the peer did not say it has read
-        self._read = 0  # messages of the peer that it was not told we read
+        self._ahead = 0  # messages of ours without an acknowledgement of the peer
+        self._read = 0  # messages of the peer that we read and did not acknowledge
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = 0.0
         self._patience_s = 0.0  # by our process's clock
@@ -198,7 +198,7 @@ class Connection:
     async def receive(self, within_s: float | None = None) -> Any:
         """Return the next message. Raises Broken after the last, Silent when none came in time.
 
-        Time is that of the process, so one that was paused for longer may hear of silence although
+        Time is that of the process, so one that was paused for longer may report silence although
         something came meanwhile.
         """
         while not self._inbox:
@@ -250,13 +250,13 @@ class Connection:
                 self._reader.set_result(None)
 
     def break_off(self, text: str) -> None:
-        """Both ends hear that the connection is gone, this one at once."""
+        """Break the connection: both ends observe it, this one at once."""
         if self._over is None:
             self.outgoing.carry(_End(text, None))
             self.process.call_soon(self.arrived, _End(text, None))
 
     def lost(self, text: str, *, silent: bool) -> None:
-        """The process is dead; its peer hears of it unless the machine died too."""
+        """The process is dead; its peer observes it unless the machine died too."""
         if self._over is None:
             if silent:
                 self.outgoing.vanish()
@@ -290,7 +290,7 @@ class Connection:
                 self.outgoing.carry(_ROOM)
 
     def _set_alarm(self, within_s: float) -> None:
-        """One timer serves many waits: it looks again when it rings before the last one is due."""
+        """One timer serves many waits: it is set again when it fires before the last deadline."""
         now_s = self._roads.loop.now_s
         process = self.process
         self._patience_s = process.local_s(now_s) + within_s

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Owner:
-    """Whose callbacks they are. Those of a stopped owner do not run: if it is paused, later; if dead, never.
+    """The owner of callbacks. Callbacks of a paused owner run later; those of a dead owner never run.
 
     ``rate`` and ``offset_s`` make the owner's monotonic clock: ``offset_s + loop seconds * rate``.
     """
@@ -87,7 +87,7 @@ class Timer(asyncio.TimerHandle):
         context: Context,
         told: Callable[[], None],
     ) -> None:
-        """``told`` is called when it is cancelled while it is scheduled."""
+        """Calls back when it is cancelled while it is scheduled."""
         self._when = when_s
         self._callback = callback
         self._args = args
@@ -140,14 +140,14 @@ class Task(asyncio.Task[T]):
 
 @runtime_checkable
 class Numbering(Protocol):
-    """What a future asks of its loop."""
+    """What a future needs from its loop."""
 
     def next_number(self) -> int:
         """Return a number that no other object of the loop has."""
 
 
 class Future(asyncio.Future[T]):
-    """A future whose hash is a number, drawn when it is first asked for: of most futures it never is."""
+    """A future whose hash is a number, drawn at first use: most futures never use it."""
 
     __slots__ = ("number",)
 

@@ -48,7 +48,7 @@ class LimitReached(SimulationError):
 
 
 class CallbackFailed(SimulationError):
-    """A callback or a task that nobody waits for raised; the cause is chained."""
+    """A callback or a task without a waiter raised; the cause is chained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class VirtualTimeLoop(InsideLoop):
         if when_s > self.now_s:
             if self.after_instant is not None:
                 self.after_instant()
-                if self._ready:  # the hook may act: what it asked for is of this instant
+                if self._ready:  # the hook may act: what it scheduled is of this instant
                     return
                 when_s = max(self.now_s, timers[0][0])
             if when_s > self.limits.virtual_s:
@@ -240,7 +240,7 @@ class VirtualTimeLoop(InsideLoop):
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
         handle = Handle(callback, args, context if context is not None else copy_context())
-        if not self._closed:  # what a coroutine that is dropped at the end still asks for
+        if not self._closed:  # what a coroutine that is dropped at the end still requests
             self._ready.append(handle)
         return handle
 
@@ -264,7 +264,7 @@ class VirtualTimeLoop(InsideLoop):
     def at(
         self, when_s: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Timer:
-        """Call at an instant of the loop, whoever's clock runs; now if that has passed."""
+        """Call at an instant of the loop, whatever a process's clock shows; now if that has passed."""
         timer = Timer(
             when_s, callback, args, context if context is not None else copy_context(), self._told_cancelled
         )
@@ -366,14 +366,14 @@ class VirtualTimeLoop(InsideLoop):
     # --- ends -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Drop everything that waits; what its finalisers ask of the loop is ignored. Idempotent."""
+        """Drop everything that waits; requests of its finalisers to the loop are ignored. Idempotent."""
         if self._closed:
             return
         assert not self._running, "a loop that runs cannot be closed"
         self._closed = True
         tasks = sorted(self.tasks(), key=lambda task: task.number)
         running = events._get_running_loop()
-        events._set_running_loop(self)  # a finaliser that starts a task asks for the loop first
+        events._set_running_loop(self)  # a finaliser that starts a task gets the loop first
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()
@@ -400,7 +400,7 @@ class VirtualTimeLoop(InsideLoop):
         return
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Asyncio's way to tell of an exception that nobody takes: it ends the run."""
+        """Asyncio's hook for an unhandled exception: it ends the run."""
         if self._failure is None and not self._closed:
             error = context.get("exception")
             self._failure = CallbackFailed(f"{context.get('message')} at {self.now_s:.6f} s: {error!r}")
@@ -429,7 +429,7 @@ class VirtualTimeLoop(InsideLoop):
         self._generators[generator] = OWNER.get()
 
     def _generator_dropped(self, generator: AsyncGenerator[Any, Any]) -> None:
-        """An async generator that nobody closed: its owner closes it, unless it is dead."""
+        """An async generator was not closed: its owner closes it, unless it is dead."""
         owner = self._generators.get(generator)
         if self._closed or (owner is not None and owner.dead):
             self._graves.append(generator)

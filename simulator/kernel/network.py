@@ -22,7 +22,7 @@ _NOBODYS: Final = Context()  # nothing is set in it, and what runs in it sets no
 
 
 class Unreachable(Exception):
-    """No connection or answer: nobody listens, or nothing was heard within the time."""
+    """No connection or answer: there is no listener, or nothing arrived within the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Listener:
     accept: Callable[[Connection], None]
     context: Context
     answers: Any
-    gone: bool = False  # with its machine: nobody says that nobody listens
+    gone: bool = False  # with its machine: no refusal is sent
 
 
 class Network:
@@ -164,7 +164,7 @@ class Network:
             end.outgoing.vanish()
 
     def disconnect(self, left: str, right: str) -> None:
-        """The present connections between the two break; each side hears of it."""
+        """The present connections between the two break; each side observes it."""
         for end in self._between(left, right):
             end.break_off("the connection was reset")
 
@@ -201,7 +201,7 @@ class Network:
         return (name, self._host(address)) not in self._cuts
 
     def _knock(self, process: Process, address: str, answer: asyncio.Future[Connection]) -> None:
-        """A connection request reaches the machine, which refuses it if nobody listens."""
+        """A connection request reaches the machine, which refuses it without a listener."""
         listener = self._listeners.get(address)
         if listener is None or listener.process.dead:
             if listener is None or not listener.gone:

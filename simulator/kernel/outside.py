@@ -8,11 +8,11 @@ from typing import Any
 
 
 class SimulationError(RuntimeError):
-    """The program under simulation does something that no simulation can go on with."""
+    """The program under simulation does something that a simulation cannot continue after."""
 
 
 class OutsideWorld(SimulationError):
-    """The program asks the loop for real I/O, a signal or a process."""
+    """The program requests real I/O, a signal or a process."""
 
 
 def _outside(name: str) -> Callable[..., Any]:

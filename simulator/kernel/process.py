@@ -1,4 +1,4 @@
-"""A simulated process: what its clocks show, and how it stops, dies and comes back."""
+"""A simulated process: its clocks, and how it stops, crashes and restarts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Process(Owner):
     # --- what happens to it -----------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop it as SIGSTOP does: time goes on, its clocks too, and what falls due waits."""
+        """Stop it as SIGSTOP does: time and its clocks continue, and due callbacks wait."""
         self._check_outside()
         self.loop.owner_stopped(self)
 
@@ -115,7 +115,7 @@ class Process(Owner):
     def crash(self, *, silent: bool = False) -> None:
         """Kill it: none of it runs any more, and its connections break for its peers after a latency.
 
-        ``silent``: the machine is gone with it, so that nobody tells the peers. Idempotent.
+        ``silent``: the machine is lost with it, so that the peers are not notified. Idempotent.
         """
         if self.dead:
             return

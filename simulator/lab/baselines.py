@@ -2,7 +2,7 @@
 
 A baseline gets everything that it does not replace: one queue for the fleet from which a request leaves only
 as a grant on a worker that has room for it, KV admission, prefix caches in the workers, ejection, shedding.
-So a difference is the replaced decision's alone. docs/decisions/0018-comparison-baselines.md says why each
+Any difference is due to the replaced decision. docs/decisions/0018-comparison-baselines.md explains why each
 is as it is.
 """
 
@@ -21,7 +21,7 @@ TIE: Final = 0.01  # far below any difference in the score that it breaks
 
 
 class NextInTurn:
-    """Scores the worker highest whose turn it is: each placement goes to the next one that has room.
+    """Round robin: scores highest the worker after the last one used that has room.
 
     Holds the turn, so that every scheduler needs one of its own. A query that is scored is placed, and all
     its candidates are scored in a row: a query that was not the last one takes the next turn.
@@ -35,7 +35,7 @@ class NextInTurn:
         self._ahead: tuple[int, int] | None = None
 
     def __call__(self, query: PlaceQuery, offer: Offer) -> float:
-        """Return 1 for the worker whose turn it is, less for each that comes before another."""
+        """Return 1 for the next worker in the order, less for each that comes before another."""
         if query is not self._last:
             if self._ahead is not None:  # the last query went to the nearest one
                 self._turn = (self._ahead[1] + 1) % len(self._places)

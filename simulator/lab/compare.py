@@ -164,7 +164,7 @@ def _or_never(form: str) -> Callable[[float], str]:
 
 
 def result(results: Results) -> dict[str, float | None]:
-    """Return what the RESULT line says. None: a figure without a value, as for what never happened."""
+    """Return the content of the RESULT line. None: a figure without a value, as for what never happened."""
     others = [policy.name for policy in POLICIES if policy is not OURS]
     ttft, goodput = [], []
     for trace in TRACES:

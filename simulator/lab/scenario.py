@@ -25,7 +25,7 @@ STEP_TOKENS: Final = 2048
 
 
 class ScenarioError(Exception):
-    """A scenario that is not there or cannot be used; the message says what to do."""
+    """A scenario that is not there or cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.gateway.service import GatewayService
+from services.gateway.service_interface import drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason
@@ -60,7 +61,7 @@ async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> No
         async with asyncio.timeout(30):
             await _back(shared)
             assert await shared.concurrency("t") == 1, "the slot is held until it is settled"
-        await _service(limiter).drain(0.0)
+        await drain(_service(limiter), CLOCK, 0.0)
         assert limiter.unsettled == 0
         assert await shared.concurrency("t") == 0
         assert (await shared.usage("t")).output_tokens == 4

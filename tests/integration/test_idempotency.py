@@ -10,8 +10,9 @@ import redis.asyncio
 
 from services.core import errors
 from services.core.generation import Usage
+from services.gateway.service_interface import drain
 from services.ports.idempotency import RecordLimits
-from tests.support.keyed_gateways import Answer, Fleet, Gateway, gateways, keyed_limits, token
+from tests.support.keyed_gateways import CLOCK, Answer, Fleet, Gateway, gateways, keyed_limits, token
 from tests.support.waiting import until
 
 TIMEOUT_S = 60
@@ -180,7 +181,7 @@ async def test_a_passing_failure_is_gone_on_from(redis_url: str, fleet: Fleet) -
     async with gateways(redis_url, fleet, 2) as (left, right):
         first = asyncio.create_task(left.ask("k"))
         await until(lambda: fleet.engine_tokens == 12)
-        assert await left.service.drain(0.1) == 1
+        assert await drain(left.service, CLOCK, 0.1) == 1
         cut = await first
         assert isinstance(cut.error, errors.Draining)
         assert await usage(right) == Usage(5, 12)

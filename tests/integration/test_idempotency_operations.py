@@ -11,13 +11,14 @@ import pytest
 
 from services.core import errors
 from services.core.generation import Usage
+from services.gateway.service_interface import drain
 from services.ports.idempotency import (
     Addition,
     Claim,
     Hold,
     IdempotencyStore,
+    LogTail,
     RecordKey,
-    Tail,
     Written,
 )
 from services.ports.limiter import Reservation
@@ -68,7 +69,7 @@ class Between:
     ) -> Written:
         return await self._inner.release(hold, chunk, reservation, usage)
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         self._break("read")
         return await self._inner.read(key, start, watch=watch)
 
@@ -228,7 +229,7 @@ async def test_a_drain_ends_every_client_of_a_key(redis_url: str, fleet: Fleet) 
         await until(lambda: right.counted(CLAIMS, outcome="attached") == 1)
         stream = right.stream("another", max_output_tokens=1)
         late = asyncio.ensure_future(anext(stream))
-        drained = asyncio.create_task(right.service.drain(0.0))
+        drained = asyncio.create_task(drain(right.service, CLOCK, 0.0))
         assert isinstance((await asyncio.gather(late, return_exceptions=True))[0], errors.Draining)
         answers = await asyncio.gather(*followers)
         assert all(isinstance(answer.error, errors.Draining) for answer in answers), answers
@@ -254,7 +255,7 @@ async def test_a_drain_writes_the_ends_that_were_kept(own_redis: Any, fleet: Fle
         assert left.counted("fairway_idempotency_endings_unwritten") == 1
         await asyncio.to_thread(own_redis.start)
         await until_asked(left)
-        await left.service.drain(1.0)
+        await drain(left.service, CLOCK, 1.0)
         assert left.counted("fairway_idempotency_endings_unwritten") == 0
         again = await right.ask("k")
         assert again.same_as(answer)

@@ -125,8 +125,8 @@ async def stop_flushing(gateway: Gateway) -> None:
     (task,) = (found for found in asyncio.all_tasks() if found.get_name() == f"flush {gateway.name}")
     task.cancel()
     async with asyncio.timeout(TIMEOUT_S):
-        for tenure in gateway.keyed.owned():
-            while (await gateway.store.read(tenure.hold.key, 0, watch=False)).state is RecordState.RUNNING:
+        for ownership in gateway.keyed.owned():
+            while (await gateway.store.read(ownership.hold.key, 0, watch=False)).state is RecordState.RUNNING:
                 await asyncio.sleep(0.02)
 
 

@@ -61,7 +61,7 @@ async def control_plane(store: Store, name: str) -> AsyncIterator[Plane]:
     supervisor = Supervisor(CLOCK)
     informer = fleet_informer(store)
     election = Election(store, KEY, dump(Leader(name, "")), 2, CLOCK)
-    reconciler = Reconciler(store, informer, election, KEY, CLOCK, chronicle=EventRecorder(store, CLOCK))
+    reconciler = Reconciler(store, informer, election, KEY, CLOCK, events=EventRecorder(store, CLOCK))
     supervisor.spawn("informer", informer.run())
     campaign = supervisor.spawn("election", election.run())
     supervisor.spawn("reconciler", reconciler.run())
@@ -156,7 +156,7 @@ async def test_deposed_leader_writes_nothing() -> None:
         assert entry is not None
         informer = await synced(store, supervisor)
         reconciler = Reconciler(
-            store, informer, Deposed(entry.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
+            store, informer, Deposed(entry.create_revision), KEY, CLOCK, events=EventRecorder(store, CLOCK)
         )
         await store.commit([Delete(KEY)])
         assert not await reconciler.reconcile(entry.create_revision)
@@ -168,7 +168,7 @@ async def test_deposed_leader_writes_nothing() -> None:
         new = await store.get(KEY)
         assert new is not None
         reconciler = Reconciler(
-            store, informer, Deposed(new.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
+            store, informer, Deposed(new.create_revision), KEY, CLOCK, events=EventRecorder(store, CLOCK)
         )
         assert await reconciler.reconcile(new.create_revision)
         assert await assignments(store) == {"w0": ["d", "short"]}
@@ -189,7 +189,7 @@ async def test_write_on_an_old_view_is_refused_and_planned_again() -> None:
         assert entry is not None
         informer = await synced(store, supervisor)
         reconciler = Reconciler(
-            store, informer, Deposed(entry.create_revision), KEY, CLOCK, chronicle=EventRecorder(store, CLOCK)
+            store, informer, Deposed(entry.create_revision), KEY, CLOCK, events=EventRecorder(store, CLOCK)
         )
         other = Assignment("w0", (AssignedVersion("d", "m", "sha256:0"),))
         await put(store, ASSIGNMENTS + "w0", other)  # the view does not know it yet
@@ -226,7 +226,7 @@ async def test_epoch_is_asked_before_each_write(epoch: int | None) -> None:
             leadership,
             KEY,
             CLOCK,
-            chronicle=EventRecorder(store, CLOCK),
+            events=EventRecorder(store, CLOCK),
         )
         leadership.epoch = epoch
         assert not await reconciler.reconcile(entry.create_revision)

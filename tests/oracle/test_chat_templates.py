@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig
 from transformers.utils import chat_template_utils
 
-from services.gateway.text.text_model import Message
+from services.gateway.text.text_model import ChatMessage
 from services.worker.engine.load.config import eos_ids
 from tests.support import chat_cases
 from tests.support.chat_cases import FAMILIES, NOW_S, TOKENS
@@ -25,7 +25,7 @@ class StoppedClock:
         return datetime.fromtimestamp(NOW_S, UTC)
 
 
-def of_transformers(source: str, messages: list[Message]) -> str:
+def of_transformers(source: str, messages: list[ChatMessage]) -> str:
     turns = [
         {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
         for message in messages
@@ -37,7 +37,7 @@ def of_transformers(source: str, messages: list[Message]) -> str:
     return str(found[0][0])
 
 
-def compare(source: str, messages: list[Message]) -> None:
+def compare(source: str, messages: list[ChatMessage]) -> None:
     """The environment to which the unit tests compare renders as transformers does."""
     try:
         wanted = of_transformers(source, messages)

@@ -19,7 +19,7 @@ from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
 from services.core.fleet import Granted, PlacementRefused
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.convert.decisions import worker_from_proto, worker_to_proto
+from services.rpc.convert.decisions import worker_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -259,6 +259,7 @@ def test_no_number_of_one_worker_spoils_the_list_of_all() -> None:
         "d", 1, 1, 1, 1, 1, 1, 1, True, measured_step_s=NAN, predicted_step_s=1e300, slowness_ratio=1
     )
     worker = FleetWorker("w1", "h:1", 1, "", "", 0.0, "placed_on", -1.0, 0, (health,))
-    told = worker_from_proto(worker_to_proto(worker))
-    assert told.pools[0].predicted_step_s == 1e9
-    assert told.pools[0].measured_step_s == told.silent_s == 0.0
+    told = worker_to_proto(worker)
+    assert told.pools[0].predicted_step.ToMicroseconds() == 1e15
+    assert told.pools[0].HasField("measured_step")
+    assert told.pools[0].measured_step.ToMicroseconds() == told.last_report.ToMicroseconds() == 0

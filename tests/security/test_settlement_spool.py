@@ -334,6 +334,6 @@ async def test_the_usage_of_a_keyed_request_does_not_wait_for_its_record(redis_u
         lost[0].away = False
         await gateway.at_rest()
         async with asyncio.timeout(5):
-            while gateway.keyed._unwritten._runs:
+            while gateway.keyed._pending_ends._runs:
                 await asyncio.sleep(0.01)
         assert await gateway.limiter.usage(fleet.tenant) == Usage(5, 20), "counted once, by either way"

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.gateway.text.text_model import Message
+from services.gateway.text.text_model import ChatMessage
 
 TOKENS: Final = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 NOW_S: Final = 1_800_000_000.0
@@ -291,7 +291,7 @@ def _stock(source: str) -> jinja2.Template:
     return stock_environment().from_string(source)
 
 
-def expected(source: str, messages: Sequence[Message]) -> str:
+def expected(source: str, messages: Sequence[ChatMessage]) -> str:
     """Return what transformers writes. Raises Refused, or what the template's mistake raises."""
     turns = [_turn(message) for message in messages]
     return _stock(source).render(
@@ -299,7 +299,7 @@ def expected(source: str, messages: Sequence[Message]) -> str:
     )
 
 
-def _turn(message: Message) -> dict[str, str]:
+def _turn(message: ChatMessage) -> dict[str, str]:
     turn = {"role": message.role, "content": message.content}
     return turn | {"name": message.name} if message.name else turn
 
@@ -336,13 +336,13 @@ def drawn_template(rng: random.Random) -> str:
     return around.replace("%s", loop)
 
 
-def drawn_messages(rng: random.Random, *, hostile: bool = False) -> list[Message]:
+def drawn_messages(rng: random.Random, *, hostile: bool = False) -> list[ChatMessage]:
     """Return a conversation with odd contents; some spell control tokens where ``hostile``."""
     contents = HARMLESS + HOSTILE * 3 if hostile else HARMLESS
-    messages = [Message("system", rng.choice(contents))] if rng.random() < 0.4 else []
+    messages = [ChatMessage("system", rng.choice(contents))] if rng.random() < 0.4 else []
     for index in range(rng.randint(1, 4)):
         role = "user" if index % 2 == 0 else "assistant"
         if rng.random() < 0.15:
             role = "tool"
-        messages.append(Message(role, rng.choice(contents), rng.choice(("", "", "", "bob"))))
+        messages.append(ChatMessage(role, rng.choice(contents), rng.choice(("", "", "", "bob"))))
     return messages

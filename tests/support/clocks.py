@@ -6,7 +6,7 @@ import asyncio
 
 
 class HandClock:
-    """Implements ``ports.clock.Clock``: stands still until it is moved, also by whoever sleeps."""
+    """Implements ``ports.clock.Clock``: stands still until it is moved, also by a sleeping task."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s

@@ -49,7 +49,7 @@ class CommandLine:
     state: Path
 
     def __call__(self, *arguments: str, code: int = 0) -> Said:
-        """Run a command in this process and return what it said; fail unless it exits with ``code``."""
+        """Run a command in this process and return its output; fail unless it exits with ``code``."""
         out, err = io.StringIO(), io.StringIO()
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -14,8 +14,8 @@ import msgspec
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     EngineConfig,
+    EngineMessage,
     Event,
-    Message,
     Progress,
     Ready,
     Stepped,
@@ -28,7 +28,7 @@ PATIENCE_S: Final = 60.0
 
 
 class Agent:
-    """Starts a process and speaks with it; ``close`` ends it."""
+    """Starts a process and exchanges messages with it; ``close`` ends it."""
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         path = folder / "s"
@@ -47,7 +47,7 @@ class Agent:
         self.channel.settimeout(PATIENCE_S)
         self.stream = self.channel.makefile("rb")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: EngineMessage) -> None:
         self.channel.sendall(encode(message))
 
     def receive(self) -> Event:

@@ -2,7 +2,7 @@
 
 What a checkpoint means is what transformers computes in float32 with the weights rounded to bfloat16. An
 engine is off from that by roundings, and how far depends on the checkpoint: sharp attention makes much of a
-small error. transformers in bfloat16 rounds in the same places, so its errors say what roundings do there:
+small error. transformers in bfloat16 rounds in the same places, so its errors show the effect of roundings:
 
 - A token may be chosen instead of the best where its logit is lower by twice the greatest error that
   transformers' bfloat16 makes in this sequence, in any logit: each of the two may be off by so much.

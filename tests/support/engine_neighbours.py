@@ -37,7 +37,7 @@ ALONE: Final = {
 }
 STOPS: Final = tuple(range(5, VOCABULARY, 3))
 BIAS: Final = {7: 3.0, 40: -100.0, 41: 3.0}
-# What a request may ask for, and is compared by; each is drawn by itself.
+# The options of a request, by which it is compared; each is drawn independently.
 ASKED: Final[Mapping[str, tuple[Mapping[str, Any], ...]]] = {
     "temperature": ({"temperature": 0.9}, {"temperature": 1.3}),
     "filters": ({"top_p": 0.9}, {"top_k": 7, "min_p": 0.02}),

@@ -1,9 +1,9 @@
 """The engine against transformers: random checkpoints, drawn schedules, and the rule of comparison.
 
 The oracle reads what the engine produced, token by token, so each position is compared in the context that
-the engine had. The margin rule (docs/architecture/engine.md): a token whose logit is no more than ``MARGIN``
-below the oracle's best may be chosen by another order of float32 additions; such a divergence is counted and
-excused, any other fails. ``engine_bfloat16`` has the rule for bfloat16.
+the engine had. The margin rule (docs/architecture/engine/operators.md): a token whose logit is no more than
+``MARGIN`` below the oracle's best may be chosen by another order of float32 additions; such a divergence is
+counted and excused, any other fails. ``engine_bfloat16`` has the rule for bfloat16.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from services.worker.engine_protocol import (
     Credit,
     EngineConfig,
     Ready,
+    SampledLogprobs,
     Stepped,
-    TokenLogprobs,
 )
 from services.worker.policy.speculation import SpeculationPolicy
 from tests.support.submits import make_submit
@@ -194,8 +194,8 @@ class Judge(Protocol):
 class Arrival:
     """A request that comes before step ``step``.
 
-    ``sampling`` holds what it asks for besides ``output_tokens``. It is cancelled after as many tokens as
-    ``cancelled_after`` says, and its reader gives credit for ``credit`` tokens at a time; 0: for all.
+    ``sampling`` holds its options besides ``output_tokens``. It is cancelled after as many tokens as
+    ``cancelled_after``, and its reader gives credit for ``credit`` tokens at a time; 0: for all.
     """
 
     step: int
@@ -339,7 +339,7 @@ class Outcome:
     for whom it did."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     of: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

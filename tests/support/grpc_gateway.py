@@ -1,4 +1,4 @@
-"""A gateway with its gRPC face over a real socket, and workers that emit what a test says."""
+"""A gateway with its gRPC face over a real socket, and workers that emit what a test sets."""
 
 from __future__ import annotations
 

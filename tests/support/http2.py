@@ -39,7 +39,7 @@ def calls(path: str, count: int, *metadata: tuple[str, str], first: int = 1) -> 
 
 
 def message(stream: int, body: bytes, *, compressed: int = 0, end: bool = True) -> bytes:
-    """Return one gRPC message as data frames, the last of which ends the stream unless told otherwise."""
+    """Return one gRPC message as data frames, the last of which ends the stream by default."""
     whole = struct.pack(">BI", compressed, len(body)) + body
     parts = [whole[at : at + 16_384] for at in range(0, len(whole), 16_384)]
     last = len(parts) - 1
@@ -70,7 +70,7 @@ def _text(value: str | bytes) -> bytes:
 
 
 class Attacker:
-    """One connection: it sends what it is given, reads when it is told to, and answers pings on request."""
+    """One connection: it sends what it is given, reads on request, and answers pings on request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader

@@ -34,8 +34,10 @@ from services.core.generation import (
 from services.core.records import Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
-from services.gateway.idempotency.service import Idempotent
-from services.gateway.idempotency.types import KeyedLimits
+from services.gateway.idempotency.runs import KeyedRuns
+from services.gateway.idempotency.service import IdempotentService
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
@@ -203,7 +205,7 @@ class Workers:
 
 @dataclass
 class Answer:
-    """What one client heard."""
+    """What one client received."""
 
     accepted: Accepted | None = None
     ids: dict[int, list[int]] = field(default_factory=dict)
@@ -237,7 +239,7 @@ class Answer:
 class Gateway:
     name: str
     fleet: Fleet
-    service: GatewayService
+    service: IdempotentService
     workers: Workers
     supervisor: Supervisor
     store: RedisIdempotency
@@ -266,7 +268,7 @@ class Gateway:
         )
 
     async def ask(self, key: str, *, until: int | None = None, **values: Any) -> Answer:
-        """Hear a request to its end, or leave once ``until`` tokens came."""
+        """Read a response to its end, or leave once ``until`` tokens came."""
         answer = Answer()
         try:
             async with aclosing(self.stream(key, **values)) as events:
@@ -285,9 +287,8 @@ class Gateway:
         return answer
 
     @property
-    def keyed(self) -> Idempotent:
-        assert self.service._keyed is not None
-        return self.service._keyed
+    def keyed(self) -> KeyedRuns:
+        return self.service.runs
 
     def counted(self, name: str, **labels: str) -> float:
         """Return a metric of this gateway, summed over the labels that are not named."""
@@ -306,7 +307,7 @@ class Gateway:
         self.keyed.check_integrity()
 
     async def _slots(self) -> int:
-        """Return how many slots are held; one while nobody can tell."""
+        """Return how many slots are held; one while the count is unavailable."""
         try:
             return await self.limiter.concurrency(self.fleet.tenant)
         except errors.StoreUnavailable:
@@ -375,29 +376,39 @@ async def _gateway(
     store = RedisIdempotency(url, CLOCK, options.records, timeout_s=options.timeout_s)
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
-    service = GatewayService(
-        validator=Validator(fleet),  # type: ignore[arg-type]
-        identity=Identity(fleet),  # type: ignore[arg-type]
-        catalog=None,  # type: ignore[arg-type]
-        ports=Ports(
-            limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
-            placement=Placement(fleet),
-            workers=workers,
-            clock=CLOCK,
-            supervisor=supervisor,
-            rng=Random(0),
-            sign_ticket=lambda tenant, request, expiry: b"t",
-            new_incident=lambda: "inc_1",
-            error_of=by_reason,
-            idempotency=wrap(store),
-            telemetry=GatewayTelemetry(metrics, clock=CLOCK),
-            gateway_id=name,
-            pressure=lambda digest: fleet.pressure.get(digest, 0.0),
-        ),
-        limits=GatewayLimits(
-            max_requests=options.max_requests, window_tokens=options.window_tokens, keyed=options.keyed
-        ),
+    ports = Ports(
+        limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
+        placement=Placement(fleet),
+        workers=workers,
+        clock=CLOCK,
+        supervisor=supervisor,
+        rng=Random(0),
+        sign_ticket=lambda tenant, request, expiry: b"t",
+        new_incident=lambda: "inc_1",
+        error_of=by_reason,
+        telemetry=GatewayTelemetry(metrics, clock=CLOCK),
+        pressure=lambda digest: fleet.pressure.get(digest, 0.0),
     )
+    limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
+    identity: Any = Identity(fleet)
+    plain = GatewayService(
+        validator=Validator(fleet),  # type: ignore[arg-type]
+        identity=identity,
+        catalog=None,  # type: ignore[arg-type]
+        ports=ports,
+        limits=limits,
+    )
+    keyed = KeyedPorts(
+        store=wrap(store),
+        limiter=ports.limiter,
+        clock=CLOCK,
+        telemetry=KeyedTelemetry(metrics),
+        new_incident=ports.new_incident,
+        owner=name,
+        window_tokens=options.window_tokens,
+        limits=options.keyed,
+    )
+    service = IdempotentService(plain, keyed, identity=identity, limits=limits, supervisor=supervisor)
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:
         yield Gateway(name, fleet, service, workers, supervisor, store, limiter, metrics)

@@ -1,4 +1,4 @@
-"""A server that speaks S3, in a process and an environment of its own; `make s3-env` installs it."""
+"""A server of the S3 protocol, in a process and an environment of its own; `make s3-env` installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A placement as a gateway asks for it, to be changed by ``replace`` where a test says more."""
+"""A placement as a gateway requests it; a test changes fields by ``replace``."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ async def served(
     *,
     make_servicer: Callable[[RegistryService], RegistryServicer] = RegistryServicer,
 ) -> AsyncIterator[Served]:
-    """Yield a registry that listens; the admin's key is "admin", the services' is ``TOKEN``."""
+    """Yield a running registry; the admin's key is "admin", the services' is ``TOKEN``."""
     service = RegistryService(store, blobs, clock)
     servicer = make_servicer(service)
     server = RpcServer(

@@ -26,7 +26,7 @@ from tests.tidy.sources import ROOT
 
 TOKEN: Final = "t" * 40
 SILENT: Final = ("sh", "-c", 'exec "$@" >&- 2>&-', "sh")
-# Said by the child: gRPC's threads make it unsafe to run anything between a fork and an exec.
+# Printed by the child: gRPC's threads make it unsafe to run anything between a fork and an exec.
 _PROGRAM: Final = """
 import runpy, sys
 from fairway.cli import embedded
@@ -114,7 +114,7 @@ class RegistryProcess:
         return code
 
     async def make_admin(self) -> None:
-        """Put an administrator's key into the store; before the start, so that the registry knows it."""
+        """Put an administrator's key into the store; before the start, so that the registry loads it."""
         name = f"registry-{self.port}"
         text, hashed = secrets.new_key(name, secrets.new_secret())
         store = EtcdStore((self._etcd,), SystemClock())

@@ -42,7 +42,7 @@ class RpcProcess:
         return grpc.aio.insecure_channel(self.address, options=(("grpc.max_send_message_length", -1),))
 
     def peak_mib(self) -> float:
-        """The most that was resident at any time; what is resident, where the system does not say."""
+        """The most that was resident at any time; what is resident, where the system does not report it."""
         status = Path(f"/proc/{self.process.pid}/status")
         lines = status.read_text().splitlines() if status.exists() else []
         peaks = [float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")]
@@ -78,7 +78,7 @@ class RpcProcess:
 
 @dataclass
 class Canary:
-    """What probes and a known caller observe meanwhile: each asks on and on, the probe on new connections."""
+    """Waits of probes and of an authenticated caller under load; the probe uses new connections."""
 
     waits_s: dict[str, list[float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)

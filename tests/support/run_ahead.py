@@ -9,7 +9,7 @@ from services.worker.engine.sequence import SequenceState
 
 
 class RunsAhead:
-    """Implements ``Executor``: a batch is computed when it is submitted, and told when it is collected.
+    """Implements ``Executor``: a batch is computed when it is submitted, and reported when it is collected.
 
     ``ahead`` counts the batches that were submitted before another was collected.
     """
@@ -23,7 +23,7 @@ class RunsAhead:
         self.ahead = 0
 
     def submit(self, batch: Batch) -> None:
-        """See ``Executor``; the runner sees the tokens that the sequences do not know yet."""
+        """See ``Executor``; the runner sees the tokens that the sequences do not have yet."""
         assert len(self._results) < 2, "more than one batch ahead"
         self.ahead += len(self._results)
         newest = [(sequence, sequence.tokens[-1]) for sequence in _sequences(batch)]

@@ -44,7 +44,7 @@ class World:
 
 
 class SimulatedScheduler:
-    """What ``SchedulerNode`` is over gRPC. It leads when the test says so."""
+    """What ``SchedulerNode`` is over gRPC. The test decides when it leads."""
 
     def __init__(self, world: World, settings: TermSettings | None = None) -> None:
         self.address = "scheduler:1"

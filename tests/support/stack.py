@@ -115,7 +115,7 @@ class Stack:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
 
     async def workers(self) -> dict[str, worker_pb2.GetWorkerResponse]:
-        """Return what each live worker says of itself."""
+        """Return each live worker's own report."""
         admin = metadata(self.endpoints["admin_key"])
         found = {}
         async with grpc.aio.insecure_channel(self.endpoints["controlplane"]) as channel:

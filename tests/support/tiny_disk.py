@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def tiny_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    """A file system of that size at the folder. Skips where the system lets nobody mount."""
+    """A file system of that size at the folder. Skips where the system does not permit mounts."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
     try:

@@ -1,4 +1,4 @@
-"""Waiting for what signals nobody."""
+"""Waiting by polling, for conditions without a signal."""
 
 from __future__ import annotations
 

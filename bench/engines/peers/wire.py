@@ -1,6 +1,6 @@
-"""How a benchmark speaks with a runner, a process in an environment of its own. Standard library only.
+"""The protocol of a benchmark and a runner, a process in an environment of its own. Standard library only.
 
-A line of JSON each way. The runner says ``{}`` once it has loaded; then it gets ``{"prompts", "outputs"}``,
+A line of JSON each way. The runner sends ``{}`` once loaded; then it receives ``{"prompts", "outputs"}``,
 lists of token ids and how many tokens to produce for each, and answers ``{"wall_s", "tokens"}``. It ends with
 its standard input.
 """
@@ -31,7 +31,7 @@ def claim_output() -> IO[str]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process with the one that started it, also while it is stopped."""
+    """Make the kernel end this process with the one that started it, also while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""`fairway bootstrap`: a fleet that others started, brought to a model that answers."""
+"""`fairway bootstrap`: prepares a fleet that was started by other means, until a model is served."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def bootstrap(
 ) -> None:
     """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
 
-    For a fleet that was started by other means. Every step may be repeated: what is there stays as it is, and
-    a deployment that was deleted stays deleted.
-
+    For a fleet that was started by other means. The command can be repeated: existing resources stay
+    unchanged, and a deleted deployment stays deleted.
     \b
     Examples:
       fairway bootstrap --registry registry:9091 --controlplane controlplane:9090 --gateway gateway:50051

@@ -1,4 +1,4 @@
-"""`fairway calibrate`: a cost model of a running worker, measured by the simulator's own process."""
+"""`fairway calibrate`: a cost model of a running worker, measured in the simulator's own process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def calibrate(
 ) -> None:
     """Fit a cost model to a running worker and write it to a file.
 
-    About 160 requests are sent, in phases of several lengths and concurrencies. A quiet worker gives the
-    best fit; its error is printed.
-
+    Sends about 160 requests, in phases of several lengths and concurrencies. A worker without other load
+    gives the best fit; the error of the fit is printed.
     \b
     Examples:
       fairway calibrate --output tiny.json

@@ -61,11 +61,10 @@ def chat(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Talk to a model. What no longer fits into its context is left out, the oldest first.
+    """Chat with a model. The oldest messages are left out when the context is full.
 
-    /help lists what can be done besides talking. Without a terminal each line of the standard input is a
-    question, and the first error ends it.
-
+    /help lists the commands. Without a terminal each line of the standard input is a question, and the first
+    error ends the chat.
     \b
     Examples:
       fairway chat
@@ -77,7 +76,7 @@ def chat(
         max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, priority=priority
     )
     conversation = Conversation(targets.default_model(model, state_dir), system)
-    # One event loop for all answers, and none while a line is read: Ctrl-C ends the reading at once.
+    # One event loop for all answers, and none while a line is read, so that Ctrl-C ends the reading at once.
     with asyncio.Runner() as runner:
         runner.run(_entered(client))
         try:
@@ -99,7 +98,7 @@ class _Chat:
     context: int | None = None
 
     def run(self) -> None:
-        """Return when the user ends it. Without a terminal the first CliError is the end."""
+        """Return when the user ends it. Without a terminal the first CliError ends it."""
         interactive = sys.stdin.isatty()
         if interactive:
             _enable_editing()
@@ -126,7 +125,7 @@ class _Chat:
                 show_error(error)
 
     def _handle(self, line: str) -> bool:
-        """Do what a line says. False when it says the end."""
+        """Execute a line. Return False when it ends the chat."""
         text = line.strip()
         if not text:
             return True
@@ -167,7 +166,7 @@ class _Chat:
             plain(err(), f"{'*' if each == self.conversation.model else ' '} {each}")
 
     def _say(self, text: str) -> None:
-        """Write the answer as it comes. Ctrl-C stops it; what came until then is part of the conversation."""
+        """Send a message and print the answer. Ctrl-C stops it; the received part is retained."""
         answer = Answer()
         self.conversation.ask(text)
         try:
@@ -212,7 +211,7 @@ def _read_line() -> str | None:
     """Return the next line, None at the end. The prompt goes to stderr unless all is a terminal."""
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            return input("> ")  # readline draws the prompt again while a line is edited
+            return input("> ")  # readline redraws the prompt while a line is edited
         plain(err(), "> ", end="")
         return input()
     except EOFError:
@@ -222,4 +221,4 @@ def _read_line() -> str | None:
 
 def _enable_editing() -> None:
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # its import gives input() editing and a history
+        import readline  # noqa: F401  # the import enables editing and history in input()

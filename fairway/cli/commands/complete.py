@@ -35,7 +35,7 @@ from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, Sta
 from fairway.cli.terminal.output import out, plain
 from fairway.client import Client, FairwayError, Options
 
-MAX_PROMPT_BYTES: Final = 4 * 1024 * 1024  # the server takes no longer one
+MAX_PROMPT_BYTES: Final = 4 * 1024 * 1024  # the server's limit
 
 
 def complete(
@@ -65,10 +65,9 @@ def complete(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Continue a text. On a terminal the text stands before its continuation.
+    """Continue a text. On a terminal the text is printed before its continuation.
 
-    With --json one document; with --json --stream a line of JSON for each piece, the document last.
-
+    With --json the output is one document; with --json --stream one JSON line per piece, then the document.
     \b
     Examples:
       fairway complete "def fibonacci(n):"
@@ -136,7 +135,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    """Return the text of the one source that was named. Raises CliError, BadParameter."""
+    """Return the text of the one source that was given. Raises CliError, BadParameter."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("name the text or a file, not both", param_hint="--file")
     if prompt is not None and prompt != "-":

@@ -1,4 +1,4 @@
-"""`fairway deployments`: which versions are kept running, on how many workers."""
+"""`fairway deployments`: versions to run, and on how many workers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def create(
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Keep a version running on as many workers. A tag is resolved now, and not when it moves."""
+    """Run a version on a number of workers. A tag is resolved once; later moves have no effect."""
     wanted = cp.Deployment(
         metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
         model=model or name,
@@ -146,9 +146,9 @@ async def update(
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Change what is named, and leave the rest. Without --version the one that runs stays.
+    """Change the given fields and keep the rest. Without --version the running version stays.
 
-    With --selector or --label, those that are named replace all that were there.
+    --selector and --label replace all present entries.
     """
     if model and not version:
         raise typer.BadParameter("--model needs --version: a digest of the model before is none of this one")
@@ -208,7 +208,7 @@ async def delete(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Stop keeping it running; its workers finish what runs and unload it."""
+    """Delete a deployment; its workers finish the running sequences and unload the model."""
     confirm(f"Delete the deployment {name}? Its model is served no more.", yes=yes)
     deletion = connection.admin.deployments.delete(name, etag=etag)
     await connection.run(deletion, what=f"cannot delete the deployment {name}")
@@ -216,7 +216,7 @@ async def delete(
 
 
 async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, output: Format) -> None:
-    """Write the deployment, once it is READY if that was asked for."""
+    """Print the deployment; with ``wait``, once it is READY."""
     if wait:
         name = deployment.metadata.name
         with Bars() as bars:

@@ -1,4 +1,4 @@
-"""`fairway events`: what happened in the fleet."""
+"""`fairway events`: recent events of the fleet."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class KindName(StrEnum):
 
 
 def add(app: typer.Typer) -> None:
-    """Give ``app`` the command `events`."""
+    """Add the command `events` to ``app``."""
 
     @command(
         app,
@@ -75,7 +75,7 @@ def add(app: typer.Typer) -> None:
         output: OutputOption = Format.TABLE,
         watch: WatchOption = False,
     ) -> None:
-        """Show what happened in the fleet, the newest last. Events are kept for about an hour."""
+        """Show the fleet's events, the newest last. Events are retained for about an hour."""
         wanted = [each.proto for each in kinds or ()]
         if watch:
             await _follow(connection, wanted, resource, since, output)
@@ -107,9 +107,9 @@ async def _follow(
     since: datetime | None,
     output: Format,
 ) -> None:
-    """Write the newest events and every further one, until the task is cancelled.
+    """Print the newest events and every further one, until the task is cancelled.
 
-    A connection that is lost is made again where it was. Raises CliError when the first one fails.
+    A lost connection is reopened at its last position. Raises CliError when the first connection fails.
     """
     show, what = _shower(output), "cannot watch the events"
     watch = connection.admin.events.watch(

@@ -1,4 +1,4 @@
-"""`fairway keys`: what opens the data plane for a tenant, and the control plane for operators."""
+"""`fairway keys`: API keys of tenants for the data plane and of operators for the control plane."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def create(
     label: LabelOption = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Create a key and print its secret. The secret is shown this once."""
+    """Create a key and print its secret. The secret is shown only once."""
     wanted = cp.Key(
         metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
         role=cp.KEY_ROLE_ADMIN if admin else cp.KEY_ROLE_TENANT,
@@ -133,7 +133,7 @@ async def rotate(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Give a key a new secret and print it. The old one is good until the grace ends, at once by default."""
+    """Give a key a new secret and print it. The old one stays valid for the grace period, 0 by default."""
     if not grace:
         confirm(
             f"Rotate the key {name} without a grace? Whoever uses the old secret is refused at once.", yes=yes
@@ -165,9 +165,9 @@ async def update(
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Change what is named of a key, and leave the rest. Its role, tenant and secret stay.
+    """Change the given fields of a key and keep the rest. Its role, tenant and secret stay.
 
-    With --label, the labels that are named replace all that were there.
+    --label replaces all present labels.
     """
     if (model and all_models) or (expires and no_expiry):
         raise typer.BadParameter("--model and --all-models, --expires and --no-expiry exclude each other")
@@ -201,7 +201,7 @@ async def revoke(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Delete a key: it opens nothing any more."""
+    """Delete a key. Requests with it are rejected from then on."""
     confirm(f"Revoke the key {name}? Whoever uses it is refused from now on.", yes=yes)
     deletion = connection.admin.keys.delete(name, etag=etag)
     await connection.run(deletion, what=f"cannot revoke the key {name}")
@@ -209,7 +209,7 @@ async def revoke(
 
 
 def _show_secret(key: cp.Key, secret: str, output: Format) -> None:
-    """Write the secret alone, so that a script can take it, or the key with it as a document."""
+    """Print only the secret, for scripts, or the key and the secret as a document."""
     if output in DOCUMENTS:
         write_document({"key": document_of(key), "secret": secret}, output)
         return

@@ -34,7 +34,7 @@ PortOption = Annotated[
     int, typer.Option(min=0, max=65535, help="0: as in the last run, else 8080 or 50051, else a free one.")
 ]
 
-_READER_S: Final = 0.25  # what a slow terminal may take to make room
+_READER_S: Final = 0.25  # how long to wait for a slow terminal
 
 
 def up(
@@ -63,9 +63,8 @@ def up(
 ) -> None:
     """Start etcd, Redis, all roles and a model on this machine.
 
-    Where it runs already, the addresses are shown; with options that differ from its own, that fails. What
-    operators changed or deleted since the first start stays so.
-
+    If it runs already, its addresses are shown; the command fails if its options differ from the running
+    ones. Resources that operators changed or deleted since the first start stay so.
     \b
     Examples:
       fairway up
@@ -91,20 +90,20 @@ def up(
 
 
 def _given(context: typer.Context) -> set[str]:
-    """Return the names of the options that stand on the command line and make an installation what it is."""
+    """Return the names of the options on the command line that define the installation."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     return given - {"detach", "state_dir"}
 
 
 def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
-    """Start it, or show that it runs."""
+    """Start the installation, or show that it runs."""
     if (running := running_endpoints(state)) is not None:
         require_same(options, given, state)
         _show_running(running, state)
         return
     check(options)
-    if not detach:  # a terminal or pipe that nobody reads holds up no restart
+    if not detach:  # a terminal or pipe without a reader must not block a restart
         sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
         sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
     progress = progress_module.for_console(err())
@@ -131,7 +130,6 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
 
 def down(state_dir: StateOption = Path(".fairway")) -> None:
     """Drain and stop everything that `fairway up` started.
-
     \b
     Examples:
       fairway down

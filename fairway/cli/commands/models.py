@@ -1,4 +1,4 @@
-"""`fairway models`: the versions in the registry, and the tags that point at them."""
+"""`fairway models`: the versions in the registry, and their tags."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def publish(
 ) -> None:
     """Publish a checkpoint folder as an immutable version, point a tag at it, and print its digest.
 
-    Only what the registry lacks is uploaded; an upload that was interrupted goes on where it was.
+    Only data that the registry lacks is uploaded. An interrupted upload continues where it stopped.
     """
     with Bars() as bars:
 
@@ -145,7 +145,7 @@ def _show_published(done: Published, tag: str, output: Format) -> None:
     ),
 )
 async def versions(connection: Connection, model: ModelArgument, output: OutputOption = Format.TABLE) -> None:
-    """List the versions of a model, with the tags that point at each."""
+    """List the versions of a model with their tags."""
     found = await _versions(connection, model)
     VERSIONS.write_list(sorted(found, key=lambda version: -version.create_time.seconds), output)
 
@@ -182,7 +182,7 @@ async def tag(
     etag: TagEtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Point a tag at a version. Deployments stay at what they run until they are updated."""
+    """Point a tag at a version. Deployments keep their version until they are updated."""
     digest = await _resolve(connection, model, version)
     tagging = connection.admin.models.tag(model, tag, digest, etag=etag)
     await connection.run(tagging, what=f"cannot tag {model} {version}")
@@ -201,7 +201,7 @@ async def untag(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Remove a tag. The version that it points at stays."""
+    """Remove a tag. Its version stays."""
     confirm(f"Remove the tag {tag} of {model}?", yes=yes)
     untagging = connection.admin.models.untag(model, tag, etag=etag)
     await connection.run(untagging, what=f"cannot untag {model} {tag}")
@@ -245,14 +245,14 @@ async def collect_garbage(
         typer.Option(
             "--older-than", parser=span_s, metavar="SPAN", help="Younger ones stay; at least an hour."
         ),
-    ] = "24h",  # type: ignore[assignment]  # parsed like what is typed
+    ] = "24h",  # type: ignore[assignment]  # parsed like input from the command line
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Delete from the blob store what no version needs and what is old enough.
+    """Delete unreferenced blobs from the blob store that are old enough.
 
-    The age spares uploads whose version is still to come.
+    The minimum age protects uploads whose version is not created yet.
     """
     if not dry_run:
         confirm("Delete what no version needs?", yes=yes)
@@ -275,7 +275,7 @@ async def _versions(connection: Connection, model: str) -> Sequence[rg.Version]:
 
 
 async def _resolve(connection: Connection, model: str, version: str) -> str:
-    """Return the digest that a tag, a digest or the beginning of one names. Raises CliError."""
+    """Return the digest for a tag, a digest or a unique beginning of a digest. Raises CliError."""
     if version.startswith("sha256:") and len(version) == 71:
         return version
     known = await _versions(connection, model)

@@ -1,4 +1,4 @@
-"""`fairway nodes`: the workers, and taking them out of service and back."""
+"""`fairway nodes`: lists the workers, takes them out of service and returns them to service."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ add_show(app, NODES, about="Show a worker with its versions, its memory and how 
 async def cordon(
     connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
 ) -> None:
-    """Give a node no new work; what it has stays."""
+    """Assign no new work to a node; its present work stays."""
     cordoned = connection.admin.nodes.cordon(name, etag=etag)
     NODES.write_one(await connection.run(cordoned, what=f"cannot cordon the node {name}"), output)
 
@@ -67,7 +67,7 @@ async def cordon(
 async def uncordon(
     connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
 ) -> None:
-    """Let a node have work again. A drain that goes on ends."""
+    """Allow new work on a node again. This ends a running drain."""
     opened = connection.admin.nodes.uncordon(name, etag=etag)
     NODES.write_one(await connection.run(opened, what=f"cannot uncordon the node {name}"), output)
 
@@ -88,9 +88,9 @@ async def drain(
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Give a node no new work and move what it has to others. No request fails by it.
+    """Assign no new work to a node and move its present work to others. No request fails.
 
-    A version leaves once its replacement is READY elsewhere. Without --wait it returns at once.
+    A version is unloaded once its replacement is READY elsewhere. Without --wait it returns at once.
     """
     draining = connection.admin.nodes.drain(name, etag=etag)
     node = await connection.run(draining, what=f"cannot drain the node {name}")
@@ -113,7 +113,7 @@ async def delete(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
+    """Delete a node that has disconnected, and its assignment. Rejected while the node is alive."""
     confirm(f"Forget the node {name}?", yes=yes)
     deletion = connection.admin.nodes.delete(name, etag=etag)
     await connection.run(deletion, what=f"cannot delete the node {name}")

@@ -1,4 +1,4 @@
-"""`fairway explain` and `fairway workers`: how requests are placed, as the leading scheduler knows it."""
+"""`fairway explain` and `fairway workers`: placement of requests, from the leading scheduler."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def workers_of() -> Resource[pb.Reporter]:
 
 
 def add(app: typer.Typer) -> None:
-    """Give ``app`` the commands `explain` and `workers`."""
+    """Add the commands `explain` and `workers` to ``app``."""
     _add_explain(app)
     _add_workers(app)
 
@@ -162,7 +162,7 @@ def _add_explain(app: typer.Typer) -> None:
         ],
         output: OutputOption = Format.TABLE,
     ) -> None:
-        """Show how a request came to its workers: who could have it, what each scored, and why it waited."""
+        """Show the placement of a request: candidate workers, their scores, and why it waited."""
         found = await connection.run(
             connection.admin.placements.explain(request_id), what="cannot explain the request"
         )
@@ -194,7 +194,7 @@ def _add_workers(app: typer.Typer) -> None:
     async def workers(
         connection: Connection, output: OutputOption = Format.TABLE, watch: WatchOption = False
     ) -> None:
-        """Show the workers as placements see them: room, step time measured and predicted, health."""
+        """Show the workers as placement uses them: free KV, measured and predicted step time, health."""
         resource = workers_of()
         if watch:
             assert resource.watch is not None

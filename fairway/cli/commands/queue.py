@@ -1,4 +1,4 @@
-"""`fairway queue`: what waits and runs, as the leading scheduler knows it."""
+"""`fairway queue`: queued and running requests, from the leading scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shares(found: cp.Queue) -> str:
 
 
 def _served(found: cp.Queue) -> str:
-    """What tenants were served, in weighted tokens: the least of a class goes first."""
+    """Return the served weighted tokens per tenant; within a class the least is served first."""
     counters = found.pool.counters
     return " ".join(
         f"{each.tenant_id}/{priority(each.priority)}:{each.virtual_tokens:.0f}" for each in counters
@@ -71,7 +71,7 @@ def queues_of(tenant: str) -> Resource[cp.Queue]:
 
 
 def add(app: typer.Typer) -> None:
-    """Give ``app`` the command `queue`."""
+    """Add the command `queue` to ``app``."""
 
     @command(
         app,
@@ -92,7 +92,7 @@ def add(app: typer.Typer) -> None:
         output: OutputOption = Format.TABLE,
         watch: WatchOption = False,
     ) -> None:
-        """Show what waits and what runs, by pool: one per model version."""
+        """Show the queued and running requests by pool, one per model version."""
         resource = queues_of(tenant)
         if watch:
             assert resource.watch is not None

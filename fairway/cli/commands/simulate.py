@@ -1,4 +1,4 @@
-"""`fairway simulate`: a scenario or a trace on a simulated fleet, in a process of the simulator's own."""
+"""`fairway simulate`: a scenario or a trace on a simulated fleet, in the simulator's own process."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ def simulate(
 ) -> None:
     """Run a scenario on a simulated fleet and report latencies, goodput and fairness.
 
-    The fleet runs the services of this version on virtual time: nothing is started or changed. Of recorded
-    traces the CSV of the Azure LLM inference traces and the JSONL of Mooncake's are replayed.
-
+    The fleet runs the services of this version on virtual time: nothing is started or changed. It can replay
+    recorded traces: the CSV of the Azure LLM inference traces and the JSONL of Mooncake.
     \b
     Examples:
       fairway simulate --list

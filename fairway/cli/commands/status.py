@@ -53,10 +53,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     watch: WatchOption = False,
 ) -> None:
-    """Tell which parts run and answer.
+    """Show which parts run and answer.
 
     Exit code 0: all serve. 3: nothing runs. 6: some do not answer.
-
     \b
     Examples:
       fairway status
@@ -85,7 +84,7 @@ def status(
 
 
 def _watch(state: StateDir, output: Format) -> None:
-    """Write the parts whenever one of them changed, until Ctrl-C. Raises CliError when nothing runs."""
+    """Print the parts whenever one changed, until Ctrl-C. Raises CliError when nothing runs."""
     columns = visible(COLUMNS, wide=output is Format.WIDE)
     redrawn = output not in DOCUMENTS and out().is_terminal
     before: dict[str, Part] = {}

@@ -1,4 +1,4 @@
-"""`fairway tenants`: the unit of quotas and isolation."""
+"""`fairway tenants`: tenants are the unit of quotas and isolation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ DegradeModelOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Overload:
-    """What is to hold while models are contended; None: leave it."""
+    """The settings for contended models; None: unchanged."""
 
     weight: float | None
     committed_tokens_per_minute: int | None
@@ -91,7 +91,7 @@ class _Overload:
 
 
 def _degrade(tenant: cp.Tenant) -> str:
-    """What is done to its requests under pressure."""
+    """Return the tenant's degradation under pressure."""
     policy = tenant.degrade
     cap = [f"max_output_tokens={policy.max_output_tokens}"] if policy.max_output_tokens else []
     return ", ".join((*cap, *(f"{model}={other}" for model, other in sorted(policy.smaller_models.items()))))
@@ -175,9 +175,9 @@ async def update(
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Change what is named, and leave the rest. Limits hold from the next request on.
+    """Change the given fields and keep the rest. Limits apply from the next request on.
 
-    With --label, the labels that are named replace all that were there.
+    --label replaces all present labels.
     """
 
     more = _Overload(weight, committed_tokens_per_minute, degrade_max_output_tokens, degrade_model)
@@ -197,7 +197,7 @@ async def disable(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Refuse every request of a tenant; its keys and limits stay."""
+    """Reject every request of a tenant; its keys and limits stay."""
     confirm(f"Disable the tenant {name}? Its requests are refused from now on.", yes=yes)
     TENANTS.write_one(await _changed(connection, name, etag, _disabled(True)), output)
 
@@ -206,7 +206,7 @@ async def disable(
 async def enable(
     connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
 ) -> None:
-    """Serve a tenant that was disabled."""
+    """Enable a disabled tenant."""
     TENANTS.write_one(await _changed(connection, name, etag, _disabled(False)), output)
 
 
@@ -223,7 +223,7 @@ async def delete(
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Delete a tenant. Refused while it has keys."""
+    """Delete a tenant. Rejected while it has keys."""
     confirm(f"Delete the tenant {name}?", yes=yes)
     deletion = connection.admin.tenants.delete(name, etag=etag)
     await connection.run(deletion, what=f"cannot delete the tenant {name}")
@@ -252,7 +252,7 @@ def _set(
     max_priority: PriorityName | None,
     label: list[str] | None,
 ) -> None:
-    """Set what is not None."""
+    """Set the fields that are not None."""
     if display_name is not None:
         tenant.display_name = display_name
     if requests_per_minute is not None:

@@ -13,7 +13,7 @@ from fairway.cli.terminal.output import out, plain
 
 
 def fairway_version() -> str:
-    """Return the version of the package that this command is of, "unknown" in a bare source tree."""
+    """Return the version of the installed package, "unknown" in a bare source tree."""
     try:
         return version("fairway")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""From serving roles to a model that answers: publish, tenant, key, deployment, READY.
+"""Bootstrap of a serving fleet: tenant, key, published model and deployment, until it is READY.
 
-Bootstrap creates what is not there. What is there stays as operators made it, and a deployment that they
-deleted stays deleted.
+It creates only missing resources. Present resources stay as operators made them, and a deleted deployment
+stays deleted.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TAG: Final = "latest"
 _POLL_S: Final = 0.25
 _SETTLE_S: Final = 30.0
 _REPORT_S: Final = 2.0
-_STALE_KEY_S: Final = 3.0  # a gateway has heard of a key long before
+_STALE_KEY_S: Final = 3.0  # a gateway receives a new key much sooner
 
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Creates what ``options`` ask for where it is not there; every step may be repeated."""
+    """Creates the missing resources of ``options``; every step can be repeated."""
 
     options: UpOptions
     state: StateDir
@@ -70,7 +70,7 @@ class Bootstrap:
             return await self._until_listed(api_key, admin, serves=serves)
 
     async def _until_admin_is_known(self, admin: AdminClient) -> None:
-        """Return once control plane and registry accept the admin key: they hear of it from the store."""
+        """Return once control plane and registry, which read it from the store, accept the admin key."""
         began = time.monotonic()
         deadline = began + _SETTLE_S
         while True:
@@ -93,14 +93,14 @@ class Bootstrap:
             detail = f"{VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
             self.progress.event("model", "starting", detail)
 
-        tag = "" if await self._is_published(admin, TAG) else TAG  # a tag that is there stays where it is
+        tag = "" if await self._is_published(admin, TAG) else TAG  # an existing tag is not moved
         published = await publish_folder(admin, folder, name, tag, report=report)
         digest = published.digest
         self.progress.event("model", "ready", f"{name} is {digest[:19]}…")
         return digest
 
     async def _is_published(self, admin: AdminClient, version: str = "") -> bool:
-        """Whether the model has the version, or any."""
+        """Whether the model has the version, or any version if it is empty."""
         name = self.options.model_name
         try:
             if not version:
@@ -125,7 +125,7 @@ class Bootstrap:
                 raise admin_error(exc, what=f"cannot create the tenant {TENANT}") from exc
 
     async def _ensure_key(self, admin: AdminClient) -> str:
-        """Return the remembered key while the control plane knows its name, else a new one."""
+        """Return the stored key if the control plane has a key of that name, else a new one."""
         remembered = read_secret(self.state, "api_key")
         known = True
         try:
@@ -139,7 +139,7 @@ class Bootstrap:
         return await self._new_key(admin, replace=known)
 
     async def _new_key(self, admin: AdminClient, *, replace: bool) -> str:
-        """Return a new secret; what an operator set of the key stays."""
+        """Return a new secret; an operator's settings of the key stay."""
         if replace:
             secret = (await checked(admin.keys.rotate(KEY_NAME), what=f"cannot rotate {KEY_NAME}")).secret
         else:
@@ -151,7 +151,7 @@ class Bootstrap:
         return secret
 
     async def _ensure_served(self, admin: AdminClient) -> bool:
-        """Return whether the deployment is to serve: it is there, or was made, and has replicas."""
+        """Return whether the deployment should serve: it exists or was created, and has replicas."""
         name = self.options.model_name
         found = await self._deployment(admin)
         if found is None and name in self._created() and await self._is_published(admin):
@@ -189,7 +189,7 @@ class Bootstrap:
             raise admin_error(exc, what=f"cannot look up the deployment {name}") from exc
 
     def _created(self) -> list[str]:
-        """Return the deployments that a bootstrap from this state folder made."""
+        """Return the deployments that a bootstrap from this state folder created."""
         return list((read_json(self.state.created) or {}).get("deployments", []))
 
     def _note_created(self, name: str) -> None:
@@ -199,7 +199,7 @@ class Bootstrap:
                 write_json(self.state.created, {"deployments": [*created, name]})
 
     def _report_kept(self, found: cp.Deployment, digest: str) -> None:
-        """Report how the deployment that is there differs from what was asked for."""
+        """Report how the existing deployment differs from the options."""
         asked, is_other = self.options.replicas, found.version_digest != digest
         if not is_other and found.replicas == asked:
             return
@@ -215,9 +215,9 @@ class Bootstrap:
         )
 
     async def _until_any_ready(self, admin: AdminClient) -> bool:
-        """Return whether a replica serves, once one does or it is clear that none will.
+        """Return whether a replica serves, once one does or none can.
 
-        How many there are to be, and of what, is for operators to say. They need the fleet for that.
+        The number of replicas and the version are the operators' decision; they need a running fleet for it.
         """
         name = self.options.model_name
         try:
@@ -234,7 +234,7 @@ class Bootstrap:
         return True
 
     def _replica_report(self) -> Callable[[cp.Deployment], None]:
-        """Return what reports a deployment's replicas with the seconds since now."""
+        """Return a function that reports a deployment's replicas with the seconds since now."""
         began = time.monotonic()
 
         def report(found: cp.Deployment) -> None:
@@ -264,9 +264,9 @@ class Bootstrap:
         self.progress.event("replicas", "ready", f"{ready} READY after {elapsed:.1f} s")
 
     async def _until_listed(self, api_key: str, admin: AdminClient, *, serves: bool) -> str:
-        """Return the key that every gateway accepts: a stale one, left by lost state, is replaced once.
+        """Return the key once every gateway accepts it; a stale one from lost state is replaced once.
 
-        ``serves``: they list the model as served, too, unless an operator keeps the key from it.
+        ``serves``: the gateways must also list the model as served, unless the key excludes it.
         """
         name = self.options.model_name
         reason = await self._served("gateway", api_key, "", patience_s=_STALE_KEY_S)
@@ -290,7 +290,7 @@ class Bootstrap:
         return api_key
 
     async def _why_closed(self, admin: AdminClient) -> str:
-        """Return why operators keep the key from every gateway; empty where they do not."""
+        """Return why operators' settings disable the key at every gateway; empty if they do not."""
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
         if key.HasField("expire_time") and key.expire_time.ToSeconds() <= time.time():
             return f"it has expired; `fairway keys revoke {KEY_NAME}` has the next start make another"
@@ -302,7 +302,7 @@ class Bootstrap:
     async def _served(
         self, gateway: str, api_key: str, wanted: str, *, patience_s: float
     ) -> str | FairwayError | None:
-        """Return None once the gateway takes the key and lists the model as ready, else its last answer."""
+        """Return None once the gateway accepts the key and lists a ready model, else the last failure."""
         options = ClientOptions(timeout_s=CALL_TIMEOUT_S, wait_for_ready=False)
         address = self.addresses.grpc_of(gateway)
         async with Client(address, api_key=api_key, options=options) as client:

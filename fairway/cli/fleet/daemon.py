@@ -1,4 +1,4 @@
-"""`fairway up --detach`: the supervisor as a process of its own, which reports through a pipe until READY.
+"""`fairway up --detach`: the supervisor as a separate process, which reports through a pipe until READY.
 
 The messages are ``{"event": …}``, then one of ``{"ready": endpoints}``, ``{"running": endpoints}`` and
 ``{"failed": …}``.
@@ -27,9 +27,9 @@ from fairway.log_stream import LogStream
 
 
 def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, bool]:
-    """Return once the detached installation is READY, with True, or is found running, with False.
+    """Return once the detached installation is READY, with True, or is already running, with False.
 
-    Raises CliError with the reason when it does not become READY; nothing is left running then.
+    Raises CliError with the reason when it does not become READY; no process is left then.
     """
     state = StateDir.at(Path(options.state_dir))
     os.umask(PRIVATE_UMASK)
@@ -51,7 +51,7 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
             env={**os.environ, "PYTHONPATH": search},
         )
     os.close(send)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end from outside cleans up like Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up like Ctrl-C
     try:
         for message in read_messages(receive):
             if (answer := _handle(message, progress)) is not None:
@@ -84,7 +84,7 @@ def _handle(message: dict[str, Any], progress: Progress) -> tuple[Endpoints, boo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a supervisor that did not make it; it stops its children itself."""
+    """End a supervisor that failed to start; it stops its children itself."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

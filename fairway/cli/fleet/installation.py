@@ -1,4 +1,4 @@
-"""One run of an installation, from free ports to the last process ended. Runs in the supervisor's process."""
+"""One run of an installation, from the choice of ports to the end of the last process (in the supervisor)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnReady = Callable[[Endpoints], None]
 
 
 class AlreadyRunning(CliError):
-    """Another supervisor holds the installation. ``endpoints`` is None while that one is still starting."""
+    """Another supervisor has the installation's lock. ``endpoints`` is None while that one is starting."""
 
     def __init__(self, state: StateDir, endpoints: Endpoints | None) -> None:
         super().__init__(
@@ -39,14 +39,14 @@ class AlreadyRunning(CliError):
 def run_installation(
     options: UpOptions, progress: Progress, on_ready: OnReady, *, own_log: Path | None = None
 ) -> None:
-    """Start everything, tell ``on_ready``, and keep it running until SIGINT or SIGTERM.
+    """Start everything, call ``on_ready``, and keep it running until SIGINT or SIGTERM.
 
-    ``own_log`` is where this process writes, if that is a log: it is bounded like the others.
-    Raises CliError when it cannot start, AlreadyRunning when it runs; nothing is left running then.
+    ``own_log`` is this process's log file, if any: it is bounded like the others. Raises CliError when it
+    cannot start, AlreadyRunning when it runs; no process is left then.
     """
     state = StateDir.at(Path(options.state_dir))
     preflight.check(options)
-    os.umask(PRIVATE_UMASK)  # for the processes that are started, too
+    os.umask(PRIVATE_UMASK)  # child processes inherit it
     state.create()
     with state.writing():
         lock = lock_installation(state.lock)
@@ -80,7 +80,7 @@ def _flag(name: str) -> str:
 
 
 def _shown(name: str, options: UpOptions) -> str:
-    """Return the value that the option of this name has."""
+    """Return the value of the named option as text."""
     value = not options.deploy if name == "no_model" else getattr(options, name)
     if isinstance(value, tuple):
         value = " ".join(f"{role}:{variable}={text}" for role, variable, text in value)
@@ -88,7 +88,7 @@ def _shown(name: str, options: UpOptions) -> str:
 
 
 def running_endpoints(state: StateDir) -> Endpoints | None:
-    """Return the endpoints of the installation that runs and is ready, else None."""
+    """Return the endpoints of the installation if it runs and is ready, else None."""
     record = FleetRecord.load(state.fleet)
     if record is None or record.phase != "ready" or not record.supervisor.alive:
         return None
@@ -96,14 +96,14 @@ def running_endpoints(state: StateDir) -> Endpoints | None:
 
 
 def require_same(asked: UpOptions, given: Collection[str], state: StateDir) -> None:
-    """Return if the installation that runs was started with what was ``given`` on the command line.
+    """Return if the running installation was started with the ``given`` options of the command line.
 
-    Raises CliError, which names what differs.
+    Raises CliError with the differences.
     """
     try:
         running = UpOptions.from_json(state.options.read_text())
     except (OSError, ValueError, TypeError, KeyError):
-        return  # another version started it
+        return  # another Fairway version started it
     ports = load_ports(state.ports)
     running = replace(
         running,
@@ -197,7 +197,7 @@ async def _start(
 
 
 def stop_installation(state: StateDir, progress: Progress, *, patience_s: float = 120.0) -> bool:
-    """End the installation's supervisor and everything it left behind. False when nothing ran."""
+    """Stop the installation's supervisor and its remaining processes. Return False when nothing ran."""
     record = FleetRecord.load(state.fleet)
     if record is None:
         return False

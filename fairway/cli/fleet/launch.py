@@ -1,9 +1,9 @@
-"""Run as a script: become the given program, and end with the process that started it.
+"""Run as a script: become the given program, and end with the parent process.
 
     python launch.py PARENT_PID SIGNAL PROGRAM [ARGUMENT ...]
 
 On Linux the kernel sends SIGNAL to the program when its parent ends, however the parent ends.
-Elsewhere nothing watches, and `fairway down` ends what a killed supervisor left behind.
+On other systems `fairway down` ends the processes that a killed supervisor left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
             sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it ended before the kernel was told to watch it
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         sys.exit(1)
     try:
         os.execvp(program[0], program)

@@ -1,4 +1,4 @@
-"""Logs of the processes: one file each, bounded, with a few older ones beside it."""
+"""Log files of the processes: one each, bounded, with a few older ones beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COPY_BYTES: Final = 1024 * 1024
 
 
 def rotate_log(path: Path) -> None:
-    """Move an existing log aside: NAME.log becomes NAME.log.1, and so on; the oldest is dropped."""
+    """Rename an existing log: NAME.log becomes NAME.log.1, and so on; the oldest is deleted."""
     if not path.exists() or path.stat().st_size == 0:
         return
     _make_room(path)
@@ -22,11 +22,11 @@ def rotate_log(path: Path) -> None:
 
 
 def bound_log(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> bool:
-    """Return True when a log above ``max_bytes`` was moved aside while its process goes on writing to it.
+    """Copy and empty a log above ``max_bytes`` while its process writes to it; return True if it did.
 
-    The process keeps the file that it has open, so the content is copied and the file cut to nothing. A
-    line that is written between the two is lost. A copy that the disk refuses is given up, the cut is not.
-    Raises OSError when the log can be neither looked at nor cut.
+    The process has the file open, so the content is copied and the file truncated. A line written between
+    the two is lost. If the copy fails on disk errors, the file is still truncated. Raises OSError when the
+    log can be neither read nor truncated.
     """
     if path.stat().st_size <= max_bytes:
         return False
@@ -39,7 +39,7 @@ def bound_log(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> bool:
 
 
 def tail(path: Path, *, lines: int = 15) -> str:
-    """Return the last lines of a log, "" when there is none."""
+    """Return the last lines of a log, "" without a log."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -51,7 +51,7 @@ def tail(path: Path, *, lines: int = 15) -> str:
 
 
 def _copy(source: int, target: Path, *, limit: int) -> None:
-    """Copy at most ``limit`` bytes; a target that cannot be completed is removed."""
+    """Copy at most ``limit`` bytes; an incomplete target is removed."""
     done = 0
     try:
         with target.open("wb") as file:
@@ -64,7 +64,7 @@ def _copy(source: int, target: Path, *, limit: int) -> None:
 
 
 def _make_room(path: Path) -> None:
-    """Give every older log the next number; the last one is dropped."""
+    """Increase the number of every older log; the last one is deleted."""
     for number in range(_KEPT_LOGS - 1, 0, -1):
         older = _older(path, number)
         if older.exists():

@@ -1,4 +1,4 @@
-"""What `fairway up` was asked for."""
+"""The options of `fairway up`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ BUNDLED_MODEL: Final = "fairway-tiny"
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """A port of 0 means a free one, a ``model_dir`` of "" the bundled model; paths are absolute.
+    """Options that define an installation. Paths are absolute."""
 
-    ``settings`` are (role or process, variable, value) and go over what the installation decides.
-    """
-
-    state_dir: str
+    state_dir: str  # of the installation
+    # 0: a free port; so is a ``grpc_port`` of 0.
     http_port: int = 0
-    grpc_port: int = 0
-    workers: int = 1
-    replicas: int = 1
+    grpc_port: int = 0  # as ``http_port``
+    workers: int = 1  # processes
+    replicas: int = 1  # of the deployed model
+    # "": the bundled model.
     model_dir: str = ""
-    deploy: bool = True
-    ready_s: float = 600.0
-    gateways: int = 1
-    schedulers: int = 1
-    controlplanes: int = 1
+    deploy: bool = True  # False: no model is published or deployed
+    ready_s: float = 600.0  # how long the model may take to load
+    gateways: int = 1  # processes
+    schedulers: int = 1  # processes; one leads
+    controlplanes: int = 1  # processes; one leads
+    # (role or process, variable, value); they override the installation's own settings.
     settings: tuple[tuple[str, str, str], ...] = ()
 
     def to_json(self) -> str:
@@ -46,7 +46,7 @@ class UpOptions:
 
     @property
     def model_name(self) -> str:
-        """Name of model and deployment: a folder of one's own gives it its name."""
+        """Name of model and deployment; for another model folder, derived from the folder's name."""
         if not self.model_dir:
             return BUNDLED_MODEL
         folder = self.model_folder
@@ -56,7 +56,7 @@ class UpOptions:
 
 
 def source_root() -> Path:
-    """Return the folder that holds the packages `fairway` and `services`."""
+    """Return the folder that contains the packages `fairway` and `services`."""
     return Path(fairway.__file__).absolute().parent.parent
 
 

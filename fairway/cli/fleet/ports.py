@@ -12,14 +12,14 @@ from fairway.cli.errors import CliError
 from fairway.cli.state import read_json, write_json
 
 HOST = "127.0.0.1"
-# Below what Linux and the BSDs give to outgoing connections: a port that is picked here is not taken by a
-# client's connection before its server listens.
+# Below the range that Linux and the BSDs use for outgoing connections, so that no client connection takes a
+# chosen port before its server listens.
 _QUIET_PORTS = range(18_000, 32_000)
 _TRIES = 64
 
 
 def try_bind(port: int) -> socket.socket | None:
-    """Return a socket that holds ``port`` (0: any free one) on the loopback address, or None when taken."""
+    """Return a socket bound to ``port`` (0: any free one) on the loopback address, or None when taken."""
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -32,7 +32,7 @@ def try_bind(port: int) -> socket.socket | None:
 
 
 def hold_free_port() -> socket.socket | None:
-    """Return a socket that holds some free port, one that nobody is given unasked where there is one."""
+    """Return a socket bound to a free port, outside the range of outgoing connections if possible."""
     for _ in range(_TRIES):
         holder = try_bind(secrets.choice(_QUIET_PORTS))
         if holder is not None:
@@ -75,13 +75,13 @@ def choose_ports(
 
 
 def load_ports(path: Path) -> dict[str, int]:
-    """Return the remembered ports; what is not a port is left out."""
+    """Return the stored ports; entries that are not ports are left out."""
     raw = read_json(path) or {}
     return {name: port for name, port in raw.items() if isinstance(port, int) and 0 < port < 65536}
 
 
 def save_ports(path: Path, ports: Mapping[str, int]) -> None:
-    """Remember ``ports``, and those of earlier runs that are not among them."""
+    """Store ``ports`` in addition to the other ports of earlier runs."""
     write_json(path, {**load_ports(path), **ports})
 
 

@@ -1,4 +1,4 @@
-"""What must hold before anything is started."""
+"""Checks before an installation starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_FREE_BYTES: Final = 1024**3
 
 
 def check_disk(folder: Path, *, needed: int = MIN_FREE_BYTES) -> None:
-    """Raise CliError when less than ``needed`` bytes are free where ``folder`` is, or will be."""
+    """Raise CliError when less than ``needed`` bytes are free at ``folder``, which may not exist yet."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -26,7 +26,7 @@ def check_disk(folder: Path, *, needed: int = MIN_FREE_BYTES) -> None:
 
 
 def check_model(options: UpOptions) -> None:
-    """Raise CliError when the model folder to be deployed is no checkpoint."""
+    """Raise CliError when the model folder to deploy is not a checkpoint."""
     folder = options.model_folder
     if not options.deploy or (folder / "config.json").is_file():
         return
@@ -39,7 +39,7 @@ def check_model(options: UpOptions) -> None:
 
 
 def check(options: UpOptions) -> None:
-    """Raise CliError with the first thing that keeps the installation from starting."""
+    """Raise CliError with the first reason that prevents the start."""
     check_disk(Path(options.state_dir))
     check_model(options)
     check_settings(options)

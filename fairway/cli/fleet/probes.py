@@ -1,6 +1,6 @@
-"""Questions to a process: does it serve? An answer is "" for yes, else why not.
+"""Probes of a process: does it serve? The result is "" for yes, else the reason why not.
 
-A reason that begins with ``NO_ANSWER`` means silence; every other one came from a process that is alive.
+A reason that begins with ``NO_ANSWER`` means no response; every other one came from a running process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from grpc_health.v1 import health_pb2
 
 Probe = Callable[[], Awaitable[str]]
 
-NO_ANSWER: Final = "no answer"  # how the reason begins when nothing came back at all
+NO_ANSWER: Final = "no answer"  # prefix of the reason when no response arrived
 _SILENT: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _TIMEOUT_S: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 4096
 
 
 def etcd_healthy(address: str) -> Probe:
-    """Return a probe for etcd's health endpoint, which proves that it commits.
+    """Return a probe for etcd's health endpoint, which shows that etcd can commit.
 
     ``address`` is ``host:port`` or ``unix:PATH``, here and below.
     """
@@ -38,7 +38,7 @@ def etcd_healthy(address: str) -> Probe:
 
 
 def redis_answers(address: str) -> Probe:
-    """Return a probe for Redis: it answers PING once its data are loaded."""
+    """Return a probe for Redis: it answers PING once its data is loaded."""
 
     async def probe() -> str:
         answer = await _exchange(address, b"PING\r\n", until=b"\r\n")
@@ -82,7 +82,7 @@ def tcp_open(host: str, port: int) -> Probe:
 
 
 def all_of(*probes: Probe) -> Probe:
-    """Return a probe that is content when each of ``probes`` is."""
+    """Return a probe that succeeds when each of ``probes`` does."""
 
     async def probe() -> str:
         for each in probes:
@@ -94,7 +94,7 @@ def all_of(*probes: Probe) -> Probe:
 
 
 async def _exchange(address: str, request: bytes, *, until: bytes) -> bytes | str:
-    """Send ``request`` and return what came back up to and a little after ``until``, or why nothing did."""
+    """Send ``request`` and return the response up to and a little after ``until``, or why there is none."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await _connected(address)

@@ -1,4 +1,4 @@
-"""One child process: started in a group of its own, logged to a file, ended with the supervisor."""
+"""One child process: started in its own group, logged to a file, ended with the supervisor."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fairway.cli.fleet.record import ProcessId
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run and how to know that it serves. ``env`` is the whole environment.
+    """How to run a process and how to probe it."""
 
-    ``cwd`` is where it runs, None: where the supervisor does.
-
-    ``death_signal`` is what the process gets when the supervisor is killed; ``stop_s`` is how long it
-    may take to end after SIGTERM; ``silence_s`` is how long it may answer nothing before it is replaced.
-    """
-
-    name: str
-    argv: tuple[str, ...]
+    name: str  # unique in the installation
+    argv: tuple[str, ...]  # program and arguments
+    # The complete environment.
     env: Mapping[str, str]
-    log: Path
-    probe: Probe
-    address: str
+    log: Path  # file for stdout and stderr
+    probe: Probe  # checks whether it serves
+    address: str  # shown to the user
+    # Sent to the process when the supervisor is killed.
     death_signal: int = signal.SIGKILL
+    # How long it may take to serve.
     start_s: float = 120.0
+    # How long it may take to end after SIGTERM.
     stop_s: float = 15.0
+    # How long it may give no response before it is replaced.
     silence_s: float = 60.0
+    # Working directory; None: the supervisor's.
     cwd: Path | None = None
 
 
@@ -51,7 +51,7 @@ class Child:
 
     @property
     def id(self) -> ProcessId | None:
-        """Identity of the life that was started last."""
+        """Identity of the process started last."""
         return self._id
 
     @property
@@ -60,9 +60,9 @@ class Child:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Start it. Call it from the main thread only: the kernel watches the thread that started it.
+        """Start it. Only from the main thread: the kernel sends the death signal when that thread ends.
 
-        Started again where its log cannot be opened, it writes none: serving goes before logging.
+        On a restart it runs without a log if the log cannot be opened: serving has priority over logging.
         Raises OSError.
         """
         with self._open_log() as log:
@@ -93,7 +93,7 @@ class Child:
             return Path(os.devnull).open("ab")
 
     async def wait(self) -> int:
-        """Return its exit code once it ended; what is left of its group is killed."""
+        """Return its exit code once it ended; the rest of its process group is killed."""
         assert self._process is not None
         code = await self._process.wait()
         self._signal_group(signal.SIGKILL)
@@ -101,7 +101,7 @@ class Child:
         return code
 
     async def stop(self) -> bool:
-        """Ask it to end, kill its group after ``stop_s``. True when it ended by itself."""
+        """Send SIGTERM, and kill its group after ``stop_s``. Return True when it ended by itself."""
         if self._process is None:
             return True
         if self._process.returncode is None:
@@ -116,13 +116,13 @@ class Child:
         return True
 
     async def kill(self) -> None:
-        """End its whole group now."""
+        """Kill its whole process group now."""
         if self._process is not None:
             self._signal_group(signal.SIGKILL)
             await self._process.wait()
 
     def _signal_group(self, number: int) -> None:
-        """Signal the group, unless it is gone: its number may be another's by now."""
+        """Signal the process group unless it was swept: its number may be reused then."""
         assert self._process is not None
         if self._swept:
             return

@@ -1,4 +1,4 @@
-"""How the start is told: a live table on a terminal, lines elsewhere, JSON lines through a pipe."""
+"""Progress of a start: a live table on a terminal, lines elsewhere, JSON lines through a pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STYLE: Final[dict[Phase, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``name`` entered ``phase``; ``detail`` says what a person would ask next."""
+    """``name`` entered ``phase``; ``detail`` is one line of explanation."""
 
     name: str
     phase: Phase
@@ -44,14 +44,14 @@ class Progress(Protocol):
     def event(self, name: str, phase: Phase, detail: str = "") -> None: ...
 
     def close(self) -> None:
-        """Show nothing live any more; later events are lines."""
+        """Stop the live display; later events are lines."""
 
 
 @dataclass(slots=True)
 class LineProgress:
     """One line per event, with the seconds since the start.
 
-    The same event twice is one line, and details of one phase are told at most every two seconds.
+    A repeated event is printed once, and details of one phase at most every two seconds.
     """
 
     console: Console
@@ -67,7 +67,7 @@ class LineProgress:
         plain(self.console, f"[{elapsed:6.1f} s] {name:<15} {phase:<11} {detail}".rstrip())
 
     def close(self) -> None:
-        """Nothing is live here."""
+        """Do nothing: there is no live display."""
 
 
 class LiveProgress:
@@ -102,7 +102,7 @@ class LiveProgress:
 
 @dataclass(frozen=True, slots=True)
 class Unfailing:
-    """Passes events on, and drops one that cannot be written: no process waits for its own news."""
+    """Passes events on and drops one that cannot be written, so that no process blocks on its output."""
 
     inner: Progress
 
@@ -115,7 +115,7 @@ class Unfailing:
 
 
 class PipeProgress:
-    """Writes events as JSON lines to a pipe until that is closed, and as text to a console always."""
+    """Writes events as JSON lines to a pipe until it is closed, and always as text to a console."""
 
     def __init__(self, descriptor: int, console: Console) -> None:
         self._pipe: IO[str] | None = os.fdopen(descriptor, "w", buffering=1)
@@ -126,7 +126,7 @@ class PipeProgress:
         self.send({"event": asdict(Event(name, phase, detail))})
 
     def send(self, message: dict[str, object]) -> None:
-        """Write one message. A reader that went away is no error."""
+        """Write one message. A closed pipe is not an error."""
         if self._pipe is None:
             return
         try:
@@ -145,7 +145,7 @@ class PipeProgress:
 
 
 def read_messages(descriptor: int) -> Iterator[dict[str, object]]:
-    """Yield the messages of a ``PipeProgress`` until its end is closed."""
+    """Yield the messages of a ``PipeProgress`` until the pipe is closed."""
     with os.fdopen(descriptor) as pipe:
         for line in pipe:
             message = json.loads(line)
@@ -154,5 +154,5 @@ def read_messages(descriptor: int) -> Iterator[dict[str, object]]:
 
 
 def for_console(console: Console) -> Progress:
-    """Return the progress that suits a console."""
+    """Return the progress display for a console."""
     return LiveProgress(console) if console.is_terminal else LineProgress(console)

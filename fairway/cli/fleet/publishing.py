@@ -1,4 +1,4 @@
-"""The client's publisher, with its errors as the command line's."""
+"""Publication of a model folder, with errors of the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def publish_folder(
     report: Callable[[PublishProgress], None],
     for_another_engine: bool = False,
 ) -> Published:
-    """Publish a checkpoint folder, point ``tag`` at it unless that is empty, and return what became of it.
+    """Publish a checkpoint folder, point ``tag`` at it unless empty, and return the result.
 
     Raises CliError.
     """

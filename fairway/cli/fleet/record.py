@@ -1,4 +1,4 @@
-"""Which processes belong to an installation: ids with start times, so that a reused id is never mistaken."""
+"""The processes of an installation: ids with start times, so that a reused id is not mistaken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fairway.cli.state import read_json, write_json
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One life of a process: its id and when it started, in the clock ticks of the kernel."""
+    """One process: its id and when it started, in the clock ticks of the kernel."""
 
     pid: int
     start: float
@@ -45,13 +45,13 @@ class ProcessId:
         return self.pid > 1 and ProcessId.of(self.pid) == self
 
     def signal(self, number: int) -> None:
-        """Send a signal if this very process is still there."""
+        """Send a signal if this very process is still alive."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the process group that this process leads, if it is still there."""
+        """Send a signal to the process group that this process leads, if it is still alive."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -79,7 +79,7 @@ class FleetRecord:
 
     @classmethod
     def load(cls, path: Path) -> FleetRecord | None:
-        """Return what ``path`` holds, or None when it is missing or no record."""
+        """Return the record in ``path``, or None if it is missing or invalid."""
         raw = read_json(path)
         try:
             return (
@@ -100,7 +100,7 @@ class FleetRecord:
 
 
 def lock_installation(path: Path) -> IO[str] | None:
-    """Return a file that holds the installation's lock until it is closed, or None when another holds it."""
+    """Return a file that holds the installation's lock until it is closed, or None if the lock is taken."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

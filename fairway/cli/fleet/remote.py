@@ -1,4 +1,4 @@
-"""Where the services of a fleet are that this command did not start."""
+"""Addresses of a fleet's services that this command did not start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class FleetAddresses(Protocol):
-    """host:port of what a bootstrap talks to."""
+    """host:port of the services that a bootstrap calls."""
 
     def of(self, name: str) -> str:
         """Address of "registry" or "controlplane"."""
@@ -23,7 +23,7 @@ class FleetAddresses(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddresses:
-    """``FleetAddresses`` as they were given. A gateway's name is its address."""
+    """``FleetAddresses`` from the command line. A gateway's name is its address."""
 
     registry: str
     controlplane: str

@@ -18,7 +18,7 @@ from fairway.cli.fleet.process import ProcessSpec
 from fairway.cli.state import StateDir
 
 PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 50051}
-# Read by the commands of `fairway`, unknown to the roles.
+# Read by the commands of `fairway`, but no settings of the roles.
 CLIENT_VARIABLES: Final = (
     "FAIRWAY_API_KEY",
     "FAIRWAY_ADMIN_KEY",
@@ -82,17 +82,17 @@ class Addresses:
 
 
 def role_of(name: str) -> str:
-    """Return the role of a process: what stands before the number."""
+    """Return the role of a process: the part of its name before the number."""
     return name.partition("-")[0]
 
 
 def _named(role: str, count: int) -> tuple[str, ...]:
-    """The first one bears the role's own name, so that its files and ports stay when others join it."""
+    """The first process has the role's own name, so that its files and ports stay when others are added."""
     return (role, *(f"{role}-{number}" for number in range(1, count)))
 
 
 def port_names(options: UpOptions) -> tuple[str, ...]:
-    """Return the name of every port that an installation needs. Its stores have Unix sockets instead."""
+    """Return the name of every port that an installation needs. The stores use Unix sockets instead."""
     names = []
     for name in Addresses.wanted(options, {}).role_names:
         names += [f"{name}_grpc", f"{name}_http"] if role_of(name) == "gateway" else [name]
@@ -101,7 +101,7 @@ def port_names(options: UpOptions) -> tuple[str, ...]:
 
 
 def store_specs(state: StateDir, environ: Mapping[str, str]) -> tuple[ProcessSpec, ...]:
-    """Return etcd and Redis on their embedded wheels, on sockets that only this user can reach.
+    """Return etcd and Redis from their embedded wheels, on sockets that only this user can reach.
 
     Raises CliError when a wheel lacks its server.
     """
@@ -143,7 +143,7 @@ def role_specs(
     environ: Mapping[str, str],
     settings: Settings = (),
 ) -> tuple[ProcessSpec, ...]:
-    """Return the roles in their start order; they are stopped in the reverse one."""
+    """Return the roles in their start order; they are stopped in the reverse order."""
     return tuple(_role(state, addresses, environ, name, settings) for name in addresses.role_names)
 
 
@@ -152,8 +152,8 @@ def role_environment(
 ) -> dict[str, str]:
     """Return the environment of one process of a role.
 
-    The caller's own settings come first, what the installation decides goes over them, and what
-    ``settings`` say of this role or of this very process goes over both.
+    The installation's values override the caller's environment, and ``settings`` for this role or this
+    process override both.
     """
     inherited = {key: value for key, value in environ.items() if key not in CLIENT_VARIABLES}
     paths = [str(source_root()), *filter(None, [environ.get("PYTHONPATH", "")])]
@@ -164,6 +164,9 @@ def role_environment(
         "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
     role = role_of(name)
+    if role == "gateway":
+        # Small blocks that glibc caches for each thread keep the pages of a burst from being returned.
+        defaults["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"
     decided = {
         "PYTHONPATH": os.pathsep.join(paths),
         "FAIRWAY_ETCD_ENDPOINTS": state.etcd_address,
@@ -223,4 +226,4 @@ def _drain_s(env: Mapping[str, str]) -> float:
     try:
         return float(env["FAIRWAY_DRAIN_S"])
     except ValueError:
-        return _DEFAULT_DRAIN_S  # the role itself refuses the value with a message of its own
+        return _DEFAULT_DRAIN_S  # the role itself rejects the value with its own message

@@ -1,4 +1,4 @@
-"""Owner of an installation's processes: starts them in stages, restarts what dies, stops them in order."""
+"""Supervisor of an installation's processes: starts them in stages, restarts and stops them in order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LAST_BACKOFF_S: Final = 30.0
 _STABLE_S: Final = 60.0
 _HEALTH_POLL_S: Final = 5.0
 _LOG_POLL_S: Final = 2.0
-_REPORT_S: Final = 3.0  # how often a start that takes long is reported again
+_REPORT_S: Final = 3.0  # interval of reports on a long start
 
 
 class ProcessSupervisor:
-    """Runs children by name. ``record_path`` always tells which processes are alive."""
+    """Runs children by name. ``record_path`` always lists the processes that are alive."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ProcessSupervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the children that run."""
+        """Process ids of the running children."""
         return {
             name: child.id.pid
             for name, child in self._children.items()
@@ -63,7 +63,7 @@ class ProcessSupervisor:
     async def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start ``specs`` together and return once all serve.
 
-        Raises CliError when one does not, OSError when the disk takes neither a log nor the record.
+        Raises CliError when one does not, OSError when a log or the record cannot be written.
         """
         if self._log_keeper is None:
             self._log_keeper = asyncio.create_task(self._keep_logs(), name="keep logs")
@@ -143,7 +143,7 @@ class ProcessSupervisor:
             self._progress.event(child.spec.name, "starting", f"on {child.spec.address}, {elapsed:.0f} s")
 
     async def _until_ready(self, child: Child) -> str:
-        """Return "" once the child serves, else why it will not: it ended, or its time is up."""
+        """Return "" once the child serves, else why it does not: it ended or its time limit passed."""
         reason = "never asked"
         try:
             async with asyncio.timeout(child.spec.start_s):
@@ -158,7 +158,7 @@ class ProcessSupervisor:
         return f"it {describe_exit(child.exit_code)}"
 
     async def _keep(self, child: Child) -> None:
-        """Start the child again whenever it ends, with a backoff that resets after a stable minute."""
+        """Restart the child whenever it ends, with a backoff that resets after a stable minute."""
         name, backoff_s = child.spec.name, _FIRST_BACKOFF_S
         while True:
             began = time.monotonic()
@@ -172,7 +172,7 @@ class ProcessSupervisor:
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
             try:
                 await child.start()
-            except OSError as exc:  # no process, descriptor or disk now; perhaps later
+            except OSError as exc:  # no process, descriptor or disk space now; a later attempt may succeed
                 self._progress.event(name, "failed", f"it cannot be started: {exc.strerror}")
                 continue
             self._save()
@@ -183,7 +183,7 @@ class ProcessSupervisor:
                 self._progress.event(name, "ready", f"on {child.spec.address}, restarted")
 
     async def _keep_logs(self) -> None:
-        """Move a log aside whenever it is above its bound, also the supervisor's own."""
+        """Copy and empty every log above its bound, including the supervisor's own."""
         while True:
             await asyncio.sleep(_LOG_POLL_S)
             own = () if self._own_log is None else (self._own_log,)
@@ -194,9 +194,9 @@ class ProcessSupervisor:
                     self._progress.event("logs", "failed", f"cannot bound {path}: {exc.strerror}")
 
     async def _ended(self, child: Child) -> str:
-        """Return, in words, how the child ended; one that answers nothing for too long is killed.
+        """Return, in words, how the child ended; a child without a response for too long is killed.
 
-        NOT_SERVING is an answer: a drained worker gives it, and must not be restarted for it.
+        NOT_SERVING is a response: a drained worker sends it and must not be restarted.
         """
         silent_since: float | None = None
         while True:
@@ -215,7 +215,7 @@ class ProcessSupervisor:
                 return f"answered nothing for {child.spec.silence_s:g} s and was killed"
 
     def _save(self) -> None:
-        """Write the record. A disk that refuses it keeps neither a restart nor the end from going on."""
+        """Write the record. A failed write blocks neither a restart nor the stop."""
         try:
             self._record().save(self._record_path)
         except OSError as exc:

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, now and then a line elsewhere. Always on stderr."""
+"""Progress of long work: bars on a terminal, occasional lines elsewhere. Always on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_S: Final = 2.0
 
 
 class Bars:
-    """One bar per name between ``with`` and its end. ``ratio`` is None while nobody knows how far it is."""
+    """One bar per name inside the ``with`` block. ``ratio`` is None while the progress is unknown."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or err()
@@ -45,7 +45,7 @@ class Bars:
             self._progress.stop()
 
     def update(self, name: str, ratio: float | None, detail: str = "") -> None:
-        """Show how far ``name`` is, 0..1, and what it does."""
+        """Show the progress of ``name``, 0..1, and its current work."""
         if self._progress is None:
             self._lines.update(name, ratio, detail)
             return
@@ -57,7 +57,7 @@ class Bars:
 
 @dataclass(slots=True)
 class _Lines:
-    """A line when the text of a name changes, and at most one every two seconds while only numbers do."""
+    """Prints a line when the text of a name changes, and at most one per two seconds for new numbers."""
 
     console: Console
     _told: dict[str, tuple[str, float | None, float]] = field(default_factory=dict)

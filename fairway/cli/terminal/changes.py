@@ -1,4 +1,4 @@
-"""What commands that change something share: the question before, and what is said of what is gone."""
+"""Confirmation before a change of shared state, and the output after a deletion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairway.cli.terminal.output import out, plain
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Return once the user agrees. Without a terminal nobody is asked. Raises CliError for a no."""
+    """Return once the user agrees; without a terminal, at once. Raises CliError for a no."""
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not typer.confirm(question, err=True):
@@ -21,7 +21,7 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def show_deleted(name: str, output: Format) -> None:
-    """Write that ``name`` is gone."""
+    """Print that ``name`` was deleted."""
     if output in DOCUMENTS:
         write_document({"name": name, "deleted": True}, output)
     else:

@@ -1,4 +1,4 @@
-"""Spans and moments as people type them (`90s`, `1h30m`, `2026-12-31T00:00:00Z`) and as tables show them."""
+"""Parsing and display of time spans and moments (`90s`, `1h30m`, `2026-12-31T00:00:00Z`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_S: Final = 100 * 365 * 86400.0
 
 
 def parse_span(text: str) -> float:
-    """Return the seconds of `30`, `30s`, `1h30m` or `7d`. Raises ValueError, which says what is expected."""
+    """Return the seconds of `30`, `30s`, `1h30m` or `7d`. Raises ValueError with the expected form."""
     stripped = text.strip()
     parts = _PART.findall(stripped)
     if re.fullmatch(r"\d+(?:\.\d+)?", stripped):
@@ -28,9 +28,9 @@ def parse_span(text: str) -> float:
 
 
 def parse_moment(text: str, *, now: datetime, past: bool) -> datetime:
-    """Return the moment that a timestamp names, or that lies a span before (``past``) or after ``now``.
+    """Return the moment of a timestamp, or the moment a span before (``past``) or after ``now``.
 
-    A timestamp without a zone is UTC. Raises ValueError, which says what is expected.
+    A timestamp without a zone is UTC. Raises ValueError with the expected form.
     """
     try:
         found = datetime.fromisoformat(text.strip())

@@ -1,4 +1,4 @@
-"""Documents: what `-o json` and `-o yaml` write. The shapes are stable; docs/operations/cli.md names them."""
+"""Documents of `-o json` and `-o yaml`. The shapes are stable; docs/operations/cli.md lists them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENTS: Final = (Format.JSON, Format.YAML)
 
 
 def document_of(message: Message) -> dict[str, Any]:
-    """Return a message by protobuf's JSON mapping, with the names of the proto and with unset values."""
+    """Return a message in protobuf's JSON mapping, with the proto's field names and with unset values."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -24,13 +24,13 @@ def document_of(message: Message) -> dict[str, Any]:
 
 
 def write_document(value: dict[str, Any], output: Format) -> None:
-    """Write one document to stdout. ``output`` is JSON or YAML."""
+    """Print one document to stdout. ``output`` is JSON or YAML."""
     assert output in DOCUMENTS
     plain(out(), text_of(value, output), end="")
 
 
 def write_part(value: dict[str, Any], output: Format) -> None:
-    """Write one document of a stream of them: a line of JSON, or YAML after a `---`."""
+    """Print one document of a stream: a line of JSON, or YAML after a `---`."""
     assert output in DOCUMENTS
     if output is Format.JSON:
         plain(out(), json.dumps(value, ensure_ascii=False))
@@ -39,7 +39,7 @@ def write_part(value: dict[str, Any], output: Format) -> None:
 
 
 def text_of(value: dict[str, Any], output: Format) -> str:
-    """Return a document's text, which ends with a line end."""
+    """Return a document's text, which ends with a newline."""
     if output is Format.JSON:
         return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=False)

@@ -1,4 +1,4 @@
-"""`list`, `show` and `--watch`, the same for every resource: a Resource says what differs."""
+"""`list`, `show` and `--watch` for every resource; a Resource contains the differences."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ K = TypeVar("K", cp.Tenant, cp.Key, cp.Deployment, cp.Node)
 
 @dataclass(frozen=True, slots=True)
 class Resource(Generic[T]):
-    """One kind of thing that a server lists.
+    """One kind of resource that a server lists.
 
-    ``all`` returns them, ``get`` one of them by name; ``watch`` follows their changes. ``plural`` is also the
-    name of the list in a document.
+    ``plural`` is also the name of the list in a document.
     """
 
-    singular: str
-    plural: str
-    server: Server
-    columns: tuple[Column[T], ...]
+    singular: str  # name in messages
+    plural: str  # name in messages and documents
+    server: Server  # the server that lists it
+    columns: tuple[Column[T], ...]  # of its tables
+    # Returns all of them.
     all: Callable[[Connection], Awaitable[Sequence[T]]]
+    # Returns one by name.
     get: Callable[[Connection, str], Awaitable[T]] | None = None
+    # Follows their changes.
     watch: Watch[T] | None = None
 
     def write_list(self, items: Sequence[T], output: Format) -> None:
-        """Write a listing: a table, or one document with a list in it."""
+        """Print a listing: a table, or one document with a list in it."""
         if output in DOCUMENTS:
             write_document({self.plural: [document_of(item) for item in items]}, output)
         else:
             show_rows(self.columns, items, wide=output is Format.WIDE)
 
     def write_one(self, item: T, output: Format) -> None:
-        """Write one thing: its row, or the thing itself as a document."""
+        """Print one resource: its row, or the resource as a document."""
         if output in DOCUMENTS:
             write_document(document_of(item), output)
         else:
@@ -73,7 +75,7 @@ def resource(
 
 
 def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
-    """Give ``app`` the command `list`."""
+    """Add the command `list` to ``app``."""
     plural = resource.plural
 
     async def listed(
@@ -95,7 +97,7 @@ def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
 
 
 def add_show(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
-    """Give ``app`` the command `show`."""
+    """Add the command `show` to ``app``."""
 
     async def shown(
         connection: Connection,

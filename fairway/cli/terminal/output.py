@@ -12,37 +12,37 @@ from fairway.cli.errors import CliError
 
 
 class OutputClosed(Exception):
-    """Whoever read stdout went away, as `| head` does."""
+    """The reader of stdout closed it, as `| head` does."""
 
 
 def out() -> Console:
-    """Return a console on stdout, where results go."""
+    """Return a console on stdout, for results."""
     return Console(highlight=False)
 
 
 def err() -> Console:
-    """Return a console on stderr, where progress and errors go."""
+    """Return a console on stderr, for progress and errors."""
     return Console(stderr=True, highlight=False)
 
 
 def plain(console: Console, text: str = "", *, end: str = "\n") -> None:
-    """Write text as it is: no markup, no emoji codes, no wrapping, tabs kept, so that it can be pasted.
+    """Print text unchanged, for copying: no markup, no emoji codes, no wrapping, tabs preserved.
 
-    Raises OutputClosed when nobody reads it any more.
+    Raises OutputClosed when stdout is closed.
     """
-    # Past ``Console.print``, which turns `:b:` into a picture, tabs into blanks, and drops carriage returns.
+    # Not ``Console.print``, which turns `:b:` into a picture, tabs into blanks, and drops carriage returns.
     try:
         console.file.write(text + end)
         console.file.flush()
     except BrokenPipeError as exc:
         if console.stderr:
-            return  # an error that nobody reads keeps no command from its exit code
+            return  # a closed stderr does not change the exit code
         _detach_stdout()
         raise OutputClosed from exc
 
 
 def write_rich(renderable: RenderableType) -> None:
-    """Write something of rich's to stdout. Raises OutputClosed."""
+    """Print a renderable of rich to stdout. Raises OutputClosed."""
     console = out()
     with console.capture() as capture:
         console.print(renderable)
@@ -50,7 +50,7 @@ def write_rich(renderable: RenderableType) -> None:
 
 
 def show_error(error: CliError) -> None:
-    """Write the reason, the message and the next step to stderr."""
+    """Print the reason, the message and the next step to stderr."""
     _marked("error", error.reason, error.message)
     if error.next_step:
         _marked("next", "", error.next_step)
@@ -65,7 +65,7 @@ def _marked(mark: str, reason: str, text: str) -> None:
 
 
 def _detach_stdout() -> None:
-    """Point stdout at nothing: the interpreter flushes it once more when it ends."""
+    """Redirect stdout to the null device: the interpreter flushes it again at its end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

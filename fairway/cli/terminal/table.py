@@ -1,4 +1,4 @@
-"""Tables: which columns a resource has, and its rows for a terminal or for a pipe."""
+"""Tables: the columns of a resource, and its rows for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Column(Generic[T]):
 
 
 def visible(columns: Sequence[Column[T]], *, wide: bool) -> tuple[Column[T], ...]:
-    """Return the columns of one table: those of the narrow one come first in both."""
+    """Return the columns of one table; the narrow ones come first in the wide table."""
     narrow = tuple(column for column in columns if not column.wide)
     return (*narrow, *(column for column in columns if column.wide)) if wide else narrow
 
 
 def show_rows(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool = False) -> None:
-    """Write a table to stdout: aligned under headers on a terminal, else tab-separated lines alone."""
+    """Print a table to stdout: aligned under headers on a terminal, else tab-separated lines only."""
     shown = visible(columns, wide=wide)
     if out().is_terminal:
         write_rich(table_of(shown, items))
@@ -51,15 +51,15 @@ def show_rows(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool = 
 
 
 def line_of(columns: Sequence[Column[T]], item: T) -> str:
-    """Return the cells of one item between tabs; a cell's own tabs and line ends are blanks."""
+    """Return the cells of one item separated by tabs; tabs and newlines in a cell become blanks."""
     return "\t".join(" ".join(column.cell(item).split()) for column in columns)
 
 
 def table_of(columns: Sequence[Column[T]], items: Iterable[T], *, width: int | None = None) -> Table:
-    """Return a table of at most ``width`` cells, by default those of the terminal, with one line per item.
+    """Return a table of at most ``width`` cells, by default the terminal's, with one line per item.
 
-    Digests are shortened to 12 hex digits. A column that has to be narrower than its content ends its cells
-    with an ellipsis; headers are never cut.
+    Digests are shortened to 12 hex digits. A column narrower than its content ends its cells with an
+    ellipsis; headers are never cut.
     """
     headers = [column.header.upper() for column in columns]
     rows = [[_shown(column.cell(item)) for column in columns] for item in items]
@@ -71,7 +71,7 @@ def table_of(columns: Sequence[Column[T]], items: Iterable[T], *, width: int | N
     for at, column_width in widths.items():
         table.add_column(headers[at], width=column_width, no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(Text(row[at]) for at in widths))  # a cell's brackets are no markup
+        table.add_row(*(Text(row[at]) for at in widths))  # brackets in a cell are not markup
     return table
 
 
@@ -80,7 +80,7 @@ def _shown(cell: str) -> str:
 
 
 def _fit(columns: Sequence[Column[T]], natural: Sequence[int], width: int) -> dict[int, int]:
-    """Return the width of each column that stays, by its place."""
+    """Return the width of each column that stays, by its index."""
     least = {at: max(len(column.header), min(natural[at], _SHORT)) for at, column in enumerate(columns)}
     for at in sorted(range(1, len(columns)), key=lambda at: (columns[at].wide, columns[at].drop, at))[::-1]:
         if _total(least) <= width:

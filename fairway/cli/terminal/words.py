@@ -1,4 +1,4 @@
-"""Cells of the tables: enums, times and digests as an operator reads them."""
+"""Cells of the tables: enums, times and digests in a readable form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def word(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
     try:
         name = name_of(number)
     except ValueError:
-        return str(number)  # of a newer server
+        return str(number)  # a value of a newer server
     found = name.removeprefix(prefix).lower()
     return "" if found == "unspecified" else found
 
@@ -36,7 +36,7 @@ def kind(number: int) -> str:
 
 
 def age(metadata: cp.Metadata) -> str:
-    """Return how long ago a resource was made, "" when that is not known."""
+    """Return the age of a resource, "" if its creation time is unknown."""
     return ago(metadata.create_time) if metadata.HasField("create_time") else ""
 
 
@@ -50,7 +50,7 @@ def moment(value: Timestamp) -> str:
 
 
 def short_digest(digest: str) -> str:
-    """Return as much of a digest as tells versions of one model apart for the eye."""
+    """Return the first digits of a digest, enough to distinguish the versions of one model."""
     return digest.removeprefix("sha256:")[:12]
 
 

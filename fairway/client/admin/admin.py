@@ -1,10 +1,10 @@
-"""The client of operators' scripts: what the command line does, in Python.
+"""The client for operators' scripts: the functions of the command line, in Python.
 
     async with AdminClient(["10.0.0.1:9090", "10.0.0.2:9090"], admin_key=key) as admin:
         await admin.deployments.scale("chat", 4)
         await admin.deployments.wait_ready("chat")
 
-It takes and gives the messages of ``fairway.v1``: what the server says of a resource, nothing less.
+Arguments and results are the messages of ``fairway.v1``, unchanged.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Opened:
 
 
 class AdminClient:
-    """Calls go to a server that answers; a broken one, or one that stays silent, is passed over for a while.
+    """Sends each call to a responding server; one that fails or does not answer is skipped for a while.
 
-    It belongs to the event loop that it was entered in, and any number of tasks of that loop use it at once.
-    Every method has a deadline and raises FairwayError and its subclasses. What changes something is done
-    once, however often it is sent: each such call carries a request id of its own.
+    It belongs to the event loop in which it was entered; any number of that loop's tasks use it at once.
+    Every method has a deadline and raises FairwayError and its subclasses. A change is applied once, however
+    often it is sent: each such call has its own request id.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class AdminClient:
         credentials: grpc.ChannelCredentials | None = None,
         rng: Random | None = None,
     ) -> None:
-        """Addresses are host:port. Without ``control_planes``, only ``models`` is of use; without
-        ``registry``, everything else. ``credentials``: for TLS; without, the key is readable.
+        """Addresses are host:port. Without ``control_planes`` only ``models`` can be used; without
+        ``registry`` only the rest. ``credentials``: for TLS; without it the key is sent in clear text.
 
-        Opens nothing yet. Raises ValueError for no address, the same twice, or an empty key.
+        Opens no connection yet. Raises ValueError for no address, a duplicate, or an empty key.
         """
         if not admin_key:
             raise ValueError("admin_key is empty")
@@ -158,7 +158,7 @@ class AdminClient:
         return Service(core, self._guard, stub_of, messages)
 
     def _open(self) -> _Opened:
-        """Raises RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
+        """Raise RuntimeError outside of ``async with`` and from another event loop, Closed afterwards."""
         self._guard.check()
         if self._opened is None:
             raise RuntimeError("the client is not open: use `async with AdminClient(...) as admin`")

@@ -18,17 +18,17 @@ from fairway.client.values import checked_timeout_s
 
 PAGE: Final = 1000
 MAX_ITEMS: Final = 100_000
-# A server that stopped answering without closing its connection: another one is asked after so long.
+# Limit of one attempt: a server may stop answering without closing its connection.
 ATTEMPT_S: Final = 5.0
 
 Stub = Any
 
 
 class Service:
-    """One gRPC service, at whichever of its servers answers. Methods and fields go by their proto names.
+    """One gRPC service, at any of its servers that answers. Methods and fields have their proto names.
 
-    Every call has a deadline, which covers its retries. What stays unanswered for a third of it, or for
-    ``ATTEMPT_S``, is sent to another server, where there is one.
+    Every call has a deadline, which includes its retries. An attempt without a response for a third of it,
+    or for ``ATTEMPT_S``, is repeated at another server, if there is one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Service:
     async def call(
         self, method: str, *, timeout_s: float | None = None, quick: bool = True, **fields: Any
     ) -> Any:
-        """Return the answer. Unless ``quick``, an attempt may take the whole time. Raises FairwayError."""
+        """Return the response. Unless ``quick``, an attempt may take the whole time. Raises FairwayError."""
         self.guard.check()
         request = self.request(method, fields)
 
@@ -59,7 +59,7 @@ class Service:
         return await self.guard.run(unary(self.core, send, limit_s, attempt_s=attempt_s))
 
     async def change(self, method: str, *, timeout_s: float | None = None, **fields: Any) -> Any:
-        """Return the answer of a call that changes something: done once, however often it is sent."""
+        """Return the response of a call that changes state: applied once, however often it is sent."""
         return await self.call(method, timeout_s=timeout_s, request_id=secrets.token_hex(16), **fields)
 
     async def pages(
@@ -73,9 +73,9 @@ class Service:
         most: int = MAX_ITEMS,
         **fields: Any,
     ) -> list[Any]:
-        """Return what ``field`` holds on all pages, or the first ``limit``; the time is that of each page.
+        """Return ``field`` of all pages, or its first ``limit`` items; ``timeout_s`` applies to each page.
 
-        Raises FailedPrecondition where that is more than ``most``.
+        Raises FailedPrecondition for more than ``most`` items.
         """
         if limit is not None and limit < 1:
             raise ValueError("limit must be at least 1")
@@ -106,13 +106,13 @@ class Service:
         return self._stubs[endpoint.address]
 
     async def open(self, method: str, request: Any, attempts: Attempts) -> Stream:
-        """Return a stream of answers; close it. Raises NoGateway and DeadlineExceeded."""
+        """Return a stream of responses; the caller closes it. Raises NoGateway and DeadlineExceeded."""
         self.guard.check()
         return Stream(self, await self.guard.run(attempts.begin()), method, request)
 
 
 def attempt_of(timeout_s: float) -> float:
-    """Return how long an attempt may stay unanswered where another server could be asked."""
+    """Return how long an attempt may take when another server is available."""
     return min(ATTEMPT_S, timeout_s / 3)
 
 
@@ -125,11 +125,11 @@ class Stream:
         self._call = getattr(service.stub(endpoint), method)(request, metadata=service.core.metadata)
 
     async def read(self, within_s: float) -> Any:
-        """Return the next answer. Raises ConnectionLost where none, nor a sign of life, comes in time."""
+        """Return the next response. Raises ConnectionLost if no message arrives in time."""
         return await self._service.guard.run(self._read(within_s))
 
     def close(self) -> None:
-        """Cancel it."""
+        """Cancel the call and release the endpoint."""
         self._call.cancel()
         self._service.core.pool.give_back(self.endpoint)
 

@@ -1,4 +1,4 @@
-"""What happens in the fleet, what waits in it and how it is placed: events, queues and placements."""
+"""Events, queues and placements of the fleet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEWEST: Final = 20
 
 
 class Events:
-    """Kept for about an hour."""
+    """The fleet's events, retained for about an hour."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -28,7 +28,7 @@ class Events:
         limit: int | None = 100,
         timeout_s: float | None = None,
     ) -> Sequence[cp.Event]:
-        """Return the newest ``limit`` (None: all), newest first; of these kinds and this resource, if any."""
+        """Return the newest ``limit`` (None: all), newest first; filtered by kinds and resource, if given."""
         return await self._service.pages(
             "ListEvents", "events", limit=limit, timeout_s=timeout_s, kinds=kinds, resource=resource
         )
@@ -41,16 +41,16 @@ class Events:
         newest: int = _NEWEST,
         on_lost: OnLost | None = None,
     ) -> AsyncGenerator[cp.Event | Missed, None]:
-        """Yield the ``newest``, the oldest of them first, then every further one, until it is closed.
+        """Yield the ``newest`` events, oldest first, then every further one, until it is closed.
 
-        It outlives connections and goes on where it was; Missed stands where that was not possible. Close
-        it, with ``contextlib.aclosing``.
+        It survives lost connections and continues at its position; Missed marks a gap where that was not
+        possible. Close it, with ``contextlib.aclosing``.
         """
         return watch_events(self._service, tuple(kinds), resource, newest, on_lost)
 
 
 class Queues:
-    """What waits and runs by pool, as the leading scheduler knows it."""
+    """Queued and running requests by pool, from the leading scheduler."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -65,7 +65,7 @@ class Queues:
 
 
 class Placements:
-    """How requests came to their workers, and how the workers stand, as the leading scheduler knows it."""
+    """Placement decisions of requests and the state of the workers, from the leading scheduler."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -73,7 +73,7 @@ class Placements:
     async def explain(
         self, request_id: str, *, timeout_s: float | None = None
     ) -> cp.ExplainPlacementResponse:
-        """Return what is remembered of the request. Raises Unavailable without a leader."""
+        """Return the recorded decisions on the request. Raises Unavailable without a leader."""
         answer: cp.ExplainPlacementResponse = await self._service.call(
             "ExplainPlacement", timeout_s=timeout_s, request_id=request_id
         )

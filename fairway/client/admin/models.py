@@ -1,6 +1,6 @@
 """Models: immutable versions in the registry, and the tags that point at them.
 
-What these methods take and return are the messages of ``fairway.v1.registry_pb2``.
+Arguments and results are the messages of ``fairway.v1.registry_pb2``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GARBAGE_S: Final = 600.0
 
 
 class Models:
-    """``watch`` asks the control plane, everything else the registry."""
+    """``watch`` calls the control plane, every other method the registry."""
 
     def __init__(self, registry: Service | None, control: Service | None) -> None:
         self._asked, self._control = registry, control
@@ -54,7 +54,7 @@ class Models:
     async def tag(
         self, model: str, tag: str, digest: str, *, etag: str = "", timeout_s: float | None = None
     ) -> None:
-        """Point a tag at a version. Deployments stay at what they run until they are updated.
+        """Point a tag at a version. Deployments keep their version until they are updated.
 
         ``etag``: only if the tag points at this digest now; raises Conflict.
         """
@@ -67,15 +67,15 @@ class Models:
         await self._registry.change("DeleteTag", model=model, tag=tag, etag=etag, timeout_s=timeout_s)
 
     async def delete(self, model: str, digest: str, *, timeout_s: float | None = None) -> None:
-        """Forget a version that no tag and no deployment uses. Raises NotFound and FailedPrecondition."""
+        """Delete a version that no tag and no deployment uses. Raises NotFound and FailedPrecondition."""
         await self._registry.change("DeleteVersion", model=model, digest=digest, timeout_s=timeout_s)
 
     async def collect_garbage(
         self, *, dry_run: bool = False, min_age_s: float | None = None, timeout_s: float = GARBAGE_S
     ) -> rg.CollectGarbageResponse:
-        """Delete what no version needs and is older than ``min_age_s``; ``dry_run`` counts it only.
+        """Delete unreferenced blobs older than ``min_age_s``; ``dry_run`` only counts them.
 
-        What it counts is what the last attempt found, should the answer of one before be lost.
+        The counts are those of the last attempt; an attempt whose response was lost is not included.
         """
         min_age = None
         if min_age_s is not None:
@@ -97,12 +97,12 @@ class Models:
         for_another_engine: bool = False,
         progress: Callable[[PublishProgress], None] | None = None,
     ) -> Published:
-        """Return once a folder is a version, verified, and ``tag``, unless empty, points at it.
+        """Return once the folder is a verified version and ``tag``, unless empty, points at it.
 
-        What it takes is bounded by its parts: each call has its deadline, and a registry that stays away
-        for a minute ends it. Publishing again goes on where it was. Raises FairwayError, PublishRefused for
-        a folder that cannot be a version or, unless it is ``for_another_engine``, be served, and OSError for
-        one that cannot be read.
+        The total time is bounded by its parts: each call has a deadline, and a registry that is unreachable
+        for a minute ends it. A repeated publication continues where it stopped. Raises FairwayError,
+        PublishRefused for a folder that cannot be a version or, unless ``for_another_engine``, cannot be
+        served, and OSError for one that cannot be read.
         """
         core = self._registry.core
         endpoint = await self._registry.guard.run(Attempts(core, core.options.timeout_s).begin())

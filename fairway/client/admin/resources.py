@@ -1,7 +1,7 @@
-"""Tenants, keys, deployments and nodes: what they have in common once, and what each has besides.
+"""Tenants, keys, deployments and nodes: their common operations, and those of each kind.
 
-What these methods take and return are the messages of ``fairway.v1.controlplane_pb2``, as the server sends
-them: ``metadata.etag`` names the state that a value was read in.
+Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as the server sends them.
+``metadata.etag`` identifies the state that was read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ async def read_change_write(
     write: Callable[[R, str], Awaitable[R]],
     etag_of: Callable[[R], str],
 ) -> R:
-    """Return what ``write`` made of what ``read`` found, with nobody's change in between lost.
+    """Return the result of ``write`` applied to the result of ``read``, without a lost concurrent change.
 
-    Without an ``etag`` of the caller's, a change by someone else in between is read and the own one made
-    again, a few times. Raises Conflict.
+    Without the caller's ``etag``, a concurrent change causes a new read and write, a few times. Raises
+    Conflict.
     """
     for attempt in range(1, _TRIES + 1):
         found = await read()
@@ -46,10 +46,10 @@ async def read_change_write(
 
 
 class Reading(Generic[T]):
-    """What every kind can do. ``timeout_s`` None: that of the client's options, here and below."""
+    """Operations of every kind. ``timeout_s`` None: the client's options apply, here and below."""
 
     def __init__(self, service: Service, noun: str, kind: cp.ResourceKind.ValueType) -> None:
-        """``noun``: as the methods of the service name it, such as "Tenant"."""
+        """``noun``: the name in the service's methods, such as "Tenant"."""
         self._service = service
         self._noun = noun
         self._field = noun.lower()
@@ -66,15 +66,16 @@ class Reading(Generic[T]):
         return self._of(answer)
 
     async def delete(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> None:
-        """Return once it is gone. With ``etag``, only if nobody changed it since; raises Conflict."""
+        """Return once it is deleted. With ``etag``, only if it is unchanged since; raises Conflict."""
         await self._service.change(f"Delete{self._noun}", name=name, etag=etag, timeout_s=timeout_s)
 
     def watch(self, *, on_lost: OnLost | None = None) -> AsyncGenerator[News[T], None]:
-        """Yield a Snapshot of what is there, then Changed and Deleted, until it is closed.
+        """Yield a Snapshot of the present resources, then Changed and Deleted, until it is closed.
 
-        It outlives connections and goes on after the last revision that it told; what changed around a break
-        may be told twice. ``on_lost`` hears why, and in how many seconds it goes on. Another Snapshot comes
-        where the server does not remember the changes in between. Close it, with ``contextlib.aclosing``.
+        It survives lost connections and continues after the last yielded revision; a change near the
+        interruption may be yielded twice. ``on_lost`` receives the error and the pause in seconds. Another
+        Snapshot is yielded if the server no longer has the changes in between. Close it, with
+        ``contextlib.aclosing``.
         """
         return watch_resources(self._service, self._kind, self._named, on_lost)
 
@@ -92,21 +93,21 @@ class Reading(Generic[T]):
 
 
 class Writing(Reading[T]):
-    """Kinds whose values are written whole."""
+    """Kinds whose values are replaced as a whole."""
 
     async def update(self, item: T, *, timeout_s: float | None = None) -> T:
-        """Replace what is stored, if ``metadata.etag`` is still its etag (empty: whatever it is).
+        """Replace the stored value if ``metadata.etag`` is still its etag (empty: unconditionally).
 
-        Raises Conflict, with the reason ETAG_MISMATCH, when somebody changed it since.
+        Raises Conflict with the reason ETAG_MISMATCH when it was changed since.
         """
         return await self._changed("Update", timeout_s=timeout_s, **{self._field: item})
 
     async def change(
         self, name: str, change: Callable[[T], None], *, etag: str = "", timeout_s: float | None = None
     ) -> T:
-        """Read it, let ``change`` alter it, write it; anew where somebody was faster, unless with ``etag``.
+        """Read it, apply ``change``, write it. Without ``etag`` this is repeated after a concurrent change.
 
-        The time is that of each call. Raises Conflict.
+        ``timeout_s`` applies to each call. Raises Conflict.
         """
 
         async def write(item: T, etag: str) -> T:
@@ -120,7 +121,7 @@ class Writing(Reading[T]):
         )
 
     def _prepare(self, item: T) -> None:
-        """Make what was read what is to be written, before it is changed."""
+        """Convert the value read into the value to write, before it is changed."""
 
 
 class Tenants(Writing[cp.Tenant]):
@@ -130,28 +131,28 @@ class Tenants(Writing[cp.Tenant]):
         super().__init__(service, "Tenant", cp.RESOURCE_KIND_TENANT)
 
     async def create(self, tenant: cp.Tenant, *, timeout_s: float | None = None) -> cp.Tenant:
-        """Return it as it is stored. Raises Conflict for a name that is taken."""
+        """Return it as stored. Raises Conflict for a name that is taken."""
         return await self._changed("Create", tenant=tenant, timeout_s=timeout_s)
 
 
 class Keys(Writing[cp.Key]):
-    """What opens the data plane for a tenant, and the control plane for operators.
+    """Keys of tenants for the data plane and of operators for the control plane.
 
-    An update leaves role, tenant and secret as they are.
+    An update leaves role, tenant and secret unchanged.
     """
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, "Key", cp.RESOURCE_KIND_KEY)
 
     async def create(self, key: cp.Key, *, timeout_s: float | None = None) -> cp.CreateKeyResponse:
-        """Return the key and its ``secret``, which is not to be had again."""
+        """Return the key and its ``secret``, which cannot be read again."""
         answer: cp.CreateKeyResponse = await self._service.change("CreateKey", key=key, timeout_s=timeout_s)
         return answer
 
     async def rotate(
         self, name: str, *, grace_s: float = 0.0, etag: str = "", timeout_s: float | None = None
     ) -> cp.RotateKeyResponse:
-        """Return the key and its new ``secret``; the old one is good for ``grace_s``."""
+        """Return the key and its new ``secret``; the old one stays valid for ``grace_s``."""
         grace = Duration()
         grace.FromMicroseconds(round(grace_s * 1e6))
         answer: cp.RotateKeyResponse = await self._service.change(
@@ -161,22 +162,22 @@ class Keys(Writing[cp.Key]):
 
 
 class Deployments(Writing[cp.Deployment]):
-    """Which versions are kept running, on how many workers.
+    """Which versions run, and on how many workers.
 
-    ``create`` and ``update`` resolve a tag, and it stays at that version. ``change`` keeps the version that
-    runs, also where its tag moved since, unless it sets ``version``.
+    ``create`` and ``update`` resolve a tag once. ``change`` keeps the running version, even if its tag was
+    moved since, unless it sets ``version``.
     """
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, "Deployment", cp.RESOURCE_KIND_DEPLOYMENT)
 
     async def create(self, deployment: cp.Deployment, *, timeout_s: float | None = None) -> cp.Deployment:
-        """Return it as it is stored. Raises Conflict for a name that is taken."""
+        """Return it as stored. Raises Conflict for a name that is taken."""
         return await self._changed("Create", deployment=deployment, timeout_s=timeout_s)
 
     def _prepare(self, item: cp.Deployment) -> None:
         if item.status.tag_digest not in ("", item.version_digest):
-            item.version = item.version_digest  # a tag that is named again is resolved again
+            item.version = item.version_digest  # a tag in ``version`` would be resolved again
         item.ClearField("status")
 
     async def scale(
@@ -196,30 +197,30 @@ class Deployments(Writing[cp.Deployment]):
         timeout_s: float = admin_wait.WAIT_S,
         report: Callable[[cp.Deployment], None] | None = None,
     ) -> cp.Deployment:
-        """Return it once exactly its replicas are there, all READY. ``report`` hears it at every look.
+        """Return it once it has exactly its replicas, all READY. ``report`` receives every value read.
 
-        Raises WaitFailed, with the reason, as soon as a replica fails for good; DeadlineExceeded.
+        Raises WaitFailed, with the reason, as soon as a replica fails permanently; DeadlineExceeded.
         """
         checked_timeout_s(timeout_s)
         return await admin_wait.until_ready(lambda: self.get(name), report, timeout_s=timeout_s)
 
 
 class Nodes(Reading[cp.Node]):
-    """The workers. ``delete`` forgets one that is gone, and what was assigned to it."""
+    """The workers. ``delete`` removes a disconnected one and its assignment."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, "Node", cp.RESOURCE_KIND_NODE)
 
     async def cordon(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Node:
-        """Give it no new work; what it has stays."""
+        """Assign no new work to a node; its present work stays."""
         return await self._changed("Cordon", name=name, etag=etag, timeout_s=timeout_s)
 
     async def uncordon(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Node:
-        """Let it have work again. A drain that goes on ends."""
+        """Allow new work on a node again. This ends a running drain."""
         return await self._changed("Uncordon", name=name, etag=etag, timeout_s=timeout_s)
 
     async def drain(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Node:
-        """Begin to move what it has to others; returns at once. No request fails by it."""
+        """Start to move its work to other nodes and return at once. No request fails."""
         return await self._changed("Drain", name=name, etag=etag, timeout_s=timeout_s)
 
     async def wait_drained(
@@ -229,9 +230,9 @@ class Nodes(Reading[cp.Node]):
         timeout_s: float = admin_wait.WAIT_S,
         report: Callable[[cp.Node], None] | None = None,
     ) -> cp.Node:
-        """Return it once nothing is assigned to it and nothing runs. ``report`` hears it at every look.
+        """Return it once it has no assignment and no sequence. ``report`` receives every value read.
 
-        Raises WaitFailed where it is not draining, or not any more; DeadlineExceeded.
+        Raises WaitFailed if it is not, or no longer, draining; DeadlineExceeded.
         """
         checked_timeout_s(timeout_s)
         return await admin_wait.until_drained(lambda: self.get(name), report, timeout_s=timeout_s)

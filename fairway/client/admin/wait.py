@@ -1,4 +1,4 @@
-"""Waiting until the fleet is as it was asked to be: what counts as done, as failed for good, and as late."""
+"""Waits for a requested state of the fleet: conditions of success, permanent failure and timeout."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ async def until_ready(
 ) -> cp.Deployment:
     """Return the deployment once it has exactly its replicas, all READY and of the wanted version.
 
-    Raises WaitFailed as soon as a replica fails for good, with its reason, and DeadlineExceeded.
+    Raises WaitFailed as soon as a replica fails permanently, with its reason, and DeadlineExceeded.
     """
     short_since_s: float | None = None
 
     def why(found: cp.Deployment) -> WaitFailed | None:
-        """Memory that another version gives back is free a moment after its replica is off the list."""
+        """Tolerate DOES_NOT_FIT for a moment: memory of a removed replica is freed a little later."""
         nonlocal short_since_s
         error = why_never_ready(found)
         if error is None or error.reason != DOES_NOT_FIT:
@@ -63,7 +63,7 @@ async def until_any_ready(
 
 
 def ready_replicas(deployment: cp.Deployment) -> int:
-    """Return how many replicas serve, those that an update replaces included."""
+    """Return how many replicas serve, including those that an update replaces."""
     return sum(one.state == worker_pb2.VERSION_STATE_READY for one in deployment.status.replicas)
 
 
@@ -73,9 +73,9 @@ async def until_drained(
     *,
     timeout_s: float = WAIT_S,
 ) -> cp.Node:
-    """Return the node once nothing is assigned to it and nothing runs on it.
+    """Return the node once it has no assignment and no running sequence.
 
-    Raises WaitFailed when somebody uncordons it, and DeadlineExceeded.
+    Raises WaitFailed when an operator uncordons it, and DeadlineExceeded.
     """
     return await _until(read, report, lambda node: node.drain.done, why_never_drained, late_drain, timeout_s)
 
@@ -103,7 +103,7 @@ async def _until(
 
 
 def is_deployed(deployment: cp.Deployment) -> bool:
-    """As many replicas of the wanted version as wanted, all READY; those before it take nothing new then."""
+    """Whether the wanted version has exactly its replicas, all READY; older ones get no new requests then."""
     wanted = [replica for replica in deployment.status.replicas if _is_wanted(deployment, replica)]
     if len(wanted) != deployment.replicas or (not wanted and deployment.status.replicas):
         return False
@@ -111,9 +111,9 @@ def is_deployed(deployment: cp.Deployment) -> bool:
 
 
 def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
-    """Return what a replica of the wanted version failed of, where another attempt is no reason to hope.
+    """Return the permanent failure of a replica of the wanted version, or None.
 
-    One without memory beside the version before gets it, if another worker serves meanwhile.
+    A replica without memory beside the older version gets it later if another worker serves meanwhile.
     """
     for replica in deployment.status.replicas:
         is_tried_again = replica.HasField("retry_time") and replica.failed_attempts < _MAX_FAILED_ATTEMPTS
@@ -125,7 +125,7 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
         name, status = deployment.metadata.name, deployment.status
         why = replica.message or "no reason given"
         if not all(_is_wanted(deployment, one) for one in status.replicas):
-            why = status.message or why  # what an update waits for
+            why = status.message or why  # the reason why an update waits
         return WaitFailed(
             f"{replica.worker_id} cannot serve {name}: {why}",
             reason=replica.reason or "MODEL_FAILED",
@@ -135,7 +135,7 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
 
 
 def _has_turns(deployment: cp.Deployment, worker_id: str) -> bool:
-    """Whether workers without memory for both versions are updated one after the other, this one later."""
+    """Whether workers without memory for both versions are updated in turn, and this one later."""
     replicas = deployment.status.replicas
     before = {one.worker_id for one in replicas if not _is_wanted(deployment, one)}
     loads = any(
@@ -178,12 +178,12 @@ def late_drain(node: cp.Node, timeout_s: float) -> DeadlineExceeded:
 
 
 def versions_left(node: cp.Node) -> str:
-    """Return how far a drain is, in words."""
+    """Return the progress of a drain, in words."""
     return f"versions left: {node.drain.assigned_versions + node.drain.ending_versions}"
 
 
 def describe(deployment: cp.Deployment) -> str:
-    """Return where a deployment stands, in words."""
+    """Return the state of a deployment's replicas, in words."""
     status = deployment.status
     parts = [
         f"{replica.worker_id}{'' if _is_wanted(deployment, replica) else ' (before)'}: "
@@ -196,7 +196,7 @@ def describe(deployment: cp.Deployment) -> str:
 
 
 def state_word(number: worker_pb2.VersionState.ValueType) -> str:
-    """Return a state as a word; "" for none, the number for one that a newer server sends."""
+    """Return a state as a word; "" for none, the number for a state of a newer server."""
     try:
         name = worker_pb2.VersionState.Name(number)
     except ValueError:
@@ -206,5 +206,5 @@ def state_word(number: worker_pb2.VersionState.ValueType) -> str:
 
 
 def _is_wanted(deployment: cp.Deployment, replica: cp.ReplicaStatus) -> bool:
-    """A control plane that does not tell which version is assigned is believed to mean the wanted one."""
+    """Whether the replica has the wanted version; also true if the control plane sends no version."""
     return replica.version_digest in ("", deployment.version_digest)

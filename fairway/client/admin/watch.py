@@ -1,4 +1,4 @@
-"""Watches: what is there, then every change, over connections that come and go."""
+"""Watches: the present resources, then every change, across lost connections."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.5
 _LAST_PAUSE_S: Final = 10.0
-# What passes: the watch goes on by itself. Anything else is raised.
+# Transient errors: the watch continues by itself. Anything else is raised.
 _PASSING: Final = (Unavailable, OverQuota, DeadlineExceeded)
 
-# Hears why a watch was interrupted, and after how many seconds it goes on.
+# Receives the error that interrupted a watch, and the pause in seconds until it continues.
 OnLost = Callable[[FairwayError, float], None]
 # The resource of a change and its name; None: another kind.
 Named = Callable[[cp.ResourceChange], tuple[str, T] | None]
@@ -34,10 +34,10 @@ Named = Callable[[cp.ResourceChange], tuple[str, T] | None]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Generic[T]):
-    """All that is there, by name: what is not among ``items`` is gone.
+    """All present resources, by name: those not in ``items`` do not exist.
 
-    The first that a watch tells. It comes again, with ``started_over``, where the server does not remember
-    the changes since the connection broke: they are in it, not told one by one.
+    The first value of a watch. It is repeated, with ``started_over``, if the server no longer has the
+    changes since the connection broke: they are included, not yielded one by one.
     """
 
     items: Mapping[str, T]
@@ -46,7 +46,7 @@ class Snapshot(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Changed(Generic[T]):
-    """``item`` is new, or is now as it is here."""
+    """``item`` is new or was changed to this value."""
 
     name: str
     item: T
@@ -54,7 +54,7 @@ class Changed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Deleted(Generic[T]):
-    """It is gone. Of ``item``, only what names it is set."""
+    """It was deleted. In ``item`` only the naming fields are set."""
 
     name: str
     item: T
@@ -62,7 +62,7 @@ class Deleted(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Events may be missing here: the server does not remember them. What follows begins with the newest."""
+    """Events may be missing here: the server no longer has them. It continues with the newest ones."""
 
 
 News = Snapshot[T] | Changed[T] | Deleted[T]
@@ -70,7 +70,7 @@ News = Snapshot[T] | Changed[T] | Deleted[T]
 
 @dataclass(slots=True)
 class _Position:
-    """Up to where a watch has told everything. 0: it begins."""
+    """The revision up to which a watch has yielded everything. 0: at the start."""
 
     revision: int = 0
 
@@ -78,9 +78,9 @@ class _Position:
 async def watch_resources(
     service: Service, kind: cp.ResourceKind.ValueType, named: Named[T], on_lost: OnLost | None
 ) -> AsyncGenerator[News[T], None]:
-    """Yield what is there, then every change, at least once each, until it is closed.
+    """Yield the present resources, then every change at least once, until it is closed.
 
-    Raises FairwayError when the first connection fails, or when the server refuses the watch.
+    Raises FairwayError when the first connection fails, or when the server rejects the watch.
     """
     position, collected, told = _Position(), dict[str, T](), False
     request = cp.WatchResourcesRequest(kinds=[kind])
@@ -109,7 +109,7 @@ async def watch_events(
     newest: int,
     on_lost: OnLost | None,
 ) -> AsyncGenerator[cp.Event | Missed, None]:
-    """Yield the ``newest`` events, the oldest of them first, then every further one, until it is closed."""
+    """Yield the ``newest`` events, oldest first, then every further one, until it is closed."""
     position, told = _Position(), False
     request = cp.WatchEventsRequest(kinds=kinds, resource=resource, newest=newest)
     async with aclosing(_follow(service, "WatchEvents", request, position, on_lost)) as answers:
@@ -127,10 +127,10 @@ async def watch_events(
 async def _follow(
     service: Service, method: str, request: Any, position: _Position, on_lost: OnLost | None
 ) -> AsyncGenerator[Any, None]:
-    """Yield answers, those after ``position`` once a connection was lost; None: from here on, from the start.
+    """Yield responses, after a lost connection those after ``position``; None: a start from the beginning.
 
-    Until the first answer it is a call like any other, with its deadline and its retries. From then on it
-    goes on until it is closed or refused.
+    Until the first response it is a call with a deadline and retries. After that it continues until it is
+    closed or rejected.
     """
     core, attempts = service.core, Attempts(service.core, service.timeout_s(None))
     began, pause_s = False, _FIRST_PAUSE_S

@@ -1,6 +1,6 @@
-"""A model folder as the registry will see it: which files, their digests, where each chunk can be read.
+"""A model folder prepared for the registry: its files, their digests, and the location of each chunk.
 
-Everything that the registry would refuse is refused here first, before a byte is sent.
+All checks of the registry are applied here first, before a byte is sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Kind = Literal["causal-lm", "fixed-cost"]
 
 
 class PublishRefused(ValueError):
-    """The folder cannot be a version. ``next_step`` says what to do about it."""
+    """The folder cannot be a version. ``next_step`` is what the user can do about it."""
 
     def __init__(self, message: str, *, next_step: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class PublishRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Where the bytes of one chunk are."""
+    """The location of the bytes of one chunk."""
 
     path: Path
     offset_bytes: int
@@ -52,7 +52,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Hashed:
-    """A folder after hashing: its files, and one place where each different chunk can be read."""
+    """A folder after hashing: its files, and one location of each distinct chunk."""
 
     files: list[pb.ManifestFile] = field(default_factory=list)
     chunks: dict[str, Chunk] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Hashed:
 def find_files(folder: Path) -> dict[str, Path]:
     """Return the files to publish by their name in the version, sorted. Raises PublishRefused, OSError.
 
-    What begins with a dot is left out. A link is followed to a file inside the folder and nowhere else.
+    Names that begin with a dot are left out. A link is followed only to a file inside the folder.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
@@ -79,7 +79,7 @@ def find_files(folder: Path) -> dict[str, Path]:
 
 
 def _inside(path: Path, root: Path) -> Path:
-    """Return the regular file that this is or links to; it lies in the folder."""
+    """Return the regular file at this path or link target; it must be inside the folder."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as exc:  # a loop is a RuntimeError before Python 3.13
@@ -110,7 +110,7 @@ def require_servable(files: dict[str, Path]) -> None:
 
 
 def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
-    """Return digests and chunks; ``tell`` hears the bytes read so far. Raises PublishRefused, OSError."""
+    """Return digests and chunks; ``tell`` receives the bytes read so far. Raises PublishRefused, OSError."""
     for name in files:
         if problem := problem_of(name):
             raise PublishRefused(problem, next_step="remove the file from the folder, or convert it")
@@ -131,12 +131,12 @@ def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
 
 
 def _check_tensors(name: str, path: Path) -> None:
-    """A damaged tensor file is found by its header, before gigabytes are hashed."""
+    """Check a tensor file by its header, before gigabytes are hashed."""
     with _open(path) as stream, _content_errors():
         size_bytes = os.fstat(stream.fileno()).st_size
         checker = checker_for(name, size_bytes)
         head = stream.read(LENGTH_BYTES)
-        checker.feed(head)  # raises for a length that the file does not have
+        checker.feed(head)  # raises for a length beyond the end of the file
         if len(head) == LENGTH_BYTES:
             checker.feed(stream.read(int.from_bytes(head, "little")))
         checker.finish()
@@ -161,7 +161,7 @@ def _hash_file(hashed: Hashed, name: str, path: Path) -> Iterator[int]:
 
 
 def read_chunk(digest: str, chunk: Chunk) -> bytes:
-    """Return the bytes of a chunk. Raises PublishRefused when they are not those that were hashed."""
+    """Return the bytes of a chunk. Raises PublishRefused when they differ from the hashed ones."""
     with _open(chunk.path) as stream:
         stream.seek(chunk.offset_bytes)
         data = stream.read(chunk.size_bytes)
@@ -176,7 +176,7 @@ def read_chunk(digest: str, chunk: Chunk) -> bytes:
 def manifest_of(
     files: dict[str, Path], hashed: Sequence[pb.ManifestFile], kind: Kind, max_context_tokens: int
 ) -> pb.Manifest:
-    """Return the manifest: every file, and the digests of those that decide behaviour."""
+    """Return the manifest: every file, and the digests of those that determine behaviour."""
     digests = {file.path: file.digest for file in hashed}
     template = digests.get("chat_template.jinja", "")
     if not template and _has_template(files.get("tokenizer_config.json")):
@@ -206,7 +206,7 @@ def _has_template(path: Path | None) -> bool:
 
 
 def _open(path: Path) -> BinaryIO:
-    # Resolved before: a link that appears in its place meanwhile is not followed.
+    # The path is resolved already; a link that replaces the file meanwhile is not followed.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", _READ_BYTES)
 
 

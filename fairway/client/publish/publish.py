@@ -4,9 +4,9 @@
     key = (("authorization", f"Bearer {admin_key}"),)
     done = await publish(channel, Path("models/tiny"), "tiny", "latest", metadata=key)
 
-Publishing the same folder again uploads nothing and returns the same digest; what the registry's store lost
-or damaged since is found and sent again. An upload that was interrupted goes on where it was: chunks that
-arrived stay.
+A repeated publication of the same folder uploads nothing and returns the same digest; chunks that the
+registry's store lost or damaged since are sent again. An interrupted upload continues where it stopped: the
+uploaded chunks are retained.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fairway.v1 import registry_pb2_grpc
 __all__ = ["CHUNK_BYTES", "Kind", "Metadata", "PublishProgress", "PublishRefused", "Published", "publish"]
 
 VERIFY_TIMEOUT_S: Final = 3600.0
-# Between the answer that nothing is missing and the version, a chunk that no version used may be collected.
+# Between the check that nothing is missing and the version, an unreferenced chunk may be collected.
 _ROUNDS: Final = 3
 
 Phase = Literal["hash", "upload", "create", "done"]
@@ -43,19 +43,20 @@ Phase = Literal["hash", "upload", "create", "done"]
 
 @dataclass(frozen=True, slots=True)
 class PublishProgress:
-    """How far a publication is. ``total_bytes`` and ``hashed_bytes`` count files, the rest different chunks.
+    """Progress of a publication. In "create" the registry reads and verifies everything."""
 
-    ``to_send_bytes`` and ``skipped_chunks`` are known from the phase "upload" on; ``sent_bytes`` goes back
-    when a connection breaks and a chunk is sent again. In "create" the registry reads and verifies
-    everything.
-    """
-
-    phase: Phase
+    phase: Phase  # current phase
+    # Bytes of the files.
     total_bytes: int
+    # Bytes of the files.
     hashed_bytes: int = 0
+    # Bytes of distinct chunks; set from the phase "upload" on.
     to_send_bytes: int = 0
+    # Decreases when a connection breaks and a chunk is sent again.
     sent_bytes: int = 0
+    # Distinct chunks.
     chunks: int = 0
+    # Chunks that the registry has already; set from the phase "upload" on.
     skipped_chunks: int = 0
 
     @property
@@ -74,7 +75,7 @@ class PublishProgress:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``created`` is False when the version was there already."""
+    """The result of a publication. ``created`` is False when the version existed already."""
 
     model: str
     digest: str
@@ -99,10 +100,10 @@ async def publish(
 ) -> Published:
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    What Fairway cannot serve is refused, unless it is ``for_another_engine``. Files and folders whose name
-    begins with a dot are left out. A registry that is away for less than
-    ``patience_s`` is waited for. Raises PublishRefused for a folder that cannot be a version, OSError for one
-    that cannot be read, grpc.aio.AioRpcError for what the registry refuses.
+    A folder that Fairway cannot serve is rejected, unless ``for_another_engine``. Files and folders whose
+    name begins with a dot are left out. An unreachable registry is retried for ``patience_s``. Raises
+    PublishRefused for a folder that cannot be a version, OSError for one that cannot be read, and
+    grpc.aio.AioRpcError when the registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
     if kind == "causal-lm" and not for_another_engine:
@@ -115,7 +116,7 @@ async def publish(
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
     transfer = Transfer(stub, metadata, sent=teller.sent, patience_s=patience_s)
     publication = _Publication(stub, transfer, tuple(metadata), teller)
-    # Asked before the upload: a folder that no version may be made of is refused now, not after gigabytes.
+    # Called before the upload: a folder that cannot be a version is rejected before gigabytes are sent.
     answer = await publication.create_if_stored(request)
     uploaded: set[str] = set()
     for last in range(_ROUNDS - 1, -1, -1):
@@ -169,7 +170,7 @@ class _Publication:
 
 
 class _Teller:
-    """Holds the progress and tells whoever listens, in the event loop."""
+    """Stores the progress and passes it to the listener, in the event loop."""
 
     def __init__(self, listener: Callable[[PublishProgress], None] | None, total_bytes: int) -> None:
         self.now = PublishProgress("hash", total_bytes)

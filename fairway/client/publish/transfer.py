@@ -1,4 +1,4 @@
-"""Chunks on their way to the registry: several at once, each again when the connection breaks."""
+"""Upload of chunks to the registry: several at once, each repeated when the connection breaks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FIND_BATCH: Final = 2048
 PARALLEL_UPLOADS: Final = 4
 CALL_TIMEOUT_S: Final = 30.0
 UPLOAD_TIMEOUT_S: Final = 300.0
-# A registry that restarts is back within seconds; one that is away for longer is somebody's to repair.
+# A registry that restarts is back within seconds; a longer outage needs an operator.
 PATIENCE_S: Final = 60.0
 _DELAY_FIRST_S: Final = 0.2
 _DELAY_MOST_S: Final = 5.0
 _RETRIED: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Of a call that the server ended: what a write of it raises. Its status says why it ended.
+# Errors of a write after the server ended the call. The call's status has the reason.
 _WRITE_FAILED: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
 Metadata = Sequence[tuple[str, str]]
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """Calls of one publication. ``sent`` hears what left, negative when it has to be sent again."""
+    """Calls of one publication. ``sent`` receives the bytes sent, negative when they must be sent again."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class Transfer:
         self._heard_s = time.monotonic()
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Return those that the registry lacks."""
+        """Return the digests that the registry lacks."""
         missing: list[str] = []
         for start in range(0, len(digests), FIND_BATCH):
             missing += await self.again(partial(self._lacking, digests[start : start + FIND_BATCH]))
         return missing
 
     async def upload(self, chunks: Mapping[str, Chunk]) -> None:
-        """Return once all are stored; the first that fails for good ends the others."""
+        """Return once all are stored; the first permanent failure cancels the others."""
         waiting = iter(chunks.items())
 
         async def worker() -> None:
-            for digest, chunk in waiting:  # one iterator for all: each chunk is taken once
+            for digest, chunk in waiting:  # one iterator for all workers: each chunk is taken once
                 await self._upload(digest, chunk)
 
         try:
@@ -75,9 +75,9 @@ class Transfer:
             raise failed.exceptions[0] from None
 
     async def again(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return what the call returns, asked again while the registry is away, within the patience.
+        """Return the call's result; it is retried while the registry is unreachable, within the patience.
 
-        The patience begins anew with everything that the registry answers.
+        The patience restarts with every response of the registry.
         """
         told: grpc.aio.AioRpcError | None = None
         delay_s = _DELAY_FIRST_S
@@ -102,7 +102,7 @@ class Transfer:
 
         async def once() -> None:
             nonlocal is_again
-            if is_again and not await self._lacking([digest]):  # it arrived before the connection broke
+            if is_again and not await self._lacking([digest]):  # it was stored before the connection broke
                 self._sent(len(data))
                 return
             is_again = True
@@ -125,21 +125,21 @@ class Transfer:
                 call.cancel()
                 self._sent(-counted)
                 raise
-            self._sent(len(data) - counted)  # another publisher was faster: nobody reads the rest
+            self._sent(len(data) - counted)  # another publisher stored it: the server does not read the rest
 
         await self.again(once)
 
     async def _lacking(self, digests: Sequence[str]) -> Sequence[str]:
-        """Return those of at most FIND_BATCH that the registry lacks, asked once."""
+        """Return those of at most FIND_BATCH digests that the registry lacks, in one call."""
         request = pb.FindMissingChunksRequest(digests=digests)
         answer = await self._stub.FindMissingChunks(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         return answer.digests
 
 
 class _Status:
-    """The status with which the server ended a call.
+    """The server's status at the end of a call.
 
-    A write that fails after that status arrived makes grpc.aio replace it by an internal error of its own.
+    A write that fails after the status arrived makes grpc.aio replace it by its own internal error.
     """
 
     def __init__(self, call: Any) -> None:
@@ -148,13 +148,13 @@ class _Status:
         call.add_done_callback(self._note)
 
     def _note(self, call: Any) -> None:
-        """Keep the status now: a task that asks for it later may find the other one."""
+        """Store the status now: a later read may return grpc.aio's replacement."""
         code, details = _result(call.code()), _result(call.details())
         initial, trailing = _result(call.initial_metadata()), _result(call.trailing_metadata())
         self._received = grpc.aio.AioRpcError(code, initial, trailing, details)
 
     async def succeeded(self) -> None:
-        """Return when the call ended well. Raises the error of the server's status."""
+        """Return when the call succeeded. Raises the error of the server's status."""
         try:
             await self._call
         except grpc.aio.AioRpcError as error:
@@ -166,12 +166,12 @@ class _Status:
 
 
 def _is_status_lost(error: grpc.aio.AioRpcError) -> bool:
-    """Whether this is the error that grpc.aio puts in place of a status when a write fails."""
+    """Whether this is the error with which grpc.aio replaces a status when a write fails."""
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == STATUS_LOST
 
 
 def _result(of: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that completes without waiting."""
     try:
         of.send(None)
     except StopIteration as ended:

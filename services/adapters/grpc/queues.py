@@ -1,4 +1,4 @@
-"""Queries of the leading scheduler for operators. Implements ``ports.queues.QueueSource``."""
+"""Queries of the leading scheduler for operators. Implements ``controlplane.servicer.LeadingScheduler``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from google.protobuf.message import Message
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
-from services.core.decisions import Explanation, WorkersPage
 from services.core.errors import FairwayError, NoLeader, Unavailable
-from services.core.queues import QueuesPage
 from services.ports.clock import Clock
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.convert.decisions import decision_from_proto, unix_s, worker_from_proto
-from services.rpc.convert.queues import pool_from_proto
 from services.rpc.status import from_rpc_error
 
 Method = Callable[[Any], Any]  # of the scheduler's stub
@@ -35,38 +31,24 @@ class GrpcQueues:
         self._clock = clock
         self._timeout_s = timeout_s
 
-    async def page(self, *, size: int, token: str, tenant: str) -> QueuesPage:
-        """See ``ports.queues.QueueSource.page``."""
+    async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse:
+        """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty."""
         request = scheduler_pb2.ListPoolsRequest(page_size=size, page_token=token, tenant=tenant)
-        answer = await self._ask_leader(lambda stub: stub.ListPools, request)
-        return QueuesPage(
-            tuple(pool_from_proto(pool) for pool in answer.pools),
-            answer.next_page_token,
-            answer.leadership.leader_id,
-            answer.leadership.epoch,
-        )
+        found: scheduler_pb2.ListPoolsResponse = await self._ask_leader(lambda stub: stub.ListPools, request)
+        return found
 
-    async def explain(self, request_id: str) -> Explanation:
-        """See ``ports.queues.QueueSource.explain``."""
+    async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse:
+        """Return how the placements of a request were decided, as far as the leader retains them."""
         request = scheduler_pb2.ExplainRequest(request_id=request_id)
-        answer = await self._ask_leader(lambda stub: stub.Explain, request)
-        return Explanation(
-            tuple(decision_from_proto(decision) for decision in answer.decisions),
-            unix_s(answer.since),
-            answer.leadership.leader_id,
-            answer.leadership.epoch,
-        )
+        found: scheduler_pb2.ExplainResponse = await self._ask_leader(lambda stub: stub.Explain, request)
+        return found
 
-    async def workers(self, *, size: int, token: str) -> WorkersPage:
-        """See ``ports.queues.QueueSource.workers``."""
+    async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse:
+        """Return a page of the workers that reported to the leader."""
         request = scheduler_pb2.ListReportersRequest(page_size=size, page_token=token)
-        answer = await self._ask_leader(lambda stub: stub.ListReporters, request)
-        return WorkersPage(
-            tuple(worker_from_proto(worker) for worker in answer.reporters),
-            answer.next_page_token,
-            answer.leadership.leader_id,
-            answer.leadership.epoch,
-        )
+        found: scheduler_pb2.ListReportersResponse
+        found = await self._ask_leader(lambda stub: stub.ListReporters, request)
+        return found
 
     async def _ask_leader(self, method: Method, request: Message) -> Any:
         """Return the response. If the leader is unreachable or no longer leads, queries its successor."""

@@ -15,13 +15,13 @@ from services.ports.idempotency import (
     Ended,
     Expired,
     Hold,
+    LogTail,
     OtherBody,
     Owned,
     RecordKey,
     RecordLimits,
     RecordState,
     Running,
-    Tail,
     Written,
 )
 from services.ports.limiter import Reservation
@@ -101,15 +101,15 @@ class MemoryIdempotency:
     ) -> Written:
         return await self._end(hold, chunk, RecordState.FREE, reservation, usage)
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         now_s = self._clock.monotonic_s()
         record = self._lapse(key.tenant_id, now_s).get(key.digest)
         if record is None:
-            return Tail(RecordState.GONE)
+            return LogTail(RecordState.GONE)
         if watch:
             record.watched_s = now_s + WATCH_S
         end = start + READ_CHUNKS
-        return Tail(
+        return LogTail(
             self._state(record, now_s), tuple(record.chunks[start:end]), more=len(record.chunks) > end
         )
 

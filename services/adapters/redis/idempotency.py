@@ -28,13 +28,13 @@ from services.ports.idempotency import (
     Ended,
     Expired,
     Hold,
+    LogTail,
     OtherBody,
     Owned,
     RecordKey,
     RecordLimits,
     RecordState,
     Running,
-    Tail,
     Written,
 )
 from services.ports.limiter import Reservation
@@ -108,11 +108,11 @@ class RedisIdempotency:
     ) -> Written:
         return await self._settle(hold, chunk, "i", reservation, usage)
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         state, chunks, length = await self._scripts.run(
             key.tenant_id, self._read, _record(key), (start, READ_CHUNKS, _us(WATCH_S) if watch else 0)
         )
-        return Tail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
+        return LogTail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
 
     async def connect(self) -> None:
         """Return once Redis responded and has the scripts. Raises StoreUnavailable."""

@@ -37,7 +37,7 @@ def controlplane(environment: Environment) -> Role:
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
     reconciler = Reconciler(
-        store, fleet, election, leader_key("controlplane"), clock, rounds, chronicle=recorder
+        store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
     )
     identity = environment.identity()
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()))

@@ -39,10 +39,14 @@ from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.fallback import FallbackSettings, GatewayFallback
-from services.gateway.idempotency.types import KeyedLimits
+from services.gateway.idempotency.service import IdempotentService
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
+from services.gateway.service_interface import GatewayInterface
+from services.gateway.service_interface import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
@@ -71,7 +75,9 @@ def gateway(environment: Environment) -> Role:
     identity = environment.identity()
     files = open_model_files(environment)
     quotas = _Quotas(environment)
-    service = _gateway_service(environment, identity, files, quotas)
+    gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
+    plain = _gateway_service(environment, identity, files, quotas, gateway_id)
+    service = _idempotent_service(environment, plain, identity, quotas, gateway_id)
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -102,21 +108,21 @@ def gateway(environment: Environment) -> Role:
         await files.own()
         await quotas.start()
 
-    async def open_doors() -> None:
+    async def start_serving() -> None:
         await quotas.register()
         await http.start()
-        supervisor.spawn("renew", service.renew_forever())
+        supervisor.spawn("renew", plain.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
 
     async def drain(timeout_s: float) -> None:
-        await service.drain(timeout_s)
+        await drain_service(service, clock, timeout_s)
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    return Role(server, start=start, open=open_doors, drain=drain, checks=(draining,))
+    return Role(server, start=start, open=start_serving, drain=drain, checks=(draining,))
 
 
-def _http_server(environment: Environment, service: GatewayService, identity: KeyDirectory) -> HttpServer:
+def _http_server(environment: Environment, service: GatewayInterface, identity: KeyDirectory) -> HttpServer:
     settings = environment.settings
     app = build_app(
         service,
@@ -202,7 +208,7 @@ class _Quotas:
 
 
 def _gateway_service(
-    environment: Environment, identity: KeyDirectory, files: ModelFiles, quotas: _Quotas
+    environment: Environment, identity: KeyDirectory, files: ModelFiles, quotas: _Quotas, gateway_id: str
 ) -> GatewayService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
@@ -226,16 +232,36 @@ def _gateway_service(
         ),
         identity=identity,
         catalog=catalog,
-        ports=_gateway_ports(environment, quotas),
-        limits=GatewayLimits(
-            queue_ttl_s=settings.queue_ttl_s,
-            heartbeat_s=settings.heartbeat_s,
-            placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
-            degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
-            keyed=KeyedLimits(
-                detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3
-            ),
-        ),
+        ports=_gateway_ports(environment, quotas, gateway_id),
+        limits=_limits(settings),
+    )
+
+
+def _idempotent_service(
+    environment: Environment, plain: GatewayService, identity: KeyDirectory, quotas: _Quotas, gateway_id: str
+) -> IdempotentService:
+    settings, limits = environment.settings, _limits(environment.settings)
+    keyed = KeyedPorts(
+        store=quotas.records,
+        limiter=quotas.limiter,
+        clock=environment.clock,
+        telemetry=KeyedTelemetry(environment.metrics),
+        new_incident=environment.ids.incident_id,
+        owner=gateway_id,
+        window_tokens=limits.window_tokens,
+        limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
+    )
+    return IdempotentService(
+        plain, keyed, identity=identity, limits=limits, supervisor=environment.supervisor
+    )
+
+
+def _limits(settings: Settings) -> GatewayLimits:
+    return GatewayLimits(
+        queue_ttl_s=settings.queue_ttl_s,
+        heartbeat_s=settings.heartbeat_s,
+        placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
+        degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
     )
 
 
@@ -278,10 +304,9 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
     return placement
 
 
-def _gateway_ports(environment: Environment, quotas: _Quotas) -> Ports:
+def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     token = environment.internal_token
-    gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
     placement = _open_placement(environment, gateway_id)
     workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
@@ -306,8 +331,6 @@ def _gateway_ports(environment: Environment, quotas: _Quotas) -> Ports:
         sign_ticket=sign_ticket,
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
-        idempotency=quotas.records,
-        gateway_id=gateway_id,
         pressure=placement.pressure,
         telemetry=GatewayTelemetry(
             environment.metrics,

@@ -47,7 +47,7 @@ def scheduler(environment: Environment) -> Role:
     me = leader_record(environment)
     election = open_election(environment, "scheduler", me)
 
-    async def open_doors() -> None:
+    async def start_serving() -> None:
         # Publish this address only after the server accepts connections on it.
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("scheduler", service.run(election))
@@ -59,7 +59,7 @@ def scheduler(environment: Environment) -> Role:
             SchedulerServicer(service, environment.clock, leader_id=me.leader_id),
         )
     )
-    return Role(server, start=nothing, open=open_doors, checks=(Check("decisions", service.problem),))
+    return Role(server, start=nothing, open=start_serving, checks=(Check("decisions", service.problem),))
 
 
 def term_settings(settings: Settings) -> TermSettings:

@@ -64,7 +64,7 @@ def worker(environment: Environment) -> Role:
     host.changed = reporter.changed
     environment.closing.push_async_callback(reporter.close)
 
-    async def open_doors() -> None:
+    async def start_serving() -> None:
         environment.supervisor.spawn("agent", agent.run())
         reporter.start()
         environment.closing.push_async_callback(agent.close)
@@ -81,7 +81,7 @@ def worker(environment: Environment) -> Role:
     return Role(
         server,
         start=files.own,
-        open=open_doors,
+        open=start_serving,
         drain=agent.drain,
         checks=(Check("engines", agent.problem),),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},

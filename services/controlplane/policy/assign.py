@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from services.controlplane.policy.host import Host, hosts_of
 from services.controlplane.policy.memory import no_memory
-from services.controlplane.policy.update import make_way, settle_before
+from services.controlplane.policy.update import free_memory_for_update, retire_previous
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, Worker
 
 
@@ -88,12 +88,12 @@ def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
     """Place the replicas of one deployment. Returns the shortage when no worker can take a replica."""
     name = deployment.meta.name
     version = _version_of(deployment)
-    settle_before(deployment, version, hosts)
+    retire_previous(deployment, version, hosts)
     for host in hosts:
         if name in host.held and host.held[name] != version:
             host.held[name] = version
             host.reasons.append(f"{name}: other settings")
-    _leave_starved(deployment, hosts)
+    _remove_starved(deployment, hosts)
     placed = [host for host in hosts if name in host.held]
     moving = [host for host in placed if host.leaving or not host.matches(deployment.node_selector)]
     staying = [host for host in placed if host not in moving]
@@ -111,10 +111,10 @@ def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
     for host in staying:
-        _make_room(host, version)
-    missing = make_way(deployment, version, hosts, deployment.replicas - len(staying))
+        _evict_for(host, version)
+    missing = free_memory_for_update(deployment, version, hosts, deployment.replicas - len(staying))
     moving.sort(key=lambda host: not host.live)  # prefer live workers among those that keep serving
-    _let_go(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
+    _remove_moving(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
     return Unplaced(name, missing, rejected) if missing else None
 
 
@@ -128,7 +128,7 @@ def _version_of(deployment: Deployment) -> AssignedVersion:
     )
 
 
-def _leave_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
+def _remove_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
     """Take replicas off workers without memory for them, as many as other workers have room for.
 
     Such a replica serves no requests, so it need not wait for its replacement.
@@ -149,21 +149,21 @@ def _leave_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
             host.remove(name, "no memory")  # the worker would otherwise load it
 
 
-def _make_room(host: Host, version: AssignedVersion) -> None:
+def _evict_for(host: Host, version: AssignedVersion) -> None:
     """Evict replicas of lower priority so that the worker can load this version."""
     if version.version_digest not in host.needs:
         return
-    for digest, size_bytes in host.memory.yielding(version):
+    for digest, size_bytes in host.memory.evictions_for(version):
         why = f"yields {size_bytes // 2**20} MiB to {version.deployment}"
-        yielding = [one for one in host.assigned if one.version_digest == digest]
-        for one in yielding:
+        evicted = [one for one in host.assigned if one.version_digest == digest]
+        for one in evicted:
             if one in host.before.get(one.deployment, ()):
                 host.remove_before(one, why)
             else:
                 host.remove(one.deployment, why)
 
 
-def _let_go(moving: Sequence[Host], name: str, *, keep: int) -> None:
+def _remove_moving(moving: Sequence[Host], name: str, *, keep: int) -> None:
     """Remove the moving replicas, except as many as are not yet READY elsewhere."""
     for host in moving[keep:]:
         host.remove(name, "moved")

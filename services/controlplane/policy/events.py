@@ -52,7 +52,7 @@ _CALM: Final = (VersionState.READY, VersionState.RETIRING, VersionState.DRAINING
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class FleetEvent:
     """``reason`` is stable; ``warning`` marks events that need an operator's attention."""
 
     kind: EventKind
@@ -72,19 +72,19 @@ def kind_of(key: str) -> type[Observed] | None:
     return None
 
 
-def happenings(before: State, after: State, changed: tuple[str, ...]) -> tuple[Happening, ...]:
+def events_between(before: State, after: State, changed: tuple[str, ...]) -> tuple[FleetEvent, ...]:
     """Return the events of the change from ``before`` to ``after``; ``changed`` are the keys that differ."""
-    told: list[Happening] = []
+    found: list[FleetEvent] = []
     for key in sorted(changed):
-        told += _of_key(key, before.get(key), after.get(key))
+        found += _of_key(key, before.get(key), after.get(key))
     for name in sorted({name for key in changed if (name := _node_of(key))}):
         if not _drained(before, name) and _drained(after, name):
             message = "nothing is assigned to it and nothing runs on it"
-            told.append(Happening(EventKind.NODE, name, "NODE_DRAINED", message))
-    return tuple(replace(one, message=one.message[:MAX_MESSAGE_CHARS]) for one in told)
+            found.append(FleetEvent(EventKind.NODE, name, "NODE_DRAINED", message))
+    return tuple(replace(one, message=one.message[:MAX_MESSAGE_CHARS]) for one in found)
 
 
-def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterator[Happening]:
+def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterator[FleetEvent]:
     record = after if after is not None else before
     match record:
         case Tenant():
@@ -106,9 +106,9 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _tag(_as(before, Tag), _as(after, Tag))
         case VersionRecord() if before is None:
             message = f"version {record.digest} of {record.size_bytes} bytes"
-            yield Happening(EventKind.MODEL, record.model, "VERSION_REGISTERED", message)
+            yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REGISTERED", message)
         case VersionRecord() if after is None:
-            yield Happening(EventKind.MODEL, record.model, "VERSION_REMOVED", f"version {record.digest}")
+            yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REMOVED", f"version {record.digest}")
         case _:
             return
 
@@ -117,56 +117,56 @@ def _as(record: Observed | None, kind: type[T]) -> T | None:
     return record if isinstance(record, kind) else None
 
 
-def _tenant(before: Tenant | None, after: Tenant | None) -> Iterator[Happening]:
+def _tenant(before: Tenant | None, after: Tenant | None) -> Iterator[FleetEvent]:
     kind = EventKind.TENANT
     if after is None:
         assert before is not None
-        yield Happening(kind, before.meta.name, "TENANT_DELETED", "tenant deleted")
+        yield FleetEvent(kind, before.meta.name, "TENANT_DELETED", "tenant deleted")
     elif before is None:
-        yield Happening(kind, after.meta.name, "TENANT_CREATED", "tenant created")
+        yield FleetEvent(kind, after.meta.name, "TENANT_CREATED", "tenant created")
     elif before.disabled != after.disabled:
         word = "disabled" if after.disabled else "enabled"
-        yield Happening(kind, after.meta.name, f"TENANT_{word.upper()}", f"tenant {word}")
+        yield FleetEvent(kind, after.meta.name, f"TENANT_{word.upper()}", f"tenant {word}")
     elif replace(before, meta=after.meta) != after:
-        yield Happening(kind, after.meta.name, "TENANT_UPDATED", "limits or name changed")
+        yield FleetEvent(kind, after.meta.name, "TENANT_UPDATED", "limits or name changed")
 
 
-def _api_key(before: ApiKey | None, after: ApiKey | None) -> Iterator[Happening]:
+def _api_key(before: ApiKey | None, after: ApiKey | None) -> Iterator[FleetEvent]:
     kind = EventKind.KEY
     if after is None:
         assert before is not None
-        yield Happening(kind, before.meta.name, "KEY_DELETED", _owner(before))
+        yield FleetEvent(kind, before.meta.name, "KEY_DELETED", _owner(before))
     elif before is None:
-        yield Happening(kind, after.meta.name, "KEY_CREATED", _owner(after))
+        yield FleetEvent(kind, after.meta.name, "KEY_CREATED", _owner(after))
     elif before.secret_hash != after.secret_hash:
-        yield Happening(kind, after.meta.name, "KEY_ROTATED", _owner(after))
+        yield FleetEvent(kind, after.meta.name, "KEY_ROTATED", _owner(after))
     elif replace(before, meta=after.meta) != after:
-        yield Happening(kind, after.meta.name, "KEY_UPDATED", f"models or expiry changed; {_owner(after)}")
+        yield FleetEvent(kind, after.meta.name, "KEY_UPDATED", f"models or expiry changed; {_owner(after)}")
 
 
 def _owner(key: ApiKey) -> str:
     return f"key of tenant {key.tenant}" if key.tenant else "admin key"
 
 
-def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[Happening]:
+def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[FleetEvent]:
     kind = EventKind.DEPLOYMENT
     if after is None:
         assert before is not None
-        yield Happening(kind, before.meta.name, "DEPLOYMENT_DELETED", "deployment deleted")
+        yield FleetEvent(kind, before.meta.name, "DEPLOYMENT_DELETED", "deployment deleted")
         return
     name = after.meta.name
     if before is None:
         message = (
             f"{after.replicas} replicas of {after.model} {after.version}, {_short(after.version_digest)}"
         )
-        yield Happening(kind, name, "DEPLOYMENT_CREATED", message)
+        yield FleetEvent(kind, name, "DEPLOYMENT_CREATED", message)
         return
     if before.version_digest != after.version_digest:
         message = f"{_short(before.version_digest)} to {_short(after.version_digest)}"
-        yield Happening(kind, name, "DEPLOYMENT_VERSION_CHANGED", message)
+        yield FleetEvent(kind, name, "DEPLOYMENT_VERSION_CHANGED", message)
     if before.replicas != after.replicas:
         message = f"{before.replicas} to {after.replicas} replicas"
-        yield Happening(kind, name, "DEPLOYMENT_SCALED", message)
+        yield FleetEvent(kind, name, "DEPLOYMENT_SCALED", message)
     same = replace(
         after,
         meta=before.meta,
@@ -175,77 +175,77 @@ def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator
         replicas=before.replicas,
     )
     if same != before:
-        yield Happening(kind, name, "DEPLOYMENT_UPDATED", "selector, priority or executor changed")
+        yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", "selector, priority or executor changed")
 
 
-def _node(name: str, before: Node | None, after: Node | None) -> Iterator[Happening]:
+def _node(name: str, before: Node | None, after: Node | None) -> Iterator[FleetEvent]:
     kind = EventKind.NODE
     if after is None:
-        yield Happening(kind, name, "NODE_DELETED", "forgotten by an operator")
+        yield FleetEvent(kind, name, "NODE_DELETED", "forgotten by an operator")
         return
     old = before or Node(name)
     if after.draining and not old.draining:
-        yield Happening(kind, name, "NODE_DRAINING", "what it runs moves away")
+        yield FleetEvent(kind, name, "NODE_DRAINING", "what it runs moves away")
     elif after.cordoned and not old.cordoned:
-        yield Happening(kind, name, "NODE_CORDONED", "it gets nothing new")
+        yield FleetEvent(kind, name, "NODE_CORDONED", "it gets nothing new")
     elif old.cordoned and not after.cordoned:
-        yield Happening(kind, name, "NODE_UNCORDONED", "it may have work again")
+        yield FleetEvent(kind, name, "NODE_UNCORDONED", "it may have work again")
 
 
-def _worker(name: str, before: Worker | None, after: Worker | None) -> Iterator[Happening]:
+def _worker(name: str, before: Worker | None, after: Worker | None) -> Iterator[FleetEvent]:
     kind = EventKind.NODE
     if after is None:
         assert before is not None
         if before.draining:
-            yield Happening(kind, name, "NODE_LEFT", "it drained and gave its lease back")
+            yield FleetEvent(kind, name, "NODE_LEFT", "it drained and gave its lease back")
         else:
-            yield Happening(kind, name, "NODE_LOST", f"its lease at {before.address} is gone", warning=True)
+            yield FleetEvent(kind, name, "NODE_LOST", f"its lease at {before.address} is gone", warning=True)
         return
     if before is None:
         message = f"at {after.address}, {after.device}, {after.memory_bytes // 2**20} MiB for models"
-        yield Happening(kind, name, "NODE_JOINED", message)
+        yield FleetEvent(kind, name, "NODE_JOINED", message)
     elif after.draining and not before.draining:
-        yield Happening(kind, name, "NODE_STOPPING", "it was told to stop and drains")
+        yield FleetEvent(kind, name, "NODE_STOPPING", "it was told to stop and drains")
     old = {(v.deployment, v.version_digest): v for v in before.versions} if before is not None else {}
     for version in after.versions:
         yield from _version(name, old.get((version.deployment, version.version_digest)), version)
 
 
-def _version(worker_id: str, before: LoadedVersion | None, after: LoadedVersion) -> Iterator[Happening]:
+def _version(worker_id: str, before: LoadedVersion | None, after: LoadedVersion) -> Iterator[FleetEvent]:
     kind, where = EventKind.DEPLOYMENT, f"{_short(after.version_digest)} on {worker_id}"
     state, old = after.state, None if before is None else before.state
     if before is not None and after.engine_restarts > before.engine_restarts:
         message = f"{where}: {after.message or 'the engine died'}; restart {after.engine_restarts}"
-        yield Happening(kind, after.deployment, "ENGINE_RESTARTED", message, warning=True)
+        yield FleetEvent(kind, after.deployment, "ENGINE_RESTARTED", message, warning=True)
     attempts = 0 if before is None else before.failed_attempts
     if state is VersionState.FAILED and (old is not state or after.failed_attempts > attempts):
         again = " and is tried again" if after.retry_unix_s else ""
         message = (
             f"{where}: attempt {max(1, after.failed_attempts)} failed{again}: {after.reason} {after.message}"
         )
-        yield Happening(kind, after.deployment, "VERSION_FAILED", message, warning=True)
+        yield FleetEvent(kind, after.deployment, "VERSION_FAILED", message, warning=True)
     elif state is VersionState.READY and old not in _CALM:
-        yield Happening(
+        yield FleetEvent(
             kind, after.deployment, "VERSION_READY", f"{where}: {after.kv_blocks_total} KV blocks"
         )
     elif state in (VersionState.FETCHING, VersionState.LOADING) and old is not state:
         if not after.failed_attempts:
-            yield Happening(kind, after.deployment, f"VERSION_{state.upper()}", where)
+            yield FleetEvent(kind, after.deployment, f"VERSION_{state.upper()}", where)
     elif state is VersionState.RETIRING and old is VersionState.READY:
-        yield Happening(kind, after.deployment, "VERSION_RETIRING", where)
+        yield FleetEvent(kind, after.deployment, "VERSION_RETIRING", where)
     elif state is VersionState.DRAINING and old in (VersionState.READY, VersionState.RETIRING):
-        yield Happening(kind, after.deployment, "VERSION_DRAINING", where)
+        yield FleetEvent(kind, after.deployment, "VERSION_DRAINING", where)
 
 
-def _assignment(worker_id: str, before: Assignment | None, after: Assignment | None) -> Iterator[Happening]:
+def _assignment(worker_id: str, before: Assignment | None, after: Assignment | None) -> Iterator[FleetEvent]:
     old = _by_version(before)
     new = _by_version(after)
     for deployment, digest in sorted(new.keys() - old.keys()):
         message = f"{_short(digest)} to {worker_id}"
-        yield Happening(EventKind.DEPLOYMENT, deployment, "VERSION_ASSIGNED", message)
+        yield FleetEvent(EventKind.DEPLOYMENT, deployment, "VERSION_ASSIGNED", message)
     for deployment, digest in sorted(old.keys() - new.keys()):
         message = f"{_short(digest)} from {worker_id}"
-        yield Happening(EventKind.DEPLOYMENT, deployment, "VERSION_UNASSIGNED", message)
+        yield FleetEvent(EventKind.DEPLOYMENT, deployment, "VERSION_UNASSIGNED", message)
 
 
 def _by_version(assignment: Assignment | None) -> dict[tuple[str, str], AssignedVersion]:
@@ -253,24 +253,24 @@ def _by_version(assignment: Assignment | None) -> dict[tuple[str, str], Assigned
     return {(version.deployment, version.version_digest): version for version in versions}
 
 
-def _leader(role: str, before: Leader | None, after: Leader | None) -> Iterator[Happening]:
+def _leader(role: str, before: Leader | None, after: Leader | None) -> Iterator[FleetEvent]:
     if after is None:
-        yield Happening(EventKind.LEADER, role, "LEADER_GONE", "nobody leads", warning=True)
+        yield FleetEvent(EventKind.LEADER, role, "LEADER_GONE", "nobody leads", warning=True)
     elif before != after:
-        yield Happening(EventKind.LEADER, role, "LEADER_ELECTED", f"{after.leader_id} at {after.address}")
+        yield FleetEvent(EventKind.LEADER, role, "LEADER_ELECTED", f"{after.leader_id} at {after.address}")
 
 
-def _tag(before: Tag | None, after: Tag | None) -> Iterator[Happening]:
+def _tag(before: Tag | None, after: Tag | None) -> Iterator[FleetEvent]:
     if after is None:
         assert before is not None
-        yield Happening(EventKind.MODEL, before.model, "TAG_DELETED", f"tag {before.tag}")
+        yield FleetEvent(EventKind.MODEL, before.model, "TAG_DELETED", f"tag {before.tag}")
     elif before is None:
-        yield Happening(
+        yield FleetEvent(
             EventKind.MODEL, after.model, "TAG_CREATED", f"tag {after.tag} is {_short(after.digest)}"
         )
     elif before.digest != after.digest:
         message = f"tag {after.tag} from {_short(before.digest)} to {_short(after.digest)}"
-        yield Happening(EventKind.MODEL, after.model, "TAG_MOVED", message)
+        yield FleetEvent(EventKind.MODEL, after.model, "TAG_MOVED", message)
 
 
 def _node_of(key: str) -> str:
@@ -292,3 +292,21 @@ def _drained(state: State, name: str) -> bool:
 
 def _short(digest: str) -> str:
     return digest.removeprefix("sha256:")[:12]
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Has at most ``burst`` tokens and gains ``rate_per_s``; starts full."""
+
+    rate_per_s: float
+    burst: int
+    _taken: float = 0.0
+    _last_s: float = 0.0
+
+    def take(self, wanted: int, now_s: float) -> int:
+        """Take up to ``wanted`` tokens and return how many were taken."""
+        self._taken = max(0.0, self._taken - max(0.0, now_s - self._last_s) * self.rate_per_s)
+        self._last_s = now_s
+        given = min(wanted, int(self.burst - self._taken))
+        self._taken += given
+        return given

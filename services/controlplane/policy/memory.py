@@ -39,7 +39,7 @@ class MemoryView:
         loaded = self._loaded(digest)
         return 0 if loaded is None else loaded.weight_bytes + loaded.working_bytes + loaded.kv_bytes
 
-    def kept_bytes(self, digest: str, rank: int) -> int:
+    def retained_bytes(self, digest: str, rank: int) -> int:
         """Return the bytes that a version retains while one of priority ``rank`` waits.
 
         It releases its spare memory to an equal or higher priority.
@@ -73,7 +73,7 @@ class MemoryView:
         ranks = self._ranks()
         digests = sorted((digest for digest in ranks if digest != but), key=lambda d: (-ranks[d], d))
         left = self.worker.memory_bytes - sum(
-            self.kept_bytes(digest, rank) for digest in digests if ranks[digest] >= held_from_rank
+            self.retained_bytes(digest, rank) for digest in digests if ranks[digest] >= held_from_rank
         )
         for digest in digests:
             due = self.needs.get(digest, 0)
@@ -91,7 +91,7 @@ class MemoryView:
         digest = version.version_digest
         return max(self.needs.get(digest, 0), self.granted_bytes(digest))
 
-    def yielding(self, version: AssignedVersion) -> tuple[tuple[str, int], ...]:
+    def evictions_for(self, version: AssignedVersion) -> tuple[tuple[str, int], ...]:
         """Return (digest, bytes) of the versions to evict so that ``version`` can be loaded.
 
         Only lower priorities are evicted, the lowest first, and none when all of them would not suffice.
@@ -105,24 +105,24 @@ class MemoryView:
         short = needed_bytes - self.free_bytes(but=digest, rank=rank, due_from_rank=rank)
         lower = sorted(
             (
-                (ranks[other], -self.kept_bytes(other, rank), other)
+                (ranks[other], -self.retained_bytes(other, rank), other)
                 for other in ranks
                 if other != digest and ranks[other] < rank and self.granted_bytes(other)
             ),
         )
-        going: list[tuple[str, int]] = []
+        evicted: list[tuple[str, int]] = []
         for _, minus_bytes, other in lower:
             if short <= 0:
                 break
-            going.append((other, -minus_bytes))
+            evicted.append((other, -minus_bytes))
             short += minus_bytes
         if short > 0:
             return ()
-        for one in reversed(list(going)):  # keep the highest priorities whose eviction is not needed
+        for one in reversed(list(evicted)):  # keep the highest priorities whose eviction is not needed
             if short + one[1] <= 0:
-                going.remove(one)
+                evicted.remove(one)
                 short += one[1]
-        return tuple(going)
+        return tuple(evicted)
 
     def _ranks(self) -> dict[str, int]:
         ranks: dict[str, int] = {}

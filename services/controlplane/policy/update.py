@@ -20,7 +20,7 @@ from services.core.records import AssignedVersion, Deployment, VersionState, rep
 _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
 
-def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
+def retire_previous(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
     """Keep the previous version that takes new requests, and retire or drop the others.
 
     A previous version that served no requests when the update began is replaced in place.
@@ -54,7 +54,9 @@ def settle_before(deployment: Deployment, version: AssignedVersion, hosts: Seque
                 host.remove_before(old, "moved")
 
 
-def make_way(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], missing: int) -> int:
+def free_memory_for_update(
+    deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], missing: int
+) -> int:
     """Remove the previous version from one worker without memory for both, if another worker serves.
 
     ``missing`` replicas have no worker. Returns how many then have none.

@@ -18,11 +18,11 @@ from services.core.errors import (
     ModelNotFound,
     UnsupportedFeature,
 )
-from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Tenant
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
-from services.runtime.requests import Request, Together
+from services.runtime.requests import Together, WriteRequest
 
 log = structlog.get_logger()
 
@@ -42,8 +42,8 @@ class Accounts:
         self._clock = clock
         self._sealer = sealer
         self._new_secret = new_secret
-        self._tenants = Resources(store, clock, TENANTS, Tenant, with_meta=_tenant_meta)
-        self._keys = Resources(store, clock, KEYS, ApiKey, with_meta=_key_meta)
+        self._tenants = Resources(store, clock, TENANTS, Tenant)
+        self._keys = Resources(store, clock, KEYS, ApiKey)
 
     # --- tenants ---------------------------------------------------------------------------------
 
@@ -203,12 +203,12 @@ class Accounts:
                     field=field,
                 )
 
-    def _seal(self, secret: bytes, request: Request) -> str:
+    def _seal(self, secret: bytes, request: WriteRequest) -> str:
         if not request.request_id:
             return ""
         return self._sealer.seal(secret, request.key, self._new_secret())
 
-    def _unsealed(self, stored: Stored[ApiKey], request: Request) -> tuple[Stored[ApiKey], str]:
+    def _unsealed(self, stored: Stored[ApiKey], request: WriteRequest) -> tuple[Stored[ApiKey], str]:
         text, hashed = secrets.new_key(stored.record.meta.name, self._sealer.open(stored.sealed, request.key))
         if hashed != stored.record.secret_hash:
             raise IntegrityError("the sealed secret is not the one that was given: rotate the key again")
@@ -257,11 +257,3 @@ def _degraded_models(tenant: Tenant) -> tuple[str, ...]:
 
 def _bare(key: ApiKey) -> ApiKey:
     return replace(key, secret_hash="", previous_secret_hash="", previous_expire_unix_s=0.0)
-
-
-def _tenant_meta(record: Tenant, meta: Meta) -> Tenant:
-    return replace(record, meta=meta)
-
-
-def _key_meta(record: ApiKey, meta: Meta) -> ApiKey:
-    return replace(record, meta=meta)

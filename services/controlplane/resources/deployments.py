@@ -15,7 +15,6 @@ from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
     Deployment,
-    Meta,
     Tag,
     load,
     model_users_key,
@@ -36,7 +35,7 @@ class Deployments:
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
-        self._kind = Resources(store, clock, DEPLOYMENTS, Deployment, with_meta=_with_meta)
+        self._kind = Resources(store, clock, DEPLOYMENTS, Deployment)
 
     async def create(self, deployment: Deployment, *, request_id: str = "") -> DeploymentView:
         """Store a deployment whose version is pinned to a digest. Raises NotFound for an unknown version."""
@@ -117,7 +116,3 @@ class Deployments:
             operations=(Put(model_users_key(deployment.model), b""),),
         )
         return replace(deployment, version_digest=digest), together
-
-
-def _with_meta(record: Deployment, meta: Meta) -> Deployment:
-    return replace(record, meta=meta)

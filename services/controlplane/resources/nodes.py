@@ -24,7 +24,7 @@ from services.ports.store import (
     Put,
     Store,
 )
-from services.runtime.requests import Answer, Answered, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, Answered, RequestLog, Together, WriteRequest, fingerprint_of
 
 log = structlog.get_logger()
 
@@ -127,8 +127,8 @@ class Nodes:
         return replace(view, node=node, mod_revision=found.revision)
 
 
-def _request(verb: str, name: str, request_id: str, etag: str) -> Request:
-    return Request("node", request_id, fingerprint_of(verb, name.encode(), etag))
+def _request(verb: str, name: str, request_id: str, etag: str) -> WriteRequest:
+    return WriteRequest("node", request_id, fingerprint_of(verb, name.encode(), etag))
 
 
 def _not_found(name: str) -> NotFound:

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from services.controlplane.fleet import readable
 from services.core.errors import AlreadyExists, Conflict, EtagMismatch, NotFound
 from services.core.paging import page_of
-from services.core.records import Meta, dump, load
+from services.core.records import ApiKey, Deployment, Tenant, dump, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
-from services.runtime.requests import Answer, Request, RequestLog, Together, fingerprint_of
+from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
 
 _TRIES: Final = 5
 
 
-class Resource(Protocol):
-    @property
-    def meta(self) -> Meta: ...
-
-
-R = TypeVar("R", bound=Resource)
+R = TypeVar("R", Tenant, ApiKey, Deployment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +43,21 @@ _ALONE: Final = Together()
 
 
 class Resources(Generic[R]):
-    """One kind under one prefix. ``noun`` is for messages. ``with_meta`` puts a Meta into a record."""
+    """One kind under one prefix."""
 
-    def __init__(
-        self, store: Store, clock: Clock, prefix: str, kind: type[R], *, with_meta: Callable[[R, Meta], R]
-    ) -> None:
+    def __init__(self, store: Store, clock: Clock, prefix: str, kind: type[R]) -> None:
         self._store = store
         self._requests = RequestLog(store)
         self._clock = clock
         self._prefix = prefix
-        self._kind = kind
-        self._noun = kind.__name__.lower()
-        self._with_meta = with_meta
+        self._kind: type[R] = kind
+        self._noun = kind.__name__.lower()  # for messages
 
-    def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> Request:
+    def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> WriteRequest:
         """Return a request of this kind; ``content`` is the caller's input, without generated values."""
-        return Request(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
+        return WriteRequest(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
 
-    async def replayed(self, request: Request) -> Stored[R] | None:
+    async def replayed(self, request: WriteRequest) -> Stored[R] | None:
         """Return the earlier answer to a create or an update with this request id."""
         found = await self._requests.answered(request)
         if found is None:
@@ -78,19 +70,19 @@ class Resources(Generic[R]):
             sealed=found.answer.sealed,
         )
 
-    async def done(self, request: Request) -> bool:
+    async def done(self, request: WriteRequest) -> bool:
         """Whether a request with this id was answered. Raises Conflict when it had other content."""
         return await self._requests.answered(request) is not None
 
     async def create(
-        self, record: R, request: Request, *, together: Together = _ALONE, sealed: str = ""
+        self, record: R, request: WriteRequest, *, together: Together = _ALONE, sealed: str = ""
     ) -> Stored[R]:
         """Store a new record. Raises AlreadyExists, Conflict for a request id used with other content."""
         name, key = record.meta.name, self.key(record.meta.name)
         if (found := await self.replayed(request)) is not None:
             return found
         now_s = self._clock.unix_s()
-        record = self._with_meta(record, replace(record.meta, create_unix_s=now_s, update_unix_s=now_s))
+        record = replace(record, meta=replace(record.meta, create_unix_s=now_s, update_unix_s=now_s))
         data = dump(record)
         write = Together(
             [ModRevisionIs(key, 0), *together.conditions], [Put(key, data), *together.operations]
@@ -132,7 +124,7 @@ class Resources(Generic[R]):
         self,
         name: str,
         change: Callable[[R], R],
-        request: Request,
+        request: WriteRequest,
         *,
         etag: str = "",
         together: Together = _ALONE,
@@ -151,7 +143,7 @@ class Resources(Generic[R]):
             record = change(old.record)
             created_s, now_s = old.record.meta.create_unix_s, self._clock.unix_s()
             meta = replace(record.meta, name=name, create_unix_s=created_s, update_unix_s=now_s)
-            data = dump(record := self._with_meta(record, meta))
+            data = dump(record := replace(record, meta=meta))
             write = Together(
                 [ModRevisionIs(key, old.mod_revision), *together.conditions],
                 [Put(key, data), *together.operations],
@@ -162,7 +154,7 @@ class Resources(Generic[R]):
         raise Conflict(f"{self._noun} {name} is being changed by others; try again", name=name)
 
     async def delete(
-        self, name: str, request: Request, *, etag: str = "", together: Together = _ALONE
+        self, name: str, request: WriteRequest, *, etag: str = "", together: Together = _ALONE
     ) -> None:
         """Remove a record. Raises NotFound, EtagMismatch, Conflict after a concurrent write."""
         if await self._requests.answered(request) is not None:

@@ -55,7 +55,7 @@ class DeploymentView:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainProgress:
     """The progress of a node's drain. ``waiting_for``: per assigned version, why it stays."""
 
     assigned: int
@@ -78,7 +78,7 @@ class NodeView:
     mod_revision: int
     worker: Worker | None
     incarnation: int
-    drain: Drain | None = None
+    drain: DrainProgress | None = None
 
 
 def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
@@ -139,8 +139,8 @@ def unplaced_message(unplaced: Unplaced) -> str:
         counts[word] = counts.get(word, 0) + 1
         if rest:
             figures.setdefault(word, f" ({worker_id} {rest})")
-    told = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
-    return f"no worker for {unplaced.missing} replicas: {told or 'there is none'}"
+    words = ", ".join(f"{count} {word}{figures.get(word, '')}" for word, count in sorted(counts.items()))
+    return f"no worker for {unplaced.missing} replicas: {words or 'there is none'}"
 
 
 def node_names(snapshot: Snapshot) -> list[str]:
@@ -179,7 +179,7 @@ def node_view(name: str, snapshot: Snapshot, unplaced: Mapping[str, Unplaced]) -
 
 def drain_of(
     assigned: Assignment, worker: Worker | None, fleet: Fleet, unplaced: Mapping[str, Unplaced]
-) -> Drain:
+) -> DrainProgress:
     """Return what prevents the end of a node's drain."""
     held = {version.version_digest for version in assigned.versions}
     ending = {version.version_digest for version in worker.versions} - held if worker is not None else set()
@@ -194,7 +194,7 @@ def drain_of(
             if replica.worker_id != assigned.worker_id
         ]
         waiting.append(f"{version.deployment}: until READY elsewhere: {', '.join(elsewhere)}"[:512])
-    return Drain(len(assigned.versions), len(ending), tuple(waiting))
+    return DrainProgress(len(assigned.versions), len(ending), tuple(waiting))
 
 
 def _tag_digest(deployment: Deployment, snapshot: Snapshot) -> str:

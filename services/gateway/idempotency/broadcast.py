@@ -6,39 +6,39 @@ from collections.abc import Callable
 
 from services.core.errors import FairwayError, ResultExpired, StreamBroken
 from services.gateway.events import Accepted, Finished, RequestSink
-from services.gateway.idempotency.follower import Follower
-from services.gateway.idempotency.record_codec import Pin, degraded_out
+from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.record_codec import AcceptedTerms, degraded_out
 from services.gateway.idempotency.record_log import Diverged, Piece, RecordLog
 
 
-class Audience:
+class FollowerBroadcast:
     """Retains the whole output, so that a client may join at any time, until the output is too large.
 
     From then on it retains only what its clients have yet to take, and no other client can join.
     """
 
-    def __init__(self, window_tokens: int, left: Callable[[Follower, bool], None]) -> None:
+    def __init__(self, window_tokens: int, left: Callable[[RecordFollower, bool], None]) -> None:
         """``left`` is called when a follower is done, with whether it requested the request's end."""
         self.log = RecordLog()
-        self.pin: Pin | None = None
+        self.terms: AcceptedTerms | None = None
         self.whole = True
         self._window = window_tokens
         self._left = left
-        self._followers: dict[Follower, bool] = {}
+        self._followers: dict[RecordFollower, bool] = {}
         self._fresh: bool | None = None
         self._end: Finished | FairwayError | None = None
 
     def __len__(self) -> int:
         return len(self._followers)
 
-    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
+    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
         """Return the handle of a new client. Raises ResultExpired when the output's beginning was dropped.
 
         The client receives nothing before ``catch_up``.
         """
         if not self.whole:
             raise too_large()
-        follower = Follower(
+        follower = RecordFollower(
             sink,
             self.log,
             window_tokens=self._window,
@@ -48,7 +48,7 @@ class Audience:
         self._followers[follower] = first
         return follower
 
-    def catch_up(self, follower: Follower) -> None:
+    def catch_up(self, follower: RecordFollower) -> None:
         """Send a late client everything produced so far."""
         if follower in self._followers and self._fresh is not None:
             self._accept(follower)
@@ -57,9 +57,9 @@ class Audience:
         elif self._end is not None:
             follower.failed(copy_of(self._end))
 
-    def accept(self, pin: Pin, *, fresh: bool) -> None:
+    def accept(self, terms: AcceptedTerms, *, fresh: bool) -> None:
         """Send every client the acceptance. ``fresh``: accepted just now, for the first client."""
-        self.pin = pin
+        self.terms = terms
         if self._fresh is None:
             self._fresh = fresh
             for follower in list(self._followers):
@@ -104,20 +104,20 @@ class Audience:
             return end
         return min((follower.place(choice).tokens for follower in self._followers), default=end)
 
-    def _accept(self, follower: Follower) -> None:
-        assert self.pin is not None
-        pin, replayed = self.pin, not (self._fresh and self._followers[follower])
+    def _accept(self, follower: RecordFollower) -> None:
+        assert self.terms is not None
+        terms, replayed = self.terms, not (self._fresh and self._followers[follower])
         follower.accepted(
             Accepted(
-                request_id=pin.request_id,
-                model=pin.model,
-                version_digest=pin.version_digest,
-                route_revision=pin.route_revision,
-                seed=pin.seed,
-                prompt_tokens=pin.prompt_tokens,
-                received_unix_us=pin.received_unix_us,
+                request_id=terms.request_id,
+                model=terms.model,
+                version_digest=terms.version_digest,
+                route_revision=terms.route_revision,
+                seed=terms.seed,
+                prompt_tokens=terms.prompt_tokens,
+                received_unix_us=terms.received_unix_us,
                 replayed=replayed,
-                degradations=degraded_out(pin.degraded),
+                degradations=degraded_out(terms.degraded),
             )
         )
 
@@ -132,7 +132,7 @@ class Audience:
                     )
                 )
 
-    def _leave(self, follower: Follower, withdrawn: bool) -> None:
+    def _leave(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._followers.pop(follower, None)
         self._left(follower, withdrawn)
 

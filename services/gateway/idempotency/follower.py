@@ -19,7 +19,7 @@ class _Reading:
     taken: int = 0
 
 
-class Follower:
+class RecordFollower:
     """The handle of one client; ``Request`` is the handle without a key.
 
     Tokens are sent while the transport takes them. A client that leaves does not affect the request.
@@ -32,7 +32,7 @@ class Follower:
         *,
         window_tokens: int,
         client_window: int | None,
-        leave: Callable[[Follower, bool], None],
+        leave: Callable[[RecordFollower, bool], None],
     ) -> None:
         """``leave`` is called once when this client leaves, with whether it requested the request's end."""
         self.done = False

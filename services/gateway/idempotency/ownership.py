@@ -1,4 +1,4 @@
-"""This gateway's ownership of one record: the request's output, written behind its run."""
+"""This gateway's ownership of one record: the request's output, written behind its run, and its end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import Final
 from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import GenerationSpec, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished
-from services.gateway.idempotency.broadcast import Audience, too_large
-from services.gateway.idempotency.record_codec import Pin, Resumed, encode, end_in, failure_in
+from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
+from services.gateway.idempotency.record_codec import (
+    AcceptedTerms,
+    Resumed,
+    degraded_in,
+    encode,
+    end_in,
+    failure_in,
+)
 from services.gateway.idempotency.record_log import Piece, Place, outputs
-from services.gateway.idempotency.settlement import pin_of
 from services.gateway.idempotency.types import Ending, KeyedPorts
 from services.gateway.policy.degrade import Degradation
-from services.gateway.policy.record_end import ends_record
+from services.gateway.policy.retry import ends_record
 from services.gateway.requests.request import Request
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
@@ -26,23 +32,23 @@ WATCHED_S: Final = 2.0
 _NOTHING: Final = Usage(0, 0)
 
 
-class Tenure:
+class RecordOwnership:
     """The sink of the request while it runs here. The flusher writes its output; the run ends it.
 
     ``fenced``: another gateway owns the record, and this gateway's results no longer count.
     """
 
     def __init__(
-        self, hold: Hold, ports: KeyedPorts, audience: Audience, outgrown: Callable[[], None]
+        self, hold: Hold, ports: KeyedPorts, broadcast: FollowerBroadcast, stop_retaining: Callable[[], None]
     ) -> None:
-        """``outgrown`` is called when the record stops retaining the output."""
+        """``stop_retaining`` is called when the record stops retaining the output."""
         self.hold = hold
         self.fenced = False
         self.watched_until_s = 0.0
         self.request: Request | None = None
         self._ports = ports
-        self._audience = audience
-        self._outgrown = outgrown
+        self._broadcast = broadcast
+        self._stop_retaining = stop_retaining
         self._outcome: Finished | FairwayError | None = None
         self._settled: tuple[Reservation, Usage] | None = None
         self._written_s = ports.clock.monotonic_s()
@@ -59,21 +65,21 @@ class Tenure:
 
     async def accept(
         self, spec: GenerationSpec, degradations: Sequence[Degradation], *, resumed: bool
-    ) -> Pin:
+    ) -> AcceptedTerms:
         """Record the acceptance before any client receives it, and return it.
 
         ``degradations``: the differences from the request. ``resumed``: the record contains it already.
         Raises StoreUnavailable, also when the ownership is fenced.
         """
-        pin = self._audience.pin or pin_of(spec, degradations, self._ports.clock.unix_s())
-        entry = Resumed() if resumed else pin
+        terms = self._broadcast.terms or terms_of(spec, degradations, self._ports.clock.unix_s())
+        entry = Resumed() if resumed else terms
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):
             self.fenced = True
             raise StoreUnavailable("another gateway took the request over", retry_after_s=0.1)
         if answer is Written.TOO_LARGE:
-            self._audience.shorten()
-        return pin
+            self._broadcast.shorten()
+        return terms
 
     # --- the record, written behind the run --------------------------------------------------------
 
@@ -82,11 +88,11 @@ class Tenure:
         if not (self._open and self._quiet.is_set()):
             return False
         renewal = now_s - self._written_s >= self._ports.limits.renew_s
-        return renewal or (self._audience.whole and bool(self._audience.log.unrecorded(all_of_it=False)))
+        return renewal or (self._broadcast.whole and bool(self._broadcast.log.unrecorded(all_of_it=False)))
 
     def begin_write(self) -> tuple[Addition, dict[int, list[Piece]]]:
         """Return what to append now. ``end_write`` must follow: until then the record is not ended."""
-        pieces = self._audience.log.unrecorded(all_of_it=False) if self._audience.whole else {}
+        pieces = self._broadcast.log.unrecorded(all_of_it=False) if self._broadcast.whole else {}
         addition = Addition(self.hold, encode(outputs(pieces)))
         self._quiet.clear()
         return addition, pieces
@@ -98,11 +104,11 @@ class Tenure:
             return
         now_s = self._written_s = self._ports.clock.monotonic_s()
         if answer in (Written.KEPT, Written.WATCHED):
-            self._audience.log.recorded(pieces)
+            self._broadcast.log.recorded(pieces)
             if answer is Written.WATCHED:
                 self.watched_until_s = now_s + WATCHED_S
         elif answer is Written.TOO_LARGE:
-            self._outgrown()
+            self._stop_retaining()
         elif answer is Written.FENCED:
             self.fenced = True
             if self.request is not None:
@@ -122,17 +128,17 @@ class Tenure:
         assert outcome is not None, "a request ended without a terminal event"
         if isinstance(outcome, Finished):
             outcome = replace(outcome, resumes=outcome.resumes + resumes)
-        ended = isinstance(outcome, Finished) or (self._audience.pin is not None and ends_record(outcome))
+        ended = isinstance(outcome, Finished) or (self._broadcast.terms is not None and ends_record(outcome))
         reservation, usage = self._settled or (None, _NOTHING)
         chunk = self._last_chunk(outcome, ended=ended)
         return outcome, Ending(self.hold, chunk, reservation, usage, ended)
 
     def _last_chunk(self, outcome: Finished | FairwayError, *, ended: bool) -> bytes:
-        if self._audience.pin is None:
+        if self._broadcast.terms is None:
             return b""
-        if not self._audience.whole:
+        if not self._broadcast.whole:
             return encode([failure_in(too_large())]) if ended else b""
-        rest = outputs(self._audience.log.unrecorded(all_of_it=ended))
+        rest = outputs(self._broadcast.log.unrecorded(all_of_it=ended))
         if not ended:
             return encode(rest)
         last = end_in(outcome) if isinstance(outcome, Finished) else failure_in(outcome)
@@ -150,7 +156,7 @@ class Tenure:
         self._chars[choice] = chars + len(text)
         if choice not in self._credited:
             self._credited[choice] = offset
-        self._audience.put(choice, Piece(Place(offset, chars), ids, text, logprobs))
+        self._broadcast.put(choice, Piece(Place(offset, chars), ids, text, logprobs))
         self.credit(choice)
 
     def on_finished(self, finished: Finished) -> None:
@@ -159,13 +165,45 @@ class Tenure:
     def on_failed(self, error: FairwayError) -> None:
         self._outcome = error
 
-    def note(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle(self, reservation: Reservation, usage: Usage) -> None:
         """Retain the settlement; it is written together with the record."""
         self._settled = (reservation, usage)
 
     def credit(self, choice: int) -> None:
         """Grant the worker as much more credit as the followers' progress permits."""
-        taken, credited = self._audience.taken(choice), self._credited.get(choice, 0)
+        taken, credited = self._broadcast.taken(choice), self._credited.get(choice, 0)
         if taken > credited and self.request is not None:
             self._credited[choice] = taken
             self.request.credit(choice, taken - credited)
+
+
+async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
+    """Return once the record is ended or released, and the request settled, by its current owner.
+
+    Raises StoreUnavailable; calling it again is safe.
+    """
+    write = ports.store.finish if ending.ended else ports.store.release
+    written = await write(ending.hold, ending.chunk, ending.reservation, ending.usage)
+    reservation = ending.reservation
+    if reservation is not None and (
+        written is Written.GONE or (reservation.local and written is not Written.FENCED)
+    ):
+        # Without a record it is settled like any other request; the local slot is not in the store. Tokens
+        # that the store has charged are not charged again.
+        await ports.limiter.settle(reservation, ending.usage)
+    return written
+
+
+def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> AcceptedTerms:
+    """Return the record's acceptance of a request as it is served."""
+    return AcceptedTerms(
+        request_id=spec.request_id,
+        model=spec.model,
+        version_digest=spec.version_digest,
+        route_revision=spec.route_revision,
+        seed=spec.sampling.seed,
+        prompt_tokens=len(spec.prompt.ids),
+        max_output_tokens=spec.limits.max_tokens,
+        received_unix_us=int(unix_s * 1e6),
+        degraded=degraded_in(degradations),
+    )

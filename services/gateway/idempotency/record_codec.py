@@ -26,7 +26,7 @@ class Degraded(msgspec.Struct, array_like=True, frozen=True):
     pressure_ratio: float
 
 
-class Pin(msgspec.Struct, array_like=True, tag="a", frozen=True):
+class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     """The acceptance of a request, which every later run of it keeps.
 
     New fields are added at the end, with a default: gateways of two releases read each other's records.
@@ -76,7 +76,7 @@ class End(msgspec.Struct, array_like=True, tag="f", frozen=True):
     resumes: int
 
 
-class Failure(msgspec.Struct, array_like=True, tag="e", frozen=True):
+class RecordedFailure(msgspec.Struct, array_like=True, tag="e", frozen=True):
     """An error that every retry would meet again."""
 
     reason: str
@@ -86,7 +86,7 @@ class Failure(msgspec.Struct, array_like=True, tag="e", frozen=True):
 
 _KINDS: Final = frozenset(kind.value for kind in DegradationKind)
 
-Entry = Pin | Resumed | Output | End | Failure
+Entry = AcceptedTerms | Resumed | Output | End | RecordedFailure
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(tuple[Entry, ...])
 
@@ -154,5 +154,5 @@ def end_out(end: End) -> Finished:
     )
 
 
-def failure_in(error: FairwayError) -> Failure:
-    return Failure(error.reason, error.message, error.metadata)
+def failure_in(error: FairwayError) -> RecordedFailure:
+    return RecordedFailure(error.reason, error.message, error.metadata)

@@ -1,4 +1,4 @@
-"""Reads a request's record into an audience: the output of another gateway, or of an earlier run here."""
+"""Reads a request's record into a broadcast: the output of another gateway, or of an earlier run here."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Final
 
 from services.core.errors import FairwayError, IntegrityError, StoreUnavailable
 from services.gateway.events import Finished
-from services.gateway.idempotency.broadcast import Audience, too_large
+from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
 from services.gateway.idempotency.record_codec import (
+    AcceptedTerms,
     End,
-    Failure,
     Output,
-    Pin,
+    RecordedFailure,
     Resumed,
     decode,
     end_out,
     logprobs_out,
 )
 from services.gateway.idempotency.record_log import START, Piece, Place
-from services.gateway.idempotency.types import KeyedPorts, Resume
+from services.gateway.idempotency.types import EarlierRun, KeyedPorts
 from services.gateway.requests.choice import Produced
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
@@ -29,19 +29,19 @@ FOLLOW_PATIENCE_S: Final = 10.0
 
 
 class RecordReader:
-    """The reader's position in the log. ``pinned``: the acceptance in the record."""
+    """The reader's position in the log. ``has_terms``: the record has the acceptance."""
 
-    def __init__(self, audience: Audience) -> None:
-        self._audience = audience
+    def __init__(self, broadcast: FollowerBroadcast) -> None:
+        self._broadcast = broadcast
         self.restart()
 
     def restart(self) -> None:
-        """Read from the beginning. Output that the audience already has is compared, and not sent twice."""
+        """Read from the beginning. Output that the broadcast already has is compared, and not sent twice."""
         self.chunks = 0
         self.resumes = 0
-        self.pinned = False
+        self.has_terms = False
         self.end: Finished | FairwayError | None = None
-        for choice in self._audience.log.choices.values():
+        for choice in self._broadcast.log.choices.values():
             choice.recorded = START
 
     def take(self, chunks: Iterable[bytes]) -> None:
@@ -76,7 +76,7 @@ class RecordReader:
                 return tail.state is RecordState.ENDED
             await ports.clock.sleep(ports.limits.poll_s)
 
-    async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> Resume | None:
+    async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> EarlierRun | None:
         """Take over the first ``chunks`` of a record; return the state from which a run continues."""
         self.restart()
         while self.chunks < chunks:
@@ -85,28 +85,28 @@ class RecordReader:
                 self.restart()  # the log was deleted meanwhile: start over, with the same seed
                 break
             self.take(tail.chunks)
-        pin = self._audience.pin
-        if pin is None:
+        terms = self._broadcast.terms
+        if terms is None:
             return None
-        found = self._audience.log.choices
+        found = self._broadcast.log.choices
         produced = [Produced()] * (max(found, default=-1) + 1)
         for number, choice in found.items():
             produced[number] = Produced(choice.ids(choice.recorded), choice.recorded.chars)
-        return Resume(pin, tuple(produced))
+        return EarlierRun(terms, tuple(produced))
 
-    def _take(self, entry: Pin | Resumed | Output | End | Failure) -> None:
+    def _take(self, entry: AcceptedTerms | Resumed | Output | End | RecordedFailure) -> None:
         if isinstance(entry, Output):
             at = Place(entry.offset, entry.chars)
             piece = Piece(at, entry.ids, entry.text, logprobs_out(entry.logprobs))
-            self._audience.put(entry.choice, piece)
-            choice = self._audience.log.choice(entry.choice)
+            self._broadcast.put(entry.choice, piece)
+            choice = self._broadcast.log.choice(entry.choice)
             choice.recorded = max(choice.recorded, piece.end, key=lambda place: place.tokens)
-        elif isinstance(entry, Pin):
-            self.pinned = True
-            self._audience.accept(entry, fresh=False)
+        elif isinstance(entry, AcceptedTerms):
+            self.has_terms = True
+            self._broadcast.accept(entry, fresh=False)
         elif isinstance(entry, Resumed):
             self.resumes += 1
-        elif not self.pinned:
+        elif not self.has_terms:
             raise IntegrityError("the record of this idempotency key has no beginning; use another key")
         elif isinstance(entry, End):
             self.end = end_out(entry)

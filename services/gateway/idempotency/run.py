@@ -28,12 +28,11 @@ from services.core.errors import (
 )
 from services.core.generation import GenerationSpec
 from services.gateway.events import Finished, RequestSink
-from services.gateway.idempotency.broadcast import Audience, too_large
-from services.gateway.idempotency.follower import Follower
-from services.gateway.idempotency.ownership import Tenure
+from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
+from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.ownership import RecordOwnership, write_ending
 from services.gateway.idempotency.record_reader import RecordReader
-from services.gateway.idempotency.settlement import NotingLimiter, write_ending
-from services.gateway.idempotency.telemetry import Arrivals, CameTo, EndingOutcome, came_to
+from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
 from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
 from services.gateway.policy.degrade import Degradation
 from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
@@ -44,11 +43,11 @@ log = structlog.get_logger()
 MAX_ROUNDS: Final = 32
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     CLAIMING = "claiming"
     OWNING = "owning"
     FOLLOWING = "following"
-    OVER = "over"
+    ENDED = "ended"
 
 
 class KeyedRun:
@@ -60,20 +59,20 @@ class KeyedRun:
         fingerprint: str,
         ports: KeyedPorts,
         launch: Launch,
-        departed: Callable[[Follower], None],
+        departed: Callable[[RecordFollower], None],
     ) -> None:
         """``departed`` is called for every client that is done."""
         self.key = key
         self.fingerprint = fingerprint
-        self.phase = Phase.CLAIMING
-        self.audience = Audience(ports.window_tokens, self._left)
-        self.tenure: Tenure | None = None
-        self.unwritten: Ending | None = None
+        self.phase = RunPhase.CLAIMING
+        self.broadcast = FollowerBroadcast(ports.window_tokens, self._left)
+        self.ownership: RecordOwnership | None = None
+        self.pending_end: Ending | None = None
         self._ports = ports
         self._launch = launch
         self._departed = departed
         self._arrivals = Arrivals(ports.telemetry, key.tenant_id)
-        self._reader = RecordReader(self.audience)
+        self._reader = RecordReader(self.broadcast)
         self._task: asyncio.Task[None] | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._stopped: FairwayError | None = None
@@ -84,48 +83,48 @@ class KeyedRun:
         """Set the task that runs ``drive``; ``close`` must follow its end."""
         self._task = task
 
-    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> Follower:
+    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
         """Return the handle of a client, which receives the request from its beginning."""
-        follower = self.audience.join(sink, client_window, first=first)
-        self._arrivals.joined(over=self.phase is Phase.OVER)
+        follower = self.broadcast.join(sink, client_window, first=first)
+        self._arrivals.joined(ended=self.phase is RunPhase.ENDED)
         self._stop_grace()
-        asyncio.get_running_loop().call_soon(self.audience.catch_up, follower)
+        asyncio.get_running_loop().call_soon(self.broadcast.catch_up, follower)
         return follower
 
     @property
     def joinable(self) -> bool:
-        """Whether another client can join: it runs, or its unwritten end is in memory."""
-        if self.phase is Phase.OVER:
-            return self.unwritten is not None and self.unwritten.ended
+        """Whether another client can join: it runs, or its pending end is in memory."""
+        if self.phase is RunPhase.ENDED:
+            return self.pending_end is not None and self.pending_end.ended
         return self._stopped is None
 
     def stop(self, error: FairwayError) -> None:
         """End this gateway's part in the request: another gateway may continue it."""
         self._stopped = self._stopped or error
-        if self.phase is not Phase.OWNING and self._task is not None:
+        if self.phase is not RunPhase.OWNING and self._task is not None:
             self._task.cancel()
-        elif self.tenure is not None and self.tenure.request is not None:
-            self.tenure.request.cancel(error)
+        elif self.ownership is not None and self.ownership.request is not None:
+            self.ownership.request.cancel(error)
 
     def close(self) -> None:
         """Release everything. Called when the task is done, which may never have begun."""
         self._stop_grace()
-        self._arrivals.claimed(CameTo.REFUSED)
-        if self.phase is not Phase.OVER:
+        self._arrivals.claimed(KeyOutcome.REFUSED)
+        if self.phase is not RunPhase.ENDED:
             self._fail(self._stopped or RequestCancelled("the request was cancelled"))
 
-    def tend(self) -> None:
+    def trim_output(self) -> None:
         """Trim an output that is not retained whole, and grant the run the corresponding credit."""
-        if not self.audience.whole:
-            self.audience.shorten()
-            if self.tenure is not None:
-                for choice in list(self.audience.log.choices):
-                    self.tenure.credit(choice)
+        if not self.broadcast.whole:
+            self.broadcast.shorten()
+            if self.ownership is not None:
+                for choice in list(self.broadcast.log.choices):
+                    self.ownership.credit(choice)
 
-    def outgrow(self) -> None:
+    def stop_retaining(self) -> None:
         """Stop retaining the whole output: no other client can join, so the request ends with its clients."""
-        self.audience.shorten()
-        if not len(self.audience):
+        self.broadcast.shorten()
+        if not len(self.broadcast):
             self._start_grace(0.0)
 
     # --- the one task ------------------------------------------------------------------------------
@@ -150,11 +149,11 @@ class KeyedRun:
         except BaseException as error:  # a panic in a native library is no Exception
             self._fail(self._incident(error))
         finally:
-            self.tenure = None
+            self.ownership = None
 
     async def _round(self) -> bool:
         """Claim once and act on the result. Returns whether the request is over."""
-        self.phase = Phase.CLAIMING
+        self.phase = RunPhase.CLAIMING
         claim = await self._claim()
         if isinstance(claim, OtherBody):
             raise IdempotencyConflict(
@@ -172,10 +171,10 @@ class KeyedRun:
         return await self._follow()
 
     async def _claim(self) -> Claim:
-        found = CameTo.REFUSED
+        found = KeyOutcome.REFUSED
         try:
             claim = await self._ports.store.claim(self.key, self.fingerprint, self._ports.owner)
-            found = came_to(claim)
+            found = outcome_of(claim)
         finally:
             self._ports.telemetry.claim(found)
             self._arrivals.claimed(found)
@@ -184,8 +183,8 @@ class KeyedRun:
 
     async def _follow(self) -> bool:
         """Follow the run at another gateway. Returns whether it ended; if not, the record can be claimed."""
-        self.phase = Phase.FOLLOWING
-        self._drop_if_alone()
+        self.phase = RunPhase.FOLLOWING
+        self._stop_without_followers()
         ended = await self._reader.follow(self._ports, self.key)
         if ended:
             self._deliver(self._reader.end or too_large())
@@ -193,46 +192,47 @@ class KeyedRun:
 
     async def _own(self, claim: Owned) -> bool:
         """Run the request from where an earlier run ended. Returns False when another owner took over."""
-        self.phase = Phase.OWNING
-        tenure = self.tenure = Tenure(claim.hold, self._ports, self.audience, self.outgrow)
-        resume = await self._reader.load(self._ports.store, self.key, claim.chunks)
-        if not self.audience.whole:
+        self.phase = RunPhase.OWNING
+        ownership = self.ownership = RecordOwnership(
+            claim.hold, self._ports, self.broadcast, self.stop_retaining
+        )
+        earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
+        if not self.broadcast.whole:
             raise too_large()  # the retained part of the output is not enough to continue
-        limiter = NotingLimiter(tenure.note, self._ports.limiter)
-        request, task = self._launch(tenure, limiter, resume, partial(self._record, tenure))
-        tenure.start(request, [found.chars for found in resume.produced] if resume is not None else ())
+        request, task = self._launch(ownership, earlier, partial(self._record, ownership), ownership.settle)
+        ownership.start(request, [found.chars for found in earlier.produced] if earlier is not None else ())
         if self._stopped is not None:
             request.cancel(self._stopped)
-        if not len(self.audience):
+        if not len(self.broadcast):
             self._start_grace()
         await task
-        self.tenure = None
-        await tenure.close()
-        if tenure.fenced:
+        self.ownership = None
+        await ownership.close()
+        if ownership.fenced:
             log.info("idempotency.fenced", record=self.key.digest[:12])
             self._ports.telemetry.ending(EndingOutcome.FENCED)
             return False
-        return await self._conclude(tenure)
+        return await self._conclude(ownership)
 
     async def _record(
-        self, tenure: Tenure, spec: GenerationSpec, degradations: Sequence[Degradation]
+        self, ownership: RecordOwnership, spec: GenerationSpec, degradations: Sequence[Degradation]
     ) -> None:
         """Write the acceptance, then send it to the clients. Raises StoreUnavailable."""
-        fresh = self.audience.pin is None
-        pin = await tenure.accept(spec, degradations, resumed=self._reader.pinned)
+        fresh = self.broadcast.terms is None
+        terms = await ownership.accept(spec, degradations, resumed=self._reader.has_terms)
         self._reader.resumes += 0 if fresh else 1
-        self.audience.accept(pin, fresh=fresh)
+        self.broadcast.accept(terms, fresh=fresh)
 
-    async def _conclude(self, tenure: Tenure) -> bool:
+    async def _conclude(self, ownership: RecordOwnership) -> bool:
         """End or release the record, then end the clients. Returns whether the record was still owned."""
-        outcome, ending = tenure.ending(self._reader.resumes)
+        outcome, ending = ownership.ending(self._reader.resumes)
         found = EndingOutcome.WRITTEN
         try:
             if await write_ending(self._ports, ending) is Written.FENCED:
                 found = EndingOutcome.FENCED
         except StoreUnavailable as error:
             log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
-            self.unwritten, found = ending, EndingOutcome.DEFERRED
+            self.pending_end, found = ending, EndingOutcome.DEFERRED
             if ending.reservation is not None:  # its usage outlives this process, as any other request's does
                 apart = replace(ending.reservation, record=self.key.digest)
                 await self._ports.limiter.settle(apart, ending.usage)
@@ -245,14 +245,14 @@ class KeyedRun:
 
     def _deliver(self, outcome: Finished | FairwayError) -> None:
         if isinstance(outcome, Finished):
-            self.phase = Phase.OVER
-            self.audience.finished(outcome)
+            self.phase = RunPhase.ENDED
+            self.broadcast.finished(outcome)
         else:
             self._fail(outcome)
 
     def _fail(self, error: FairwayError) -> None:
-        self.phase = Phase.OVER
-        self.audience.failed(error)
+        self.phase = RunPhase.ENDED
+        self.broadcast.failed(error)
 
     def _incident(self, error: BaseException) -> InternalError:
         """Return the clients' error for a bug: an incident id that is in the log, without the bug's text."""
@@ -262,36 +262,36 @@ class KeyedRun:
 
     # --- departing clients -------------------------------------------------------------------------
 
-    def _left(self, follower: Follower, withdrawn: bool) -> None:
+    def _left(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._departed(follower)
-        if len(self.audience) or self.phase is Phase.OVER:
+        if len(self.broadcast) or self.phase is RunPhase.ENDED:
             return
-        if self.phase is Phase.FOLLOWING:
-            self._drop_if_alone()
+        if self.phase is RunPhase.FOLLOWING:
+            self._stop_without_followers()
         else:
-            self._start_grace(0.0 if withdrawn or not self.audience.whole else None)
+            self._start_grace(0.0 if withdrawn or not self.broadcast.whole else None)
 
-    def _drop_if_alone(self) -> None:
+    def _stop_without_followers(self) -> None:
         """Stop following a run at another gateway when no client here follows it."""
-        if not len(self.audience) and self._task is not None:
+        if not len(self.broadcast) and self._task is not None:
             self._stopped = self._stopped or RequestCancelled("the request was cancelled")
             self._task.cancel()
 
     def _start_grace(self, seconds: float | None = None) -> None:
         self._stop_grace()
         wait_s = self._ports.limits.detach_grace_s if seconds is None else seconds
-        self._grace = asyncio.get_running_loop().call_later(wait_s, self._grace_over)
+        self._grace = asyncio.get_running_loop().call_later(wait_s, self._end_after_grace)
 
     def _stop_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _grace_over(self) -> None:
+    def _end_after_grace(self) -> None:
         """End a request without clients after its grace, unless another gateway's client follows it."""
-        tenure = self.tenure
-        watched_until_s = tenure.watched_until_s if tenure is not None else 0.0
-        if self.phase is Phase.CLAIMING or self._ports.clock.monotonic_s() < watched_until_s:
+        ownership = self.ownership
+        watched_until_s = ownership.watched_until_s if ownership is not None else 0.0
+        if self.phase is RunPhase.CLAIMING or self._ports.clock.monotonic_s() < watched_until_s:
             self._start_grace(1.0)
-        elif tenure is not None and tenure.request is not None:
-            tenure.request.cancel(RequestCancelled("the client left and did not come back"))
+        elif ownership is not None and ownership.request is not None:
+            ownership.request.cancel(RequestCancelled("the client left and did not come back"))

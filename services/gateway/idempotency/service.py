@@ -1,169 +1,165 @@
-"""Requests with idempotency keys on this gateway: one run for each key and body."""
+"""Idempotency keys: a decorator of the gateway's service. Requests without a key pass through."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import structlog
-
-from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
-from services.core.errors import ConcurrencyExceeded, FairwayError
-from services.core.shares import share_of
-from services.gateway.events import Received, RequestSink
-from services.gateway.idempotency.broadcast import copy_of
-from services.gateway.idempotency.follower import Follower
-from services.gateway.idempotency.ownership import Tenure
-from services.gateway.idempotency.pending_ends import UnwrittenEndings
-from services.gateway.idempotency.record_writer import RecordFlusher
-from services.gateway.idempotency.run import KeyedRun
-from services.gateway.idempotency.telemetry import CameTo
-from services.gateway.idempotency.types import KeyedPorts, Launch
+from services.core.errors import FairwayError
+from services.core.generation import Principal
+from services.gateway.catalog import PinnedVersion, Route
+from services.gateway.events import Handle, Received, RequestSink
+from services.gateway.idempotency.record_codec import degraded_out
+from services.gateway.idempotency.runs import KeyedRuns
+from services.gateway.idempotency.types import EarlierRun, KeyedPorts
+from services.gateway.requests.admission import Record, Resume, RunTerms
+from services.gateway.requests.request import Request, Settle
+from services.gateway.service import GatewayService
+from services.gateway.service_interface import GatewayInterface, ServedModel
+from services.gateway.service_types import GatewayLimits
 from services.ports.idempotency import RecordKey
+from services.rpc import bounds
+from services.runtime.identity import KeyDirectory
 from services.runtime.supervisor import Supervisor
-
-log = structlog.get_logger()
 
 _DIGEST_CHARS: Final = 32
 
 
-class Idempotent:
-    """Every duplicate of a request that reaches this gateway joins the single run of it."""
+class IdempotentService(GatewayInterface):
+    """Runs the request of a key once: its duplicates on any gateway receive the same output.
 
-    def __init__(self, ports: KeyedPorts, supervisor: Supervisor) -> None:
-        self._ports = ports
-        self._supervisor = supervisor
-        self._runs: dict[tuple[RecordKey, str], KeyedRun] = {}
-        self._followers: dict[Follower, str] = {}
-        self._per_tenant: Counter[str] = Counter()
-        self._flusher = RecordFlusher(ports, self.owned)
-        self._unwritten = UnwrittenEndings(ports, self._forget)
-        ports.telemetry.export_levels(
-            followers=lambda: len(self._followers),
-            owned=lambda: sum(1 for _ in self.owned()),
-            unwritten=lambda: len(self._unwritten),
+    The plain service runs every request.
+    """
+
+    def __init__(
+        self,
+        service: GatewayService,
+        keyed: KeyedPorts,
+        *,
+        identity: KeyDirectory,
+        limits: GatewayLimits,
+        supervisor: Supervisor,
+    ) -> None:
+        self._service = service
+        self._identity = identity
+        self.limits = limits
+        self._clock = keyed.clock
+        self.runs = KeyedRuns(keyed, supervisor, service.capacity)
+
+    def submit(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        sink: RequestSink,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+        client_window: int | None = None,
+    ) -> Handle:
+        """With a key, the sink follows the request of that key, which is started, joined or replayed.
+
+        A caller without permission to run it receives nothing of it.
+        """
+        if not generation.idempotency_key:
+            return self._service.submit(
+                principal,
+                generation,
+                sink,
+                received=received,
+                timeout_s=timeout_s,
+                client_window=client_window,
+            )
+        self._service.check_open(principal.tenant_id, received)
+        timeout_s = self.limits.timeout_of(generation, timeout_s)
+        bounds.check(generation)
+        self._identity.authorise_model(principal, generation.model)
+        tenant_id = self._identity.still_valid(principal).meta.name
+        return self.runs.attach(
+            record_key(tenant_id, generation.idempotency_key, received.part),
+            fingerprint(generation, received),
+            sink,
+            partial(self._launch, principal, generation, received),
+            timeout_s=timeout_s,
+            client_window=client_window,
         )
 
-    @property
-    def followers(self) -> int:
-        return len(self._followers)
+    async def count_tokens(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, int]:
+        return await self._service.count_tokens(principal, request)
 
-    def followers_of(self, tenant_id: str) -> int:
-        return self._per_tenant[tenant_id]
-
-    @property
-    def busy(self) -> int:
-        """How many requests and clients a drain has to wait for."""
-        return sum(run.unwritten is None for run in self._runs.values()) + len(self._followers)
-
-    def owned(self) -> Iterator[Tenure]:
-        """Yield the records whose requests run on this gateway."""
-        return (run.tenure for run in self._runs.values() if run.tenure is not None)
-
-    def attach(
-        self,
-        key: RecordKey,
-        fingerprint: str,
-        sink: RequestSink,
-        launch: Launch,
-        *,
-        timeout_s: float,
-        client_window: int | None,
-    ) -> Follower:
-        """Return the handle of a client of the key's request, which is started, joined or replayed.
-
-        ``launch`` runs the request, if this gateway has to. Raises ConcurrencyExceeded and ResultExpired.
-        """
-        most = self._ports.limits.max_tenant_followers
-        if self._per_tenant[key.tenant_id] >= most:
-            self._ports.telemetry.clients(key.tenant_id, CameTo.REFUSED)
-            raise ConcurrencyExceeded(
-                f"this gateway serves {most} clients of this tenant's idempotency keys, its most",
-                retry_after_s=1.0,
-                limit=most,
-            )
-        name = (key, fingerprint)
-        run = self._runs.get(name)
-        first = run is None or not run.joinable
-        if run is None or first:
-            run = self._runs[name] = KeyedRun(key, fingerprint, self._ports, launch, self._departed)
-        follower = run.join(sink, client_window, first=first)
-        self._followers[follower] = key.tenant_id
-        self._per_tenant[key.tenant_id] += 1
-        follower.limit_to(timeout_s)
-        if first:
-            task = self._supervisor.spawn(f"keyed {key.digest[:12]}", run.drive())
-            run.start(task)
-            task.add_done_callback(partial(self._over, run))
-        return follower
+    async def list_models(self, principal: Principal) -> list[ServedModel]:
+        return await self._service.list_models(principal)
 
     async def flush_forever(self) -> None:
-        """Write the output behind the runs, and renew their leases; a task of the process."""
-        async with TaskGroup() as group:
-            group.create_task(self._flusher.flush_forever())
-            group.create_task(self._unwritten.write_forever())
-            while True:
-                await self._ports.clock.sleep(self._ports.limits.flush_s)
-                self._bound_memory()
+        """Write the records of requests with keys behind their runs; a task of the process."""
+        await self.runs.flush_forever()
 
-    async def write_endings(self) -> None:
-        """Retry once the ends that the store did not accept."""
-        await self._unwritten.write()
+    @property
+    def running(self) -> int:
+        return self._service.running
 
-    def stop(self, error: FairwayError) -> int:
-        """End every run and client here; other gateways can continue. Returns how many clients were cut."""
-        cut = len(self._followers)
-        for run in list(self._runs.values()):
-            run.stop(error)
-        for follower in list(self._followers):
-            follower.failed(copy_of(error))
+    @property
+    def buffered_tokens(self) -> int:
+        return self._service.buffered_tokens
+
+    @property
+    def draining(self) -> bool:
+        return self._service.draining
+
+    @property
+    def busy(self) -> bool:
+        return self._service.busy or self.runs.busy > 0
+
+    def reject_new(self) -> None:
+        self._service.reject_new()
+
+    def cancel_all(self, error: FairwayError) -> int:
+        """Requests with a key are released: another gateway continues them on the client's retry."""
+        cut = self._service.cancel_all(error)
+        self.runs.stop(error)
         return cut
 
-    def check_integrity(self) -> None:
-        assert sum(self._per_tenant.values()) == len(self._followers), "clients are counted wrongly"
-        self._unwritten.check_integrity()
+    async def flush(self) -> None:
+        await self.runs.write_endings()
+        await self._service.flush()
 
-    def _bound_memory(self) -> None:
-        """Grant credit, and stop retaining outputs that are too large, the largest first."""
-        limits, total = self._ports.limits, 0
-        of_tenant: Counter[str] = Counter()
-        sized = sorted(
-            ((run.audience.log.size_bytes, number, run) for number, run in enumerate(self._runs.values())),
-            key=lambda found: found[0],
-        )
-        for size, _, run in sized:
-            run.tend()
-            total += size
-            of_tenant[run.key.tenant_id] += size
-            crowded = total > limits.max_logs_bytes
-            crowded |= of_tenant[run.key.tenant_id] > share_of(limits.max_logs_bytes)
-            if run.audience.whole and (size > limits.max_log_bytes or crowded):
-                log.warning("idempotency.output_not_kept", record=run.key.digest[:12], size_bytes=size)
-                run.outgrow()
+    def _launch(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        received: Received,
+        sink: RequestSink,
+        earlier: EarlierRun | None,
+        record: Record,
+        settle: Settle,
+    ) -> tuple[Request, asyncio.Task[None]]:
+        """Start or resume a request. Its clients have deadlines; the request has the server's.
 
-    def _departed(self, follower: Follower) -> None:
-        tenant_id = self._followers.pop(follower, None)
-        if tenant_id is not None:
-            self._per_tenant[tenant_id] -= 1
-            if not self._per_tenant[tenant_id]:
-                del self._per_tenant[tenant_id]
-
-    def _over(self, run: KeyedRun, _: asyncio.Task[None]) -> None:
-        run.close()
-        if run.unwritten is None:
-            self._forget(run)
-        else:
-            self._unwritten.keep(run)
-
-    def _forget(self, run: KeyedRun) -> None:
-        name = (run.key, run.fingerprint)
-        if self._runs.get(name) is run:
-            del self._runs[name]
+        A resumed request keeps its terms, including those of a first run under pressure.
+        """
+        resume = None
+        if earlier is not None:
+            accepted, own = earlier.terms, generation
+            received = replace(
+                received,
+                monotonic_s=self._clock.monotonic_s(),
+                unix_us=accepted.received_unix_us,
+                request_id=accepted.request_id,
+            )
+            generation = inference_pb2.Generation()
+            generation.CopyFrom(own)
+            generation.model = accepted.model
+            generation.sampling.seed = accepted.seed
+            generation.max_output_tokens = accepted.max_output_tokens
+            version = PinnedVersion(accepted.version_digest, accepted.route_revision)
+            resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
+        terms = RunTerms(received, self.limits.max_timeout_s, None, resume, record, settle)
+        return self._service.start(principal, generation, sink, terms)
 
 
 def record_key(tenant_id: str, idempotency_key: str, part: int) -> RecordKey:

@@ -9,7 +9,7 @@ from services.ports.idempotency import Claim, Ended, Expired, Owned, Running
 from services.runtime.telemetry.metrics import Metrics
 
 
-class CameTo(StrEnum):
+class KeyOutcome(StrEnum):
     """The result of a client's key, or of a claim of its record."""
 
     NEW = "new"
@@ -30,14 +30,14 @@ class EndingOutcome(StrEnum):
     DROPPED = "dropped"
 
 
-def came_to(claim: Claim) -> CameTo:
+def outcome_of(claim: Claim) -> KeyOutcome:
     if isinstance(claim, Owned):
-        return CameTo.TAKEOVER if claim.chunks else CameTo.NEW
+        return KeyOutcome.TAKEOVER if claim.chunks else KeyOutcome.NEW
     if isinstance(claim, Running):
-        return CameTo.ATTACHED
+        return KeyOutcome.ATTACHED
     if isinstance(claim, Ended):
-        return CameTo.REPLAYED
-    return CameTo.EXPIRED if isinstance(claim, Expired) else CameTo.CONFLICT
+        return KeyOutcome.REPLAYED
+    return KeyOutcome.EXPIRED if isinstance(claim, Expired) else KeyOutcome.CONFLICT
 
 
 class KeyedTelemetry:
@@ -66,10 +66,10 @@ class KeyedTelemetry:
             ("outcome",),
         )
 
-    def clients(self, tenant_id: str, outcome: CameTo, count: int = 1) -> None:
+    def clients(self, tenant_id: str, outcome: KeyOutcome, count: int = 1) -> None:
         self._clients.add(self._metrics.tenants.of(tenant_id), outcome.value, amount=count)
 
-    def claim(self, outcome: CameTo) -> None:
+    def claim(self, outcome: KeyOutcome) -> None:
         self._claims.add(outcome.value)
 
     def ending(self, outcome: EndingOutcome) -> None:
@@ -79,7 +79,7 @@ class KeyedTelemetry:
         self._flush.observe(elapsed_s, "written" if answered else "failed")
 
     def export_levels(
-        self, *, followers: Callable[[], int], owned: Callable[[], int], unwritten: Callable[[], int]
+        self, *, followers: Callable[[], int], owned: Callable[[], int], pending_ends: Callable[[], int]
     ) -> None:
         """Export the gateway's present state for keys."""
         self._metrics.level(
@@ -95,7 +95,7 @@ class KeyedTelemetry:
         self._metrics.level(
             "fairway_idempotency_endings_unwritten",
             "Final records that wait for the store",
-            lambda: float(unwritten()),
+            lambda: float(pending_ends()),
         )
 
 
@@ -108,19 +108,19 @@ class Arrivals:
         self._waiting = 0
         self._claimed = False
 
-    def joined(self, *, over: bool) -> None:
-        """``over``: the request has ended."""
+    def joined(self, *, ended: bool) -> None:
+        """``ended``: the request has ended."""
         if self._claimed:
-            self._telemetry.clients(self._tenant_id, CameTo.REPLAYED if over else CameTo.ATTACHED)
+            self._telemetry.clients(self._tenant_id, KeyOutcome.REPLAYED if ended else KeyOutcome.ATTACHED)
         else:
             self._waiting += 1
 
-    def claimed(self, outcome: CameTo) -> None:
+    def claimed(self, outcome: KeyOutcome) -> None:
         """Count the first claim; later claims change nothing for clients that are already counted."""
         if self._claimed or not self._waiting:
             return
         self._claimed = True
         self._telemetry.clients(self._tenant_id, outcome)
-        others = CameTo.ATTACHED if outcome in (CameTo.NEW, CameTo.TAKEOVER) else outcome
+        others = KeyOutcome.ATTACHED if outcome in (KeyOutcome.NEW, KeyOutcome.TAKEOVER) else outcome
         if self._waiting > 1:
             self._telemetry.clients(self._tenant_id, others, self._waiting - 1)

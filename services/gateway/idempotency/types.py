@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.generation import GenerationSpec, Usage
+from services.core.generation import Usage
 from services.gateway.events import RequestSink
-from services.gateway.idempotency.record_codec import Pin
+from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.policy.degrade import Degradation
+from services.gateway.requests.admission import Record
 from services.gateway.requests.choice import Produced
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import Request, Settle
 from services.ports.clock import Clock
 from services.ports.idempotency import Hold, IdempotencyStore
 from services.ports.limiter import Limiter, Reservation
@@ -40,28 +40,22 @@ class KeyedLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """The result of an earlier run: its acceptance, and its tokens by choice."""
+class EarlierRun:
+    """The result of an earlier run in the record: its acceptance, and its tokens by choice."""
 
-    pin: Pin
+    terms: AcceptedTerms
     produced: tuple[Produced, ...]
 
 
-class Record(Protocol):
-    """Writes the acceptance of a request, including its differences from the request."""
-
-    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
-
-
 class Launch(Protocol):
-    """Starts the request. ``record`` is awaited with the acceptance, before the request has any effect."""
+    """Starts the request. ``settle`` receives its settlement, which becomes part of the record's end."""
 
     def __call__(
         self,
         sink: RequestSink,
-        limiter: Limiter,
-        resume: Resume | None,
+        earlier: EarlierRun | None,
         record: Record,
+        settle: Settle,
     ) -> tuple[Request, asyncio.Task[None]]: ...
 
 

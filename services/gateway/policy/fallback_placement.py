@@ -63,7 +63,7 @@ def takes(need: Need, member: PoolMember, placed: Placed) -> bool:
     return blocks_of(need, member) * member.block_size <= room_tokens(member, placed)
 
 
-def choose_alone(
+def choose_by_snapshot(
     need: Need,
     members: Iterable[PoolMember],
     placed: Mapping[str, Placed],

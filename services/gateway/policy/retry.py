@@ -1,4 +1,5 @@
-"""Retries of a sequence that its worker returned, rejected or lost, and their pace.
+"""Retries of a sequence that its worker returned, rejected or lost, and their pace; which failures of a
+request with a key leave it open for another run.
 
 The budget is one of retries (AWS Builders' Library). It delays retries and does not reject them: clients wait
 for the sequences of a lost worker.
@@ -9,6 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    OverQuota,
+    PermissionDenied,
+    RequestCancelled,
+    Unauthenticated,
+    Unavailable,
+)
 from services.core.generation import NotAdmittedReason
 
 MAX_LOSSES: Final = 3
@@ -19,6 +30,17 @@ _FIRST_DELAY_S: Final = 0.002
 _MAX_DELAY_S: Final = 0.2
 _FIRST_UNREACHED_S: Final = 0.05
 _MAX_UNREACHED_S: Final = 0.5
+# Another run of a request with a key may succeed: it continues from the produced tokens. Another caller may
+# have permissions that this one lacks.
+_PASSING: Final = (
+    Unavailable,
+    DeadlineExceeded,
+    RequestCancelled,
+    OverQuota,
+    InternalError,
+    PermissionDenied,
+    Unauthenticated,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +138,8 @@ def after_unreached(
         return GiveUp(f"no worker could be reached for {waited_s:.0f} s")
     delay_s = min(_FIRST_UNREACHED_S * 2 ** min(attempts - 1, 16), _MAX_UNREACHED_S)
     return PlaceAgain(delay_s * (0.5 + 0.5 * jitter), worker_id)
+
+
+def ends_record(error: FairwayError) -> bool:
+    """Whether every retry of an accepted request would meet this error again."""
+    return error.retry_after_s is None and not isinstance(error, _PASSING)

@@ -1,5 +1,4 @@
-"""Admission: from a request to a runnable one, within its tenant's quotas, validated, and recorded under its
-key.
+"""Admission: from a request to a runnable one, within its tenant's quotas and validated.
 
 The cheapest checks run first, then the quotas; only requests within them are tokenised. A request that is
 rejected after that releases its slot, but still counts against the rate.
@@ -8,7 +7,9 @@ rejected after that releases its slot, but still counts against the rate.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -18,11 +19,9 @@ from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.records import Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.idempotency.record_codec import degraded_out
-from services.gateway.idempotency.types import Record, Resume
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
-from services.gateway.requests.choice import RunContext
-from services.gateway.requests.request import Admitted
+from services.gateway.requests.choice import Produced, RunContext
+from services.gateway.requests.request import Admitted, Settle
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
@@ -34,20 +33,37 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class RunTerms:
-    """The terms of one request. ``client_window`` is in tokens, None without one.
+class Resume:
+    """The state from which a run continues an earlier one: its terms, and its output by choice."""
 
-    With an idempotency key: the result of an earlier run, and the writer of the acceptance.
-    """
+    version: PinnedVersion
+    produced: tuple[Produced, ...]
+    degradations: tuple[Degradation, ...]
+
+
+class Record(Protocol):
+    """Writes the acceptance of a request, including its differences from the client's."""
+
+    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """The terms of one request."""
 
     received: Received
     timeout_s: float
+    # Tokens that the client takes before it grants credit itself, None for any number.
     client_window: int | None = None
+    # The result of an earlier run, which this run continues.
     resume: Resume | None = None
+    # Awaited with the acceptance, before the request has any effect.
     record: Record | None = None
+    # Settles the reservation in place of the limiter.
+    settle: Settle | None = None
 
 
-class Admission:
+class RequestAdmission:
     """Acquires the slot of every request. It releases what it acquired and cannot use."""
 
     def __init__(
@@ -67,9 +83,7 @@ class Admission:
         telemetry: RequestTelemetry,
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
-        pinned = None
-        if resume is not None:
-            pinned = PinnedVersion(resume.pin.version_digest, resume.pin.route_revision)
+        pinned = resume.version if resume is not None else None
         checked = self._validator.check(principal, generation, pinned=pinned)
         tenant = self._identity.still_valid(principal)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -82,7 +96,7 @@ class Admission:
             if resume is None:
                 spec, degradations = await self._degraded(principal, generation, spec, tenant)
             else:  # a resumed request keeps its terms, regardless of the present pressure
-                degradations = degraded_out(resume.pin.degraded)
+                degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -90,8 +104,8 @@ class Admission:
         except BaseException:
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
-            giving_back = self._ports.supervisor.spawn(f"undo {request_id}", self._give_back(reservation))
-            await asyncio.shield(giving_back)
+            releasing = self._ports.supervisor.spawn(f"undo {request_id}", self._release(reservation))
+            await asyncio.shield(releasing)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
         produced = resume.produced if resume is not None else ()
@@ -168,7 +182,7 @@ class Admission:
         """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", self._ask_limiter(tenant_id, request_id, limits)
+            f"admit {request_id}", self._call_limiter(tenant_id, request_id, limits)
         )
         try:
             outcome = await asyncio.shield(admission)
@@ -181,7 +195,7 @@ class Admission:
         ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
         return outcome
 
-    async def _ask_limiter(
+    async def _call_limiter(
         self, tenant_id: str, request_id: str, limits: Limits
     ) -> Reservation | FairwayError:
         """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
@@ -193,9 +207,9 @@ class Admission:
     async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
         outcome = await admission
         if not isinstance(outcome, FairwayError):
-            await self._give_back(outcome)
+            await self._release(outcome)
 
-    async def _give_back(self, reservation: Reservation) -> None:
+    async def _release(self, reservation: Reservation) -> None:
         try:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:

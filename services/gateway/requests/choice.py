@@ -53,7 +53,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class StartRefused:
     reason: NotAdmittedReason
 
 
@@ -62,7 +62,7 @@ class Lost:
     message: str
 
 
-Outcome = SequenceEnd | Refused | Lost
+Outcome = SequenceEnd | StartRefused | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Produced:
 _NOTHING: Final = Produced()
 
 
-class SequenceRun:
+class ChoiceRun:
     """The sink of its sequence on any worker that runs it; stores what a resume needs.
 
     ``run`` is the only task that writes the control state; the token path only appends.
@@ -277,7 +277,7 @@ class SequenceRun:
             traceparent=self.timer.traceparent,
         )
         if isinstance(grant, FallbackGrant):
-            context.telemetry.placed_alone()
+            context.telemetry.placed_by_fallback()
         self._accepted = False
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
@@ -297,7 +297,7 @@ class SequenceRun:
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
         """Return the next placement. Raises the error that ends the choice."""
         jitter = self._context.rng.random()
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, StartRefused):
             if outcome.reason is NotAdmittedReason.INVALID:
                 raise InternalError(f"{grant.worker_id} took the start for out of bounds")
             self._refusals += 1
@@ -384,7 +384,7 @@ class SequenceRun:
         self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self._resolve(Refused(reason))
+        self._resolve(StartRefused(reason))
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -420,4 +420,4 @@ def _refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:
     if not outcome.done() or outcome.cancelled():
         return None
     found = outcome.result()
-    return found.reason if isinstance(found, Refused) else None
+    return found.reason if isinstance(found, StartRefused) else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -19,11 +20,11 @@ from services.core.errors import (
 from services.core.generation import GenerationSpec, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.choice import Produced, RunContext, SequenceRun
+from services.gateway.requests.choice import ChoiceRun, Produced, RunContext
 from services.gateway.requests.stage_timer import StageTimer
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter, Reservation
+from services.ports.limiter import Reservation
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
@@ -48,13 +49,13 @@ class Admitted:
         return self.produced[choice] if choice < len(self.produced) else Produced()
 
 
-Admit = Callable[[StageTimer], Awaitable[Admitted]]
+Settle = Callable[[Reservation, Usage], Awaitable[None]]
 
 
 class Request:
     """Drives one request to exactly one terminal event on its sink.
 
-    ``run`` is the body of the request's own task; ``cancel`` and ``credit`` are called by its face.
+    Its own task admits and runs it within ``until_end``; its face calls ``cancel`` and ``credit``.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Request:
         received: Received,
         sink: RequestSink,
         *,
-        limiter: Limiter,
+        settle: Settle,
         clock: Clock,
         supervisor: Supervisor,
         new_incident: Callable[[], str],
@@ -74,17 +75,18 @@ class Request:
         self.telemetry = telemetry.begin(received)
         self.reservation: Reservation | None = None
         self._sink = sink
-        self._limiter = limiter
+        self._settle_with = settle
         self._clock = clock
         self._supervisor = supervisor
         self._new_incident = new_incident
-        self._timer = self.telemetry.timer()
-        self._runs: tuple[SequenceRun, ...] = ()
+        self.timer = self.telemetry.timer()
+        self._runs: tuple[ChoiceRun, ...] = ()
         self._task: asyncio.Task[None] | None = None
         self._cancel_error: FairwayError | None = None
         self._started = False
         self._allowed_early = 0
         self._prompt_tokens = 0
+        self._finished: Finished | None = None
 
     @property
     def buffered_tokens(self) -> int:
@@ -92,7 +94,7 @@ class Request:
         return sum(run.buffered_tokens for run in self._runs)
 
     def bind(self, task: asyncio.Task[None]) -> None:
-        """Set the task that runs ``run``."""
+        """Set the task that admits and runs the request."""
         self._task = task
 
     def credit(self, choice: int, tokens: int) -> None:
@@ -111,7 +113,7 @@ class Request:
         """End the request now; its sink receives ``error``, by default a cancellation."""
         if self._task is not None and not self._task.done() and self._cancel_error is None:
             self._cancel_error = error or RequestCancelled("the request was cancelled")
-            # otherwise ``run`` finds the error: a task that never began cannot reach its sink
+            # otherwise ``check_cancelled`` raises the error: a task that never began cannot reach its sink
             if self._started:
                 self._task.cancel()
 
@@ -119,16 +121,18 @@ class Request:
         """The client requests the end of the request."""
         self.cancel()
 
-    async def run(self, admit: Admit, timeout_s: float | None) -> None:
-        """Return after the terminal event; every resource of the request is then free."""
+    @asynccontextmanager
+    async def until_end(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """The context of the request's task: its sink receives one terminal event when the body ends.
+
+        The body calls ``check_cancelled``, admits the request and calls ``run``. Every resource of the
+        request is free afterwards.
+        """
         self._started = True
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
-        if self._cancel_error is not None:
-            self._fail(self._cancel_error)
-            return
         try:
             async with asyncio.timeout(timeout_s):
-                finished = await self._run_admitted(admit)
+                yield
         except InternalError as error:
             self._fail(self._incident(error))
         except FairwayError as error:
@@ -142,12 +146,18 @@ class Request:
         except BaseException as error:  # a panic in a native library is no Exception
             self._fail(self._incident(error))
         else:
+            assert self._finished is not None, "the body did not run the request"
             self._end_stages()
-            self.telemetry.finished(finished)
-            self._sink.on_finished(finished)
+            self.telemetry.finished(self._finished)
+            self._sink.on_finished(self._finished)
 
-    async def _run_admitted(self, admit: Admit) -> Finished:
-        admitted = await admit(self._timer)
+    def check_cancelled(self) -> None:
+        """Return if no caller cancelled the request before its task began; otherwise raise the error."""
+        if self._cancel_error is not None:
+            raise self._cancel_error
+
+    async def run(self, admitted: Admitted) -> None:
+        """Return when every choice has ended and the slot is settled."""
         self.reservation = admitted.reservation
         self._prompt_tokens = len(admitted.spec.prompt.ids)
         self.telemetry.accepted(admitted.context.tenant_id, admitted.spec.model)
@@ -156,7 +166,7 @@ class Request:
         finally:
             await self._settle(admitted)
         # Built after the settlement, so that the clock covers everything that the client waits for.
-        return Finished(
+        self._finished = Finished(
             choices=results,
             usage=self._usage(admitted.spec),
             clock=self._last_timer().finish(self._clock.monotonic_s()),
@@ -166,8 +176,8 @@ class Request:
     async def _run_choices(self, admitted: Admitted) -> tuple[ChoiceResult, ...]:
         spec = admitted.spec
         self._runs = tuple(
-            SequenceRun(
-                spec, choice, admitted.context, self._sink, self._timer.fork(), admitted.produced_by(choice)
+            ChoiceRun(
+                spec, choice, admitted.context, self._sink, self.timer.fork(), admitted.produced_by(choice)
             )
             for choice in range(spec.choices)
         )
@@ -210,12 +220,12 @@ class Request:
         A store that does not answer must not delay a finished output: the reservation expires by itself.
         """
         self.reservation = None
-        settling = self._settle_with(admitted.reservation, self._usage(admitted.spec))
+        settling = self._try_settle(admitted.reservation, self._usage(admitted.spec))
         await asyncio.shield(self._supervisor.spawn(f"settle {self.request_id}", settling))
 
-    async def _settle_with(self, reservation: Reservation, usage: Usage) -> None:
+    async def _try_settle(self, reservation: Reservation, usage: Usage) -> None:
         try:
-            await self._limiter.settle(reservation, usage)
+            await self._settle_with(reservation, usage)
         except FairwayError as error:
             log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
 
@@ -231,11 +241,11 @@ class Request:
 
     def _last_timer(self) -> StageTimer:
         """The stage clock of the choice that took longest, or the request's own before any choice."""
-        return max((run.timer for run in self._runs), key=lambda timer: timer.entered_s, default=self._timer)
+        return max((run.timer for run in self._runs), key=lambda timer: timer.entered_s, default=self.timer)
 
     def _end_stages(self) -> None:
         now_s = self._clock.monotonic_s()
-        for timer in (self._timer, *(run.timer for run in self._runs)):
+        for timer in (self.timer, *(run.timer for run in self._runs)):
             timer.leave(now_s)
 
     def _fail(self, error: FairwayError) -> None:

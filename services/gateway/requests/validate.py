@@ -18,7 +18,7 @@ from services.core.generation import GenerationSpec, OutputLimits, Principal, Pr
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.text.prefix_names import PrefixNames
-from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.gateway.text.tokenise import Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
@@ -73,7 +73,7 @@ class Validator:
         """
         bounds.check(generation)
         route = self._route(principal, generation.model, pinned)
-        self._catalog.require_hope(route)
+        self._catalog.require_servable(route)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
@@ -173,7 +173,7 @@ class Validator:
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
         if kind == "chat":
-            messages = [Message(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
+            messages = [ChatMessage(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
             ids = await self._tokeniser.chat(model, principal.tenant_id, messages)
         else:
             ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from services.core.errors import InternalError
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
-from services.gateway.text.limits import TextLimits
-from services.gateway.text.messages import Load, Loaded, Refused, error_of
+from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
+from services.gateway.text.messages import Loaded, LoadText, TextRefused, error_of
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 
@@ -32,7 +31,7 @@ class TextProcessCheck:
     async def fault(self, folder: Path, version_digest: str) -> str:
         """See ``TextCheck``."""
         limits = self._limits
-        order = Load(str(folder), version_digest, limits.load_cpu_s, limits.memory_bytes)
+        order = LoadText(str(folder), version_digest, limits.load_cpu_s, limits.memory_bytes)
         process = TextProcess(self._clock, nice=False)
         async with self._running:
             try:
@@ -40,7 +39,7 @@ class TextProcessCheck:
                 own(self._supervisor, "text check", process, self._reap(process))
                 await process.connect()
                 async with asyncio.timeout(limits.wait_s(limits.load_cpu_s)):
-                    answer = await process.ask(order, patience_s=limits.wait_s(limits.load_cpu_s))
+                    answer = await process.send_order(order, patience_s=limits.wait_s(limits.load_cpu_s))
             except ProcessEnded as ended:
                 raise limits.load_error(ended.cause, version_digest) from None
             except TimeoutError:
@@ -50,7 +49,7 @@ class TextProcessCheck:
         match answer:
             case Loaded(model=model):
                 return model.template_fault
-            case Refused():
+            case TextRefused():
                 raise error_of(answer)
         raise InternalError("no answer to Load")
 

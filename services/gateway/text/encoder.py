@@ -6,7 +6,7 @@ Everything is read from the version's verified files and is immutable afterwards
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,14 +24,20 @@ from services.core.errors import (
     UnsupportedFeature,
 )
 from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens
-from services.gateway.text.template.probe import open_template
-from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES
-from services.gateway.text.text_model import Message, SamplingDefaults, TextModel
+from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 2**31 - 1
 _SHORT_CHARS: Final = 1024
+# A template may require or forbid a system message without any declaration.
+_PROBES: Final = (
+    (ChatMessage("user", "Hi"),),
+    (ChatMessage("system", "Hi"), ChatMessage("user", "Hi")),
+    (ChatMessage("user", "Hi"), ChatMessage("assistant", "Hi"), ChatMessage("user", "Hi")),
+)
+_MAX_SHOWN: Final = 200
 _TEMPLATE_TOKENS: Final = (
     "bos_token",
     "eos_token",
@@ -83,7 +89,7 @@ class TextEncoder:
         """
         return self._in_vocabulary(self._ids(text, special=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the ids of a conversation up to the assistant's turn.
 
         No message text becomes a control token. Raises UnsupportedFeature without a template,
@@ -141,7 +147,7 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
     # An unset token is undefined in the template, as in transformers.
     tokens = {name: text for name, text in texts.items() if text is not None}
-    template, fault = open_template(
+    template, fault = _open_template(
         partial(_template_source, folder, settings), control=control, tokens=tokens, clock=clock
     )
     text_config = config.get("text_config", config)
@@ -254,3 +260,38 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
             )
         found[name] = int(value) if name == "top_k" else float(value)
     return SamplingDefaults(**found)
+
+
+def _open_template(
+    read: Callable[[], str], *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
+) -> tuple[ChatTemplate | None, str]:
+    """Return the template that ``read`` returns, and why it renders no conversation: empty if it renders one.
+
+    An empty source is no template. FailedPrecondition of ``read`` counts as a fault too.
+    """
+    try:
+        source = read()
+        if not source:
+            return None, ""
+        template = ChatTemplate(source, control=control, tokens=tokens, clock=clock)
+    except FailedPrecondition as error:
+        return None, _shown(error)
+    faults: list[str] = []
+    for messages in _PROBES:
+        try:
+            template.render(messages, max_chars=MAX_TEMPLATE_BYTES)
+        except (FailedPrecondition, InvalidInput) as error:
+            if isinstance(error.__cause__, TemplateRefused):  # a deliberate rejection: the template works
+                return template, ""
+            if isinstance(error.__cause__, BudgetExceeded):  # other conversations would take as long
+                return template, _shown(error)
+            faults.append(_shown(error))
+        else:
+            return template, ""
+    return template, faults[0]
+
+
+def _shown(error: FailedPrecondition | InvalidInput) -> str:
+    """Return an error with its cause, which contains no client text here."""
+    cause = str(error.__cause__ or "")[:_MAX_SHOWN]
+    return error.message if not cause or cause in error.message else f"{error.message}: {cause}"

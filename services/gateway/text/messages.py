@@ -21,7 +21,7 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from services.gateway.text.text_model import Message, TextModel
+from services.gateway.text.text_model import ChatMessage, TextModel
 
 LENGTH: Final = Layout("<I")
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -33,7 +33,7 @@ _ERRORS: Final[dict[str, type[FairwayError]]] = {
 }
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadText(msgspec.Struct, frozen=True, tag="LoadText"):
     """The first order: read a version's files. ``cpu_s`` and ``memory_bytes`` bound it."""
 
     folder: str
@@ -48,7 +48,7 @@ class EncodePrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeChat(msgspec.Struct, frozen=True, tag=True):
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     cpu_s: float
 
 
@@ -63,7 +63,7 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
     ids: bytes
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     """A domain error by its stable reason."""
 
     reason: str
@@ -71,8 +71,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     metadata: dict[str, str]
 
 
-Order = Load | EncodePrompt | EncodeChat
-Answer = Loaded | Encoded | Refused
+Order = LoadText | EncodePrompt | EncodeChat
+Answer = Loaded | Encoded | TextRefused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError.
@@ -96,12 +96,12 @@ def ids_of(answer: Encoded) -> tuple[int, ...]:
     return tuple(memoryview(answer.ids).cast("I"))
 
 
-def refused(error: FairwayError) -> Refused:
+def refused(error: FairwayError) -> TextRefused:
     """Return the answer that carries an error."""
-    return Refused(error.reason, error.message, error.metadata)
+    return TextRefused(error.reason, error.message, error.metadata)
 
 
-def error_of(answer: Refused) -> FairwayError:
+def error_of(answer: TextRefused) -> FairwayError:
     """Return the error that an answer carries."""
     error = _ERRORS.get(answer.reason, InternalError)(answer.message)
     error.metadata.update(answer.metadata)

@@ -26,24 +26,21 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.shares import share_of
-from services.gateway.policy.text_bans import Strikes
-from services.gateway.policy.turns import Turns
-from services.gateway.text.child import Cause, ProcessEnded, TextProcess, own
-from services.gateway.text.limits import TextLimits
+from services.gateway.policy.text_turns import Strikes, TenantRoundRobin
+from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
     EncodeChat,
     Encoded,
     EncodePrompt,
-    Load,
     Loaded,
+    LoadText,
     Order,
-    Refused,
+    TextRefused,
     error_of,
     ids_of,
 )
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Tokens
+from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
@@ -67,9 +64,9 @@ _GIVEN_UP: Final = "the version's tokenizer was given up; send the request again
 @dataclass(eq=False, slots=True)
 class _Job:
     tenant_id: str
-    text: str | Sequence[Message]
+    text: str | Sequence[ChatMessage]
     size_bytes: int
-    future: asyncio.Future[Tokens]
+    future: asyncio.Future[EncodedText]
     retried: bool = False
 
     @property
@@ -87,9 +84,9 @@ class _Version:
     # Running and starting processes; at most one, the first, has normal priority.
     processes: list[TextProcess] = field(default_factory=list)
     # Waiting short texts, by tenant.
-    short: Turns[_Job] = field(default_factory=Turns)
+    short: TenantRoundRobin[_Job] = field(default_factory=TenantRoundRobin)
     # Waiting long texts, by tenant.
-    long: Turns[_Job] = field(default_factory=Turns)
+    long: TenantRoundRobin[_Job] = field(default_factory=TenantRoundRobin)
     # The tenants whose short text is being read.
     reading: set[str] = field(default_factory=set)
     # Ended processes, by tenant.
@@ -101,7 +98,7 @@ class _Version:
     # When the next start may be tried.
     retry_at_s: float = 0.0
 
-    def queue(self, job: _Job) -> Turns[_Job]:
+    def queue(self, job: _Job) -> TenantRoundRobin[_Job]:
         return self.long if job.is_long else self.short
 
 
@@ -187,8 +184,8 @@ class TextProcesses:
                 process.kill(Cause.STOPPED)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
-    ) -> Tokens:
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
         """See ``Texts``."""
         version = self._versions.get(model.version_digest)
         if version is None:
@@ -266,7 +263,7 @@ class TextProcesses:
         order: Order = (
             EncodePrompt(job.text, cpu_s) if isinstance(job.text, str) else EncodeChat(job.text, cpu_s)
         )
-        answer = process.ask(order, patience_s=self._limits.wait_s(cpu_s))
+        answer = process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
         answer.add_done_callback(partial(self._answered, version, job))
 
     def _answered(self, version: _Version, job: _Job, answer: asyncio.Future[Answer]) -> None:
@@ -277,8 +274,8 @@ class TextProcesses:
         elif not job.future.done():
             match answer.result():
                 case Encoded(count=count) as found:
-                    job.future.set_result(Tokens(count, ids_of(found)))
-                case Refused() as found:
+                    job.future.set_result(EncodedText(count, ids_of(found)))
+                case TextRefused() as found:
                     job.future.set_exception(error_of(found))
         self._dispatch(version)
         if job.is_long:  # other long texts may have waited for this one
@@ -368,8 +365,8 @@ class TextProcesses:
                 process.start()
                 own(self._supervisor, "text process", process, self._reap(version, process))
                 await process.connect()
-                order = Load(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
-                answer = await process.ask(order, patience_s=self._limits.wait_s(cpu_s))
+                order = LoadText(str(folder), version.digest, cpu_s, self._limits.memory_bytes)
+                answer = await process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
         except ProcessEnded as ended:
             raise self._limits.load_error(ended.cause, version.digest) from None
         except BaseException:  # cancelled, or its files are missing
@@ -377,7 +374,7 @@ class TextProcesses:
             raise
         if not isinstance(answer, Loaded):
             process.kill(Cause.STOPPED)
-            raise error_of(answer) if isinstance(answer, Refused) else InternalError("no answer to Load")
+            raise error_of(answer) if isinstance(answer, TextRefused) else InternalError("no answer to Load")
         process.ready = True
         return answer.model
 

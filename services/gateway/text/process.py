@@ -28,8 +28,8 @@ from services.gateway.text.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
     EncodePrompt,
-    Load,
     Loaded,
+    LoadText,
     Order,
     decode_order,
     encoded,
@@ -71,7 +71,7 @@ def _serve(channel: socket.socket) -> NoReturn:
         order = decode_order(_receive(channel))
         signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
         try:
-            if isinstance(order, Load):
+            if isinstance(order, LoadText):
                 encoder = _load(order)
                 answer: Answer = Loaded(encoder.model)
             else:
@@ -83,7 +83,7 @@ def _serve(channel: socket.socket) -> NoReturn:
         channel.sendall(framed(answer))
 
 
-def _load(order: Load) -> TextEncoder:
+def _load(order: LoadText) -> TextEncoder:
     _limit_memory(order.memory_bytes)
     encoder = load_encoder(Path(order.folder), order.version_digest, SystemClock())
     gc.freeze()
@@ -93,7 +93,7 @@ def _load(order: Load) -> TextEncoder:
 
 
 def _encode(encoder: TextEncoder, order: Order) -> Answer:
-    assert not isinstance(order, Load)
+    assert not isinstance(order, LoadText)
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)
     else:

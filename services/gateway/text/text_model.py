@@ -1,16 +1,19 @@
-"""The text facts of a model version that requests need: limits and sampling defaults.
+"""The text facts of a model version, and the port that encodes texts by its tokenizer and chat template.
 
 The tokenizer and template run in separate processes: see ``text/``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
 from fairway.formats.names import GATEWAY_FILES
 
-# At most about 4 s of a text process, which delays no other client: see ``text/limits.py``.
+# At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
 
 
@@ -20,7 +23,7 @@ def is_text_file(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """One turn, as the client sent it."""
 
     role: str
@@ -62,3 +65,35 @@ class TextModel:
         cheaply is read and counted for every context size.
         """
         return max(MIN_PROMPT_BYTES, self.max_context_tokens * self.longest_token_bytes)
+
+
+# Provides the folder of a version's verified files.
+OpenFolder = Callable[[], AbstractAsyncContextManager[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """The tokens of a text. ``ids`` is empty where ``count`` is more than the model's context."""
+
+    count: int
+    ids: tuple[int, ...]
+
+
+class Texts(Protocol):
+    async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
+        """Return the text facts of a version; its texts can be read from then on.
+
+        Raises FailedPrecondition for unusable files, Unavailable, and the errors of ``folder``.
+        """
+
+    def unload(self, version_digest: str) -> None:
+        """Release a version's resources."""
+
+    async def read(
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
+        """Return the tokens of a prompt or of a conversation with ``size_bytes`` of text.
+
+        Raises InvalidInput (PromptTooLong, UnsupportedFeature) for text that the version does not accept,
+        FailedPrecondition where its files fail on it, Unavailable where a retry may help.
+        """

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.core.errors import PromptTooLong
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import Texts
+from services.gateway.text.text_model import ChatMessage, TextModel, Texts
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
@@ -45,7 +44,7 @@ class Tokeniser:
         key = _key(model.version_digest, tenant_id, "prompt", (text,))
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
 
-    async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[Message]) -> Ids:
+    async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[ChatMessage]) -> Ids:
         """Return the ids of a conversation. Raises as ``prompt`` does."""
         size = sum(len(message.content.encode()) for message in messages)
         _check_bytes(model, size, "messages")
@@ -61,7 +60,7 @@ class Tokeniser:
         assert len(self._cache) <= MAX_CACHED_ENTRIES
 
     async def _read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], size_bytes: int
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], size_bytes: int
     ) -> Ids:
         tokens = await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
         if tokens.count > model.max_context_tokens:

@@ -1,4 +1,4 @@
-"""Placement decisions and workers between the wire and the core."""
+"""Placement decisions and workers as messages of fairway.v1."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import scheduler_pb2 as pb
-from services.core.decisions import FilterRejections, FleetWorker, PlacementDecision, RankedWorker, WorkerPool
-from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
+from services.core.decisions import FleetWorker, PlacementDecision, RankedWorker, WorkerPool
+from services.rpc.convert.inference import PRIORITIES
 
 _MAX_DURATION_S: Final = 1e9
 
@@ -43,34 +43,6 @@ def decision_to_proto(decision: PlacementDecision) -> pb.PlacementDecision:
     )
 
 
-def decision_from_proto(message: pb.PlacementDecision) -> PlacementDecision:
-    return PlacementDecision(
-        choice=message.choice,
-        tenant=message.tenant,
-        model=message.model,
-        version_digest=message.version_digest,
-        priority=PRIORITY_OF[message.priority],
-        epoch=message.epoch,
-        queued_unix_s=unix_s(message.queued_time),
-        wait_s=_seconds(message.wait),
-        outcome=message.outcome,
-        attempt=message.attempt,
-        worker_id=message.worker_id,
-        prompt_tokens=message.prompt_tokens,
-        reserved_tokens=message.reserved_tokens,
-        excluded_workers=tuple(message.excluded_workers),
-        bypassed=message.bypassed,
-        looks=message.looks,
-        looks_without_room=message.looks_without_room,
-        looks_giving_way=message.looks_giving_way,
-        counter_tokens=message.counter_tokens,
-        ranked=tuple(_ranked_from_proto(found) for found in message.ranked),
-        rejections=tuple(
-            FilterRejections(found.filter, found.workers, tuple(found.named)) for found in message.rejections
-        ),
-    )
-
-
 def worker_to_proto(worker: FleetWorker) -> pb.Reporter:
     return pb.Reporter(
         worker_id=worker.worker_id,
@@ -86,21 +58,6 @@ def worker_to_proto(worker: FleetWorker) -> pb.Reporter:
     )
 
 
-def worker_from_proto(message: pb.Reporter) -> FleetWorker:
-    return FleetWorker(
-        worker_id=message.worker_id,
-        address=message.address,
-        incarnation=message.incarnation,
-        zone=message.zone,
-        device_type=message.device_type,
-        cost_per_hour=message.cost_per_hour,
-        state=message.state,
-        silent_s=_seconds(message.last_report),
-        prefix_blocks=message.prefix_blocks,
-        pools=tuple(_pool_from_proto(pool) for pool in message.pools),
-    )
-
-
 def _ranked_to_proto(ranked: RankedWorker) -> pb.RankedWorker:
     return pb.RankedWorker(
         worker_id=ranked.worker_id,
@@ -110,18 +67,6 @@ def _ranked_to_proto(ranked: RankedWorker) -> pb.RankedWorker:
         predicted_ttft=_duration(ranked.predicted_ttft_s),
         kv_tokens_room=max(0, ranked.kv_tokens_room),
         parts=[pb.ScorePart(scorer=name, value=value) for name, value in ranked.parts],
-    )
-
-
-def _ranked_from_proto(message: pb.RankedWorker) -> RankedWorker:
-    return RankedWorker(
-        worker_id=message.worker_id,
-        score=message.score,
-        in_draw=message.in_draw,
-        cached_tokens=message.cached_tokens,
-        predicted_ttft_s=_seconds(message.predicted_ttft),
-        kv_tokens_room=message.kv_tokens_room,
-        parts=tuple((part.scorer, part.value) for part in message.parts),
     )
 
 
@@ -146,33 +91,10 @@ def _pool_to_proto(pool: WorkerPool) -> pb.ReporterPool:
     return message
 
 
-def _pool_from_proto(message: pb.ReporterPool) -> WorkerPool:
-    return WorkerPool(
-        version_digest=message.version_digest,
-        kv_tokens_total=message.kv_tokens_total,
-        kv_tokens_room=message.kv_tokens_room,
-        slots=message.slots,
-        running=message.running,
-        waiting=message.waiting,
-        granted=message.granted,
-        queued_prefill_tokens=message.queued_prefill_tokens,
-        ready=message.ready,
-        measured_step_s=_seconds(message.measured_step) if message.HasField("measured_step") else None,
-        predicted_step_s=_seconds(message.predicted_step),
-        slowness_ratio=message.slowness_ratio,
-        health=message.health,
-        health_reason=message.health_reason,
-    )
-
-
 def timestamp(unix_s: float) -> Timestamp:
     found = Timestamp()
     found.FromMilliseconds(round(unix_s * 1000))
     return found
-
-
-def unix_s(message: Timestamp) -> float:
-    return message.ToMilliseconds() / 1000
 
 
 def _duration(seconds: float) -> Duration:
@@ -180,7 +102,3 @@ def _duration(seconds: float) -> Duration:
     found = Duration()
     found.FromMicroseconds(round(max(0.0, min(seconds, _MAX_DURATION_S)) * 1e6))
     return found
-
-
-def _seconds(message: Duration) -> float:
-    return message.ToMicroseconds() / 1e6

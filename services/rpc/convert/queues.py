@@ -1,4 +1,4 @@
-"""Queues between the wire and the core."""
+"""Queues as messages of fairway.v1."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from fairway.v1 import scheduler_pb2
 from services.core.queues import PoolQueue, QueueShare
-from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
-from services.rpc.convert.scheduler import counters_from_proto, counters_to_proto
+from services.rpc.convert.inference import PRIORITIES
+from services.rpc.convert.scheduler import counters_to_proto
 
 
 def pool_to_proto(pool: PoolQueue) -> scheduler_pb2.PoolQueue:
@@ -33,27 +33,6 @@ def pool_to_proto(pool: PoolQueue) -> scheduler_pb2.PoolQueue:
     return message
 
 
-def pool_from_proto(message: scheduler_pb2.PoolQueue) -> PoolQueue:
-    return PoolQueue(
-        version_digest=message.version_digest,
-        queued=message.queued,
-        queued_prompt_tokens=message.queued_prompt_tokens,
-        oldest_wait_s=_seconds(message.oldest_wait),
-        predicted_wait_s=_seconds(message.predicted_wait) if message.HasField("predicted_wait") else None,
-        granted=message.granted,
-        running=message.running,
-        waiting=message.waiting,
-        workers=message.workers,
-        serving_workers=message.serving_workers,
-        kv_tokens_total=message.kv_tokens_total,
-        kv_tokens_free=message.kv_tokens_free,
-        shares=tuple(_share_from_proto(share) for share in message.shares),
-        shares_left_off=message.shares_left_off,
-        pressure_ratio=message.pressure_ratio,
-        counters=counters_from_proto(message.counters),
-    )
-
-
 def _share_to_proto(share: QueueShare) -> scheduler_pb2.QueueShare:
     return scheduler_pb2.QueueShare(
         tenant=share.tenant,
@@ -64,21 +43,7 @@ def _share_to_proto(share: QueueShare) -> scheduler_pb2.QueueShare:
     )
 
 
-def _share_from_proto(message: scheduler_pb2.QueueShare) -> QueueShare:
-    return QueueShare(
-        tenant=message.tenant,
-        priority=PRIORITY_OF[message.priority],
-        queued=message.queued,
-        queued_prompt_tokens=message.queued_prompt_tokens,
-        oldest_wait_s=_seconds(message.oldest_wait),
-    )
-
-
 def _duration(seconds: float) -> Duration:
     found = Duration()
     found.FromMilliseconds(round(seconds * 1000))
     return found
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToMilliseconds() / 1000

@@ -18,7 +18,7 @@ _ATTEMPT_KEYS: Final = ("x-fairway-attempt", "grpc-previous-rpc-attempts")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RpcArrival:
     """``at_s``: monotonic, before the request message was read; None where an RPC carries many requests.
 
     ``attempt``: how often the caller sent it before, as reported by the caller or by gRPC's own retries.
@@ -29,18 +29,18 @@ class Arrival:
     attempt: int = 0
 
 
-NOWHERE: Final = Arrival()
-_arrival: ContextVar[Arrival] = ContextVar("arrival", default=NOWHERE)
+NOWHERE: Final = RpcArrival()
+_arrival: ContextVar[RpcArrival] = ContextVar("arrival", default=NOWHERE)
 
 
-def arrival() -> Arrival:
+def arrival() -> RpcArrival:
     """Return the arrival of the RPC of this task."""
     return _arrival.get()
 
 
 def many_requests() -> None:
     """Mark the RPC of this task as a stream of requests, each of which arrives when it is read."""
-    _arrival.set(Arrival(None, _arrival.get().traceparent))
+    _arrival.set(RpcArrival(None, _arrival.get().traceparent))
 
 
 class NoteArrival(AroundInterceptor):
@@ -55,7 +55,7 @@ class NoteArrival(AroundInterceptor):
     ) -> Any:
         # grpc.aio runs this and the handler in one task, so the variable belongs to the RPC.
         metadata = handler_call_details.invocation_metadata
-        _arrival.set(Arrival(self._clock.monotonic_s(), _traceparent(metadata), _attempt(metadata)))
+        _arrival.set(RpcArrival(self._clock.monotonic_s(), _traceparent(metadata), _attempt(metadata)))
         return await continuation(handler_call_details)
 
 

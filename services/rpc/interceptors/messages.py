@@ -32,7 +32,7 @@ MAX_WAITING_SERVICES: Final = 4096
 MAX_PUBLIC_MESSAGES: Final = 256
 
 
-class Waiting:
+class PendingMessages:
     """The calls that wait for a message, by caller. Above the bound, the one that has waited longest ends."""
 
     def __init__(self, within_s: float) -> None:
@@ -82,7 +82,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
     ) -> None:
         """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones."""
         self._limits = limits
-        self._waiting = Waiting(message_within_s)
+        self._waiting = PendingMessages(message_within_s)
         self._handlers: dict[str, Any] = {}  # by method, so bounded by their number
 
     async def intercept_service(

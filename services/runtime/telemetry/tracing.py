@@ -42,7 +42,7 @@ def traceparent_of(span: Span) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
 
 
-class Spans(Protocol):
+class SpanSink(Protocol):
     """The queue of ended spans. See ``runtime/telemetry/otlp.py``."""
 
     @property
@@ -60,7 +60,9 @@ class Spans(Protocol):
 class Tracing:
     """Creates spans and passes them to the exporter. Times are the clock's monotonic seconds."""
 
-    def __init__(self, clock: Clock, tracer: trace.Tracer | None = None, queue: Spans | None = None) -> None:
+    def __init__(
+        self, clock: Clock, tracer: trace.Tracer | None = None, queue: SpanSink | None = None
+    ) -> None:
         self._clock = clock
         self._tracer = tracer
         self._queue = queue

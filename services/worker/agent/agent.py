@@ -1,7 +1,7 @@
-"""The worker agent: registered under a lease, it runs what it is assigned and says how that goes.
+"""The worker agent: holds the worker's lease, runs its assigned versions and reports their state.
 
-One reconcile loop, level-triggered: it reads the assignment and its slots, asks the pure plan what to do,
-and starts it. Everything that takes time runs in the slots' own tasks and wakes the loop when it is done.
+One level-triggered reconcile loop reads the assignment and the slots, gets actions from the pure plan and
+starts them. Long work runs in the slots' own tasks, which wake the loop when they finish.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolStats
 from services.worker.policy.lifecycle import (
     Action,
+    CancelRemoval,
     Discard,
-    Drain,
+    DrainVersion,
     Fetch,
-    Load,
-    Phase,
-    Retire,
+    LoadVersion,
+    RetireVersion,
     Slot,
-    Undrain,
+    VersionPhase,
     plan,
     wanted,
 )
-from services.worker.policy.memory_shares import Share, kv_targets
+from services.worker.policy.memory_shares import MemoryShare, kv_targets
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_slot import RESIZABLE, ModelSource, SlotContext, VersionSlot
 from services.worker.streams.host import SequenceHost
@@ -60,37 +60,43 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
-PAUSE_S: Final = 1.0  # between two sweeps: this process was stopped, or its machine slept
-RECONCILE_S: Final = 0.5  # at the latest; a change wakes it at once
-PUBLISH_S: Final = 0.1  # several changes within it are one write
+PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
+RECONCILE_S: Final = 0.5  # longest wait between two passes; a change wakes the loop at once
+PUBLISH_S: Final = 0.1  # changes within this time become one write
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is. ``memory_bytes`` is what its device may give to engines; ``device_type`` names
-    what makes workers equally fast, ``cost_per_hour`` is in any one currency, 0 when unknown."""
+    """The identity and the fixed properties of this worker."""
 
-    worker_id: str
-    address: str
-    zone: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
-    device: str = "cpu"
+    worker_id: str  # unique in the fleet
+    address: str  # host:port of its gRPC server
+    zone: str = ""  # for placement; empty: none
+    labels: dict[str, str] = field(default_factory=dict)  # for node selectors
+    device: str = "cpu"  # "cpu" or a CUDA device
+    # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
-    lease_ttl_s: int = 5
+    lease_ttl_s: int = 5  # of the registration
+    # Workers of one device type are expected to be equally fast.
     device_type: str = ""
+    # In any one currency; 0: unknown.
     cost_per_hour: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class VersionStatus:
-    """A published version with its engine's live numbers."""
+    """A published version with its engine's current numbers."""
 
-    record: LoadedVersion
-    kv_blocks_reserved: int = 0
-    kv_blocks_used: int = 0
+    record: LoadedVersion  # as published
+    kv_blocks_reserved: int = 0  # for sequences with a slot
+    kv_blocks_used: int = 0  # allocated in the engine
+    # Sequences that run in the engine.
     running: int = 0
+    # Sequences that wait in the engine.
     waiting: int = 0
+    # Engine steps so far.
     steps: int = 0
+    # 0: no engine process.
     engine_pid: int = 0
 
 
@@ -103,7 +109,7 @@ class WorkerStatus:
 
 
 class WorkerAgent:
-    """Owner of the worker's slots. ``run`` until cancelled, then ``close``."""
+    """Owns the worker's slots. ``run`` it until cancelled, then ``close`` it."""
 
     def __init__(
         self,
@@ -158,7 +164,7 @@ class WorkerAgent:
         )
 
     async def run(self) -> None:
-        """Register, reconcile and sweep until cancelled; the registration is given back then."""
+        """Register, reconcile and sweep until cancelled; then release the registration."""
         async with TaskGroup() as group:
             group.create_task(self._assignments.run())
             group.create_task(self._registration.run())
@@ -167,7 +173,7 @@ class WorkerAgent:
             group.create_task(self._sweep_forever())
 
     async def close(self) -> None:
-        """Return once every engine process is gone. Sequences that still run end with ENGINE_LOST."""
+        """Return once every engine process has ended. Sequences that still run end with ENGINE_LOST."""
         self._closing = True
         outcomes = await asyncio.gather(
             *(slot.stop() for slot in self._slots.values()), return_exceptions=True
@@ -185,7 +191,7 @@ class WorkerAgent:
         return incarnation
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no new sequences from now on; return how many still ran when ``timeout_s`` had passed."""
+        """Reject new sequences from now on; return how many still run after ``timeout_s``."""
         self._host.draining = True
         self._host.note_change()
         self._wake()
@@ -196,7 +202,7 @@ class WorkerAgent:
         return self._host.running
 
     def status(self) -> WorkerStatus:
-        """Return what is loaded, and how it fares, as of now."""
+        """Return the loaded versions and their current numbers."""
         return WorkerStatus(
             worker_id=self._identity.worker_id,
             incarnation=self._host.grants.incarnation,
@@ -205,17 +211,17 @@ class WorkerAgent:
         )
 
     def levels(self) -> tuple[EngineLevels, ...]:
-        """Return how each version stands, for the metrics."""
+        """Return the current levels of each version, for the metrics."""
         return tuple(self._levels_of(slot) for slot in self._slots.values())
 
     def moving(self) -> dict[str, bool]:
-        """Return by digest of each loaded version whether its engine's step loop was heard of late."""
+        """Return, by digest of each loaded version, whether its engine's step loop is not stalled."""
         return {
             digest: not slot.table.stalled for digest, slot in self._slots.items() if slot.table is not None
         }
 
     def problem(self) -> str:
-        """Return what keeps this worker from serving; empty when its engines move and it takes requests."""
+        """Return why this worker cannot serve; empty while its engines run and it admits requests."""
         if self._host.draining:
             return "this worker takes no new requests"
         silent = [
@@ -227,26 +233,26 @@ class WorkerAgent:
 
     @property
     def views(self) -> tuple[Informer[Assignment], LeaseHolder]:
-        """What it follows the store by and is registered under."""
+        """The assignment informer and the lease of the registration."""
         return self._assignments, self._registration.lease
 
     def take_snapshot(self, whole: bool) -> ReportSnapshot:
-        """Return the report for the scheduler; the deltas in it are the caller's from now on.
+        """Return the report for the scheduler; the caller owns the deltas in it from now on.
 
-        ``whole``: it is the first of a stream.
+        ``whole``: it is the first report of a stream.
         """
         return take_snapshot(self._host, self._reported, whole=whole)
 
     def hear_leader(self, epoch: int) -> None:
-        """Grants of older leaders are refused from now on."""
+        """Reject grants of leaders with a lower epoch from now on."""
         self._host.hear_leader(epoch)
 
     def hear_counters(self, counters: Sequence[TenantCounter]) -> None:
-        """Keep what the leader says of tenants for the leader after it."""
+        """Store the leader's tenant counters, for the report to the next leader."""
         self._host.counters.hear(counters)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when memory or KV books are wrong."""
+        """Raise AssertionError when the memory ledger or the KV reservations are inconsistent."""
         self._ledger.check_integrity()
         self._host.check_integrity()
 
@@ -255,7 +261,7 @@ class WorkerAgent:
     async def _reconcile_forever(self) -> None:
         while True:
             self._woken.clear()
-            if self._assignments.synced and not self._closing:  # before, nobody knows what is wanted
+            if self._assignments.synced and not self._closing:  # the assignment is unknown before the sync
                 self._reconcile()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_S):
@@ -283,19 +289,19 @@ class WorkerAgent:
                 case Fetch(version):
                     slot = self._slots.setdefault(version.version_digest, VersionSlot(version, self._context))
                     slot.fetch()
-                case Load(digest):
+                case LoadVersion(digest):
                     self._slots[digest].load()
-                case Retire(digest):
+                case RetireVersion(digest):
                     self._slots[digest].retire()
-                case Drain(digest):
+                case DrainVersion(digest):
                     self._slots[digest].drain()
-                case Undrain(digest):
+                case CancelRemoval(digest):
                     self._slots[digest].undrain()
                 case Discard(digest):
                     self._slots[digest].discard()
 
     def _share_memory(self, desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]) -> None:
-        """Have every pool move towards its share of the device."""
+        """Move every KV pool towards its share of the device."""
         shares = {
             digest: share
             for digest, slot in self._slots.items()
@@ -336,8 +342,8 @@ class WorkerAgent:
         self._woken.set()
 
     def _follow_incarnation(self) -> None:
-        """A new registration is a new life. While etcd is away the last one goes on: etcd's absence
-        stops nobody from serving."""
+        """Adopt a new registration's incarnation. While etcd is unreachable the last one stays valid, so an
+        etcd outage does not stop the worker from serving."""
         incarnation = self._registration.incarnation
         if incarnation is not None and incarnation != self._host.grants.incarnation:
             self._host.grants.registered(incarnation)
@@ -359,14 +365,14 @@ class WorkerAgent:
         )
 
     def _records(self) -> tuple[LoadedVersion, ...]:
-        """One per assigned deployment, and one per version that is on its way out."""
+        """Return one record per assigned deployment, and one per version that is being removed."""
         records: list[LoadedVersion] = []
         for assigned in self._assigned.versions:
             slot = self._slots.get(assigned.version_digest)
             if slot is None:
                 continue
             record = slot.record(assigned.deployment)
-            if assigned.executor != slot.version.executor and slot.phase is not Phase.STOPPING:
+            if assigned.executor != slot.version.executor and slot.phase is not VersionPhase.STOPPING:
                 record = LoadedVersion(
                     assigned.deployment,
                     assigned.model,
@@ -422,8 +428,8 @@ def _assignment(entry: Entry) -> Assignment:
     return load(entry.value, Assignment)
 
 
-def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> Share | None:
-    """Return a version's claim on memory; of one that is leaving, or has no use for it, what it holds."""
+def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> MemoryShare | None:
+    """Return a version's claim on memory; for one that leaves or needs no memory, what it holds."""
     stays = wanted is not None and wanted.executor == slot.version.executor and not observed.final
     if slot.memory.granted is None and not (stays and observed.unbooked):
         return None

@@ -1,4 +1,4 @@
-"""The one ledger of a device's memory: what each engine process may use for weights, its work and KV."""
+"""The memory ledger of one device: what each engine process may use for weights, working memory and KV."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 
 from services.core.errors import DoesNotFit
 
-SLAB_BYTES: Final = 16 * 1024 * 1024  # a KV budget below what was wished is a multiple of it
+SLAB_BYTES: Final = 16 * 1024 * 1024  # a KV budget smaller than requested is a multiple of it
 MIN_KV_BYTES: Final = SLAB_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrant:
-    """What one engine may use, bytes. ``label`` is its owner's name in messages.
+    """What one engine may use, in bytes. ``label`` names the owner in messages.
 
-    ``working_bytes`` are those of a step, and of what loading leaves beside the weights; 0 while unknown.
+    ``working_bytes`` covers a step and what loading allocates beside the weights; 0 while unknown.
     """
 
     owner: str
@@ -26,7 +26,7 @@ class MemoryGrant:
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the KV."""
+        """Weights and working memory: all but the KV."""
         return self.weight_bytes + self.working_bytes
 
     @property
@@ -35,7 +35,7 @@ class MemoryGrant:
 
 
 class MemoryLedger:
-    """The sum of the grants never exceeds ``total_bytes``."""
+    """Grants of device memory by owner. Their sum never exceeds ``total_bytes``."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total = total_bytes
@@ -50,7 +50,7 @@ class MemoryLedger:
         return self._total - sum(grant.bytes for grant in self._grants.values())
 
     def held_by(self, owner: str) -> MemoryGrant | None:
-        """Return an owner's grant."""
+        """Return the owner's grant, or None."""
         return self._grants.get(owner)
 
     def grant(
@@ -63,9 +63,9 @@ class MemoryLedger:
         min_kv_bytes: int = MIN_KV_BYTES,
         label: str = "",
     ) -> MemoryGrant:
-        """Give an owner its weights and working memory whole and its KV pool whole, or what is left in slabs.
+        """Grant weights and working memory in full, and the KV in full or what is left in whole slabs.
 
-        Raises DoesNotFit, which says who holds what, when less than ``min_kv_bytes`` would be left.
+        Raises DoesNotFit, with what each owner holds, when less than ``min_kv_bytes`` would be left.
         """
         assert owner not in self._grants, "an owner has one grant"
         free = self.free_bytes
@@ -80,7 +80,7 @@ class MemoryLedger:
         return grant
 
     def settle(self, owner: str, *, weight_bytes: int, kv_bytes: int, working_bytes: int = 0) -> MemoryGrant:
-        """Replace an owner's grant by what its engine really took. Raises DoesNotFit and keeps the grant."""
+        """Replace an owner's grant by its engine's measured use. Raises DoesNotFit; the grant stays then."""
         before = self._grants[owner]
         grant = MemoryGrant(owner, before.label, weight_bytes, working_bytes, kv_bytes)
         if grant.bytes > before.bytes + self.free_bytes:
@@ -89,13 +89,13 @@ class MemoryLedger:
         return grant
 
     def settle_kv(self, owner: str, kv_bytes: int) -> MemoryGrant:
-        """Replace the KV of an owner's grant. Raises DoesNotFit and keeps the grant."""
+        """Replace the KV part of an owner's grant. Raises DoesNotFit; the grant stays then."""
         grant = self._grants[owner]
         fixed = {"weight_bytes": grant.weight_bytes, "working_bytes": grant.working_bytes}
         return self.settle(owner, kv_bytes=kv_bytes, **fixed)
 
     def release(self, owner: str) -> None:
-        """Give an owner's memory back; one without a grant is no error."""
+        """Release an owner's memory; without a grant it does nothing."""
         self._grants.pop(owner, None)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""What this worker tells the scheduler of itself."""
+"""The worker's report to the scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from services.core import fleet
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.sequences import SequenceTable
 
 MAX_TENANTS: Final = 4096
@@ -17,7 +17,7 @@ MAX_USAGE: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ReportIdentity:
-    """What no report changes. ``device_type``: workers of one type are expected to be equally fast."""
+    """The constant part of every report. Workers of one ``device_type`` are expected to be equally fast."""
 
     worker_id: str
     address: str
@@ -27,12 +27,12 @@ class ReportIdentity:
 
 
 def take_snapshot(host: SequenceHost, identity: ReportIdentity, *, whole: bool) -> ReportSnapshot:
-    """Return the levels, and the deltas since the call before, which the caller owns from now on.
+    """Return the levels, and the deltas since the previous call, which the caller owns from now on.
 
     ``whole``: for the first report of a stream. It lists every live sequence, every cached prefix block and
-    the counters that the last leader told of; other reports list none of the first and the last, and
-    changes of the second. One synchronous step: the grants seen and the blocks reserved for them belong to
-    the same instant.
+    the counters of the last leader. Other reports list no sequences and no counters, and only the changes
+    of the prefix blocks. This is one synchronous step, so the acknowledged grants and the blocks reserved for
+    them belong to the same instant.
     """
     for table in host.tables():
         table.charge(at_once=whole)
@@ -88,7 +88,7 @@ def _all_live(host: SequenceHost) -> tuple[fleet.ReportedSequence, ...]:
     return tuple(_live(table, sequence) for table in host.tables() for sequence in table.sequences())
 
 
-def _live(table: SequenceTable, sequence: LiveSequence) -> fleet.ReportedSequence:
+def _live(table: SequenceTable, sequence: WorkerSequence) -> fleet.ReportedSequence:
     generation = sequence.spec.generation
     return fleet.ReportedSequence(
         request_id=generation.request_id,

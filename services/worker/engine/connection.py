@@ -20,7 +20,7 @@ from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     MAX_MESSAGE_BYTES,
     Command,
-    Message,
+    EngineMessage,
     Shutdown,
     decode_command,
     encode,
@@ -71,7 +71,7 @@ class Connection:
         self._inbox: queue.Queue[Command] = queue.Queue(INBOX_MESSAGES)
         threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: EngineMessage) -> None:
         """The kernel has the message; blocks while the agent is slow. Raises OSError when it is gone."""
         self._channel.sendall(encode(message))
 

@@ -20,7 +20,16 @@ from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import MAX_WAITING, ModelLimits
-from services.worker.engine_protocol import Cancel, Credit, Heartbeat, Park, Resize, Resized, Stepped, Submit
+from services.worker.engine_protocol import (
+    Cancel,
+    Credit,
+    EngineHeartbeat,
+    Park,
+    Resize,
+    Resized,
+    Stepped,
+    Submit,
+)
 from services.worker.policy.prefill_budget import PrefillBudget
 
 _TOKENS: Final = attrgetter("tokens")
@@ -29,7 +38,7 @@ NOTHING: Final = Samples([])
 
 
 class DuplicateHandle(Exception):
-    """The agent used the handle of a live sequence again: neither could be told from the other."""
+    """The agent used the handle of a live sequence for another one."""
 
 
 class Engine:
@@ -49,7 +58,7 @@ class Engine:
         intake: Intake | None = None,
         speculation: Speculator | None = None,
     ) -> None:
-        """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` says
+        """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
         which tokens may come next."""
         self._executor = executor
         self._blocks = blocks
@@ -99,7 +108,7 @@ class Engine:
                 self._size.ask(command.kv_blocks)
 
     def resized(self) -> Resized | None:
-        """Carry a ``Resize`` on between two steps; what to say once it has come to its end."""
+        """Continue a ``Resize`` between two steps; return its event once it has ended."""
         blocks = self._size.settle() if self._flight is None else None
         return None if blocks is None else Resized(blocks)
 
@@ -113,9 +122,11 @@ class Engine:
         self._learn(flight.work, outcome, step_s)
         return self._stepped(flight.work, outcome, step_s)
 
-    def heartbeat(self) -> Heartbeat:
-        """What to say while there is nothing to step."""
-        return Heartbeat(self._steps, self._blocks.blocks_used, self._planner.running, self._planner.waiting)
+    def heartbeat(self) -> EngineHeartbeat:
+        """Return the event that is sent while no sequence can be stepped."""
+        return EngineHeartbeat(
+            self._steps, self._blocks.blocks_used, self._planner.running, self._planner.waiting
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block leaked or a live sequence is nowhere planned."""

@@ -30,7 +30,7 @@ class Flight:
 
 
 class LiveSequences:
-    """By handle. Those that ended are told once, by ``take_ended`` and ``take_gone``."""
+    """The live sequences by handle. ``take_ended`` and ``take_gone`` return each ended sequence once."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -55,7 +55,7 @@ class LiveSequences:
         self._planner.add(sequence)
 
     def end_at_once(self, handle: int, reason: FinishReason, error: str = "") -> None:
-        """Tell the end of a sequence that never ran."""
+        """Record the end of a sequence that never ran."""
         self._finished[handle] = reason
         if error:
             self._errors[handle] = error
@@ -71,14 +71,14 @@ class LiveSequences:
             sequence.cut_credit(sequence.output_tokens + 1)
 
     def cancel(self, handle: int) -> None:
-        """Forget a sequence and its end: nothing is told of it."""
+        """Remove a sequence without any event."""
         if (sequence := self._live.pop(handle, None)) is not None:
             self._planner.remove(sequence)
         self._finished.pop(handle, None)
         self._errors.pop(handle, None)
 
     def hand_back(self, sequences: Iterable[SequenceState]) -> None:
-        """Tell of those that the planner took out of its books."""
+        """Record the sequences that the planner removed."""
         for sequence in sequences:
             self._report(sequence, "preempted")
 
@@ -142,7 +142,7 @@ class LiveSequences:
                 self._planner.hold(sequence)
 
     def _commit_foreseen(self, flight: Flight, samples: Samples) -> Outcome:
-        """Put the tokens in their places, then finish or stall whom they end or leave without credit.
+        """Put the tokens in their places, then finish or stall the sequences that end or have no credit left.
 
         A row of the batch that follows, whose sequence ends here, is computed for nothing.
         """

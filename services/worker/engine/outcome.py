@@ -8,7 +8,7 @@ from typing import Final
 
 from services.worker.engine.execute.executor import Samples
 from services.worker.engine.sequence import SequenceState
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 from services.worker.policy.speculation import Verified
 
 _HANDLE: Final = attrgetter("handle")
@@ -27,11 +27,11 @@ class Work:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step has to tell, in the columns of ``Stepped``."""
+    """The results of a step, in the columns of ``Stepped``."""
 
     handles: list[int]
     tokens: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     verified: list[Verified] = field(default_factory=list)
 
 

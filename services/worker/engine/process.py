@@ -1,6 +1,6 @@
 """The engine process: ``python -m services.worker.engine.process --config JSON``.
 
-It connects to its agent, loads, and steps until it is told to stop or the agent is gone. Two threads: the
+It connects to its agent, loads, and steps until it receives a stop or loses the agent. Two threads: the
 reader feeds commands, the main thread does everything else. Prompts and outputs are never logged.
 """
 
@@ -26,7 +26,14 @@ from services.worker.engine.connection import Connection, MalformedCommand, conn
 from services.worker.engine.core import DuplicateHandle, Engine
 from services.worker.engine.load.loading import load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
-from services.worker.engine_protocol import EngineConfig, LoadFailed, Message, Progress, Shutdown, Submit
+from services.worker.engine_protocol import (
+    EngineConfig,
+    EngineMessage,
+    LoadFailed,
+    Progress,
+    Shutdown,
+    Submit,
+)
 
 HEARTBEAT_S: Final = 1.0
 
@@ -45,7 +52,7 @@ class ExitCode(IntEnum):
 
 
 class AgentGone(Exception):
-    """Nobody reads the socket any more."""
+    """The other end of the socket is closed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -78,7 +85,7 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
         engine, ready = load(config, lambda phase, ratio: _send(connection, Progress(phase, ratio)))
     except AgentGone:
         raise
-    except Exception as error:  # the process's top: whatever it is, the agent has to hear of it
+    except Exception as error:  # the process's top: whatever it is, the agent receives it
         reason = error.reason if isinstance(error, REFUSALS) else _reason(error)
         log.error("model.load_failed", reason=reason, exc_info=not isinstance(error, REFUSALS))
         message = str(error) if isinstance(error, REFUSALS) else type(error).__name__
@@ -107,7 +114,7 @@ def step_until_told(engine: Engine, connection: Connection, *, lines_per_s: floa
     except DuplicateHandle as error:
         log.error("command.refused", message=str(error))
         return ExitCode.BAD_INPUT
-    except Exception:  # the agent knows which sequences were running, and isolates the one to blame
+    except Exception:  # the agent isolates the sequence that caused it
         log.exception("step.failed")
         return ExitCode.STEP_FAILED
     log.info("engine.stopped")
@@ -147,7 +154,7 @@ def serve(
 
 
 def _log_taken(command: Submit, lines: LineBudget) -> None:
-    """Say which request a handle is: a crash names handles."""
+    """Log the request of a handle: a crash names handles."""
     if lines.take():
         log.info(
             "sequence.taken",
@@ -158,7 +165,7 @@ def _log_taken(command: Submit, lines: LineBudget) -> None:
         )
 
 
-def _send(connection: Connection, message: Message) -> None:
+def _send(connection: Connection, message: EngineMessage) -> None:
     try:
         connection.send(message)
     except OSError as error:

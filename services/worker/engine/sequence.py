@@ -32,7 +32,7 @@ class SequenceState:
 
     ``order`` is (priority, arrival): smaller goes first and is preempted last. ``pause_at`` is the length
     of ``tokens`` at which the sequence runs out of credit or reaches ``max_tokens``. ``capacity`` is the
-    number of tokens that ``blocks`` hold; ``contiguous`` says that the blocks are consecutive. ``cached`` of
+    number of tokens that ``blocks`` hold; ``contiguous``: the blocks are consecutive. ``cached`` of
     the computed ones came from a cache. ``is_long``: what was left to compute of the prompt was long when the
     sequence was queued, or got its place. ``table_version`` moves with each change of ``blocks``.
     ``prefix_names`` are the root of its chain in a prefix cache and the names that are known so far; empty:

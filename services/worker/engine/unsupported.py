@@ -28,7 +28,7 @@ class BadEngineConfig(LoadError):
 
 
 class TooLittleMemory(LoadError):
-    """The bytes say what is needed at least."""
+    """The bytes are the least that is needed."""
 
     reason = "does_not_fit"
 

@@ -1,23 +1,23 @@
-"""Which prefix blocks an engine has cached, and what of that the leader was not told yet."""
+"""The set of prefix blocks that an engine has cached, with the changes not yet reported to the leader."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-MAX_PREFIXES: Final = 65536  # of one version; what is cached beyond that is not told of
+MAX_PREFIXES: Final = 65536  # per version; blocks beyond it are not reported
 
 
 class PrefixSet:
-    """A set with deltas. Bounded: a block beyond ``MAX_PREFIXES`` is not known here, nor is its leaving.
+    """A bounded set with deltas. Blocks beyond ``MAX_PREFIXES`` are ignored, and so is their removal.
 
-    The leader learns of the whole set in the first report of a stream and of changes after that.
+    The first report of a stream contains the whole set, later ones the changes.
     """
 
     def __init__(self, *, most: int = MAX_PREFIXES) -> None:
         self._most = most
         self._cached: dict[int, None] = {}
-        self._untold: dict[int, bool] = {}  # True: it came; False: it left
+        self._untold: dict[int, bool] = {}  # not reported yet; True: added, False: removed
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -29,7 +29,7 @@ class PrefixSet:
         return name in self._cached
 
     def change(self, added: Iterable[int], removed: Iterable[int]) -> None:
-        """Note what one step brought and dropped; a block in both has left and come back."""
+        """Apply what one step added and removed; a block in both was removed and then added again."""
         for name in removed:
             if name in self._cached:
                 del self._cached[name]
@@ -40,7 +40,7 @@ class PrefixSet:
                 self._note(name, came=True)
 
     def follow(self, earlier: PrefixSet) -> None:
-        """Take the place of a set whose engine is gone: what the leader knows of it has left."""
+        """Replace the set of an ended engine: record the removal of all its reported blocks."""
         told = [name for name in earlier._cached if not earlier._untold.get(name, False)]
         told += [name for name, came in earlier._untold.items() if not came]
         for name in told:
@@ -50,7 +50,7 @@ class PrefixSet:
                 self._untold.pop(name, None)
 
     def take(self, *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the blocks that came and that left since the last call; all there are when ``whole``."""
+        """Return the blocks added and removed since the last call; the full set as added when ``whole``."""
         untold, self._untold = self._untold, {}
         if whole:
             return tuple(self._cached), ()
@@ -58,5 +58,5 @@ class PrefixSet:
         return came, tuple(name for name, here in untold.items() if not here)
 
     def _note(self, name: int, *, came: bool) -> None:
-        if self._untold.pop(name, came) is came:  # else both are untold, and cancel out
+        if self._untold.pop(name, came) is came:  # an unreported opposite change cancels this one
             self._untold[name] = came

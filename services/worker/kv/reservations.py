@@ -1,4 +1,4 @@
-"""The KV blocks of one engine that its sequences were granted or hold; what several share counts once."""
+"""The KV blocks of one engine that are reserved for its sequences; a shared block counts once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.kv.pool import PoolLimits
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.kv.shared_blocks import SharedBlocks
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 
 class Reservations:
-    """Single writer: the sequence table, which tells of changes to the room.
+    """KV reservations of one engine. Single writer: the sequence table, which reports changes of free blocks.
 
-    ``blocks`` is the sum over sequences of the larger of their grant and their use; a block of a prefix that
-    several share counts once. ``fallback_blocks`` of them belong to what gateways placed themselves.
-    ``lost_blocks`` counts those that sequences were taken to share and had to compute themselves, since they
-    were evicted before. ``cached`` are the prefix blocks that the engine has.
+    ``blocks`` is the sum over sequences of the larger of grant and use; a shared prefix block counts once.
+    ``fallback_blocks`` is the part that belongs to fallback placements. ``lost_blocks`` counts blocks that
+    were expected to be shared but were evicted before, so that sequences computed them. ``cached`` is the
+    set of prefix blocks in the engine's cache.
     """
 
     def __init__(self, limits: PoolLimits) -> None:
@@ -31,45 +31,45 @@ class Reservations:
         self._block_size = limits.block_size
 
     def resize(self, total_blocks: int) -> None:
-        """Grant no more than so many from now on; what is reserved stays so."""
+        """Set the bound for new reservations; present ones stay."""
         self._total_blocks = total_blocks
 
     def needed_blocks(self, spec: StartSpec) -> int:
-        """Return the larger of the grant and what the tokens to prefill take."""
+        """Return the larger of the grant and the blocks for the tokens to prefill."""
         return max(spec.grant.kv_blocks, -(-spec.prefill_tokens // self._block_size))
 
     def has_room(self, spec: StartSpec) -> bool:
         shared = self.shared.held_blocks(self._cached_run(spec))
         return self.blocks + self.needed_blocks(spec) - shared <= self._total_blocks
 
-    def add(self, sequence: LiveSequence) -> None:
-        """Reserve what it was granted, less what it shares with others."""
+    def add(self, sequence: WorkerSequence) -> None:
+        """Reserve the sequence's granted blocks, less those that it shares."""
         self._reserve(sequence, sequence.reserved_blocks)
         self._share(sequence, len(self._cached_run(sequence.spec)))
 
-    def remove(self, sequence: LiveSequence) -> None:
+    def remove(self, sequence: WorkerSequence) -> None:
         self._share(sequence, 0)
         self._reserve(sequence, -sequence.reserved_blocks)
 
-    def has_room_again(self, sequence: LiveSequence) -> bool:
-        """Whether a sequence whose reservation was given back could have it again. One may be alone in any
-        pool: it fitted into one that was larger."""
+    def has_room_again(self, sequence: WorkerSequence) -> bool:
+        """Return whether a sequence whose reservation was released fits again. In an empty pool it always
+        does: it fitted into a larger one before."""
         if not self.blocks:
             return True
         shared = self.shared.held_blocks(self._cached_run(sequence.spec))
         return self.blocks + sequence.reserved_blocks - shared <= self._total_blocks
 
-    def grow(self, sequence: LiveSequence, *, reserved: bool = True) -> None:
-        """It holds one block more than was reserved for it, or than it had ``reserved``."""
+    def grow(self, sequence: WorkerSequence, *, reserved: bool = True) -> None:
+        """Record one more block for the sequence; ``reserved``: its reservation currently counts."""
         sequence.reserved_blocks += 1
         sequence.reserved_tokens += self._block_size
         if reserved:
             self._reserve(sequence, 1)
 
-    def attach(self, sequence: LiveSequence, tokens: int) -> bool:
-        """The engine gave it that many tokens of cached KV, and blocks of its own for the rest.
+    def attach(self, sequence: WorkerSequence, tokens: int) -> bool:
+        """Record that the engine used ``tokens`` of cached KV for the sequence and new blocks for the rest.
 
-        True if that is not what it was taken to share: the room changed.
+        Return True if this differs from the expected sharing, which changes the free blocks.
         """
         blocks = tokens // PREFIX_BLOCK_TOKENS if self.shared.each_blocks else 0
         count = min(blocks, len(sequence.spec.generation.prompt.prefix_hashes))
@@ -78,17 +78,17 @@ class Reservations:
         self._lose(sequence, count)
         return True
 
-    def share_computed(self, sequence: LiveSequence) -> None:
+    def share_computed(self, sequence: WorkerSequence) -> None:
         """It is prefilled: what it computed and is cached by now is one with what is cached."""
         if chain := sequence.spec.generation.prompt.prefix_hashes:
             self._share(sequence, self.shared.reach(chain, sequence.spec.prefill_tokens))
 
     def change_cached(
-        self, added: Sequence[int], evicted: Sequence[int], live: Collection[LiveSequence]
+        self, added: Sequence[int], evicted: Sequence[int], live: Collection[WorkerSequence]
     ) -> bool:
-        """Note which prefix blocks a step cached and evicted.
+        """Apply the prefix blocks that a step cached and evicted.
 
-        True if sequences waited for those evicted: they need their own now, and the room changed.
+        Return True if waiting sequences shared evicted blocks: they need their own now, so fewer are free.
         """
         self.cached.change(added, evicted)
         gone = self.shared.any_of(evicted)
@@ -99,7 +99,7 @@ class Reservations:
         self.shared.forget(evicted)
         return bool(gone)
 
-    def check_integrity(self, live: Collection[LiveSequence]) -> None:
+    def check_integrity(self, live: Collection[WorkerSequence]) -> None:
         """Raise AssertionError if a reservation leaked."""
         each = self.shared.each_blocks
         self.shared.check_integrity(s.spec.generation.prompt.prefix_hashes[: s.shared_prefixes] for s in live)
@@ -110,7 +110,7 @@ class Reservations:
         alone = sum(s.reserved_blocks for s in live if s.fallback)
         assert self.fallback_blocks == alone, "credit of fallback placements leaked"
 
-    def _reserve(self, sequence: LiveSequence, blocks: int) -> None:
+    def _reserve(self, sequence: WorkerSequence, blocks: int) -> None:
         self.blocks += blocks
         if sequence.fallback:
             self.fallback_blocks += blocks
@@ -120,8 +120,8 @@ class Reservations:
         chain = spec.generation.prompt.prefix_hashes
         return chain[: self.shared.reach(chain, spec.prefill_tokens - 1)] if chain else ()
 
-    def _share(self, sequence: LiveSequence, count: int) -> None:
-        """From now on it refers to that many leading prefix blocks. What it refers to is not its own."""
+    def _share(self, sequence: WorkerSequence, count: int) -> None:
+        """Make the sequence refer to its first ``count`` prefix blocks. These are not its own blocks."""
         had = sequence.shared_prefixes
         if count == had:
             return
@@ -134,7 +134,7 @@ class Reservations:
         sequence.shared_prefixes = count
         self.blocks += shared.blocks - held - (count - had) * shared.each_blocks
 
-    def _lose(self, sequence: LiveSequence, kept: int) -> None:
+    def _lose(self, sequence: WorkerSequence, kept: int) -> None:
         lost = max(0, sequence.shared_prefixes - kept)
         self.lost_blocks += lost * self.shared.each_blocks
         self._share(sequence, kept)

@@ -1,7 +1,7 @@
-"""What to do next with the versions of one worker. Pure and level-triggered.
+"""Lifecycle plan: the next actions for the versions of one worker. Pure and level-triggered.
 
-Memory goes by priority: while a version waits for memory that it could get, those of a lower priority are
-not loaded, so that what a lower one gave up is not taken by another before the higher one has it.
+Memory is assigned by priority. While a version waits for memory that it could get, versions of lower
+priority are not loaded. Otherwise they would take the memory that is being freed for it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 
 from services.core.records import AssignedVersion
 
-# Reasons that a later attempt with the same files on the same worker would meet again.
+# Reasons that a later attempt with the same files on the same worker would repeat.
 FINAL_REASONS: Final = frozenset(
     {"UNSUPPORTED_MODEL", "BAD_CHECKPOINT", "BAD_ENGINE_CONFIG", "FAILED_PRECONDITION", "INVALID_INPUT"}
 )
 
 
-class Phase(StrEnum):
-    """Where one version is. FETCHED has its files and no engine; BROKEN waits for its next attempt."""
+class VersionPhase(StrEnum):
+    """The state of one version. FETCHED has its files and no engine; BROKEN waits for its next attempt."""
 
     FETCHING = "fetching"
     FETCHED = "fetched"
@@ -34,76 +34,78 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Observed: one version on this worker. ``drain_until_s`` counts while draining.
+    """The observed state of one version on this worker."""
 
-    ``idle_since_s`` counts while retiring: when it last had a sequence.
-    ``granted_bytes`` of device memory are its engine's; ``unbooked``: it needs a grant and has none.
-    Of a BROKEN one: ``needed_bytes`` above 0 means that it waits for so much memory, ``final`` that no
-    attempt would succeed, ``restarting`` that its engine had run.
-    """
-
-    version: AssignedVersion
-    phase: Phase
-    running: int = 0
-    has_files: bool = False
+    version: AssignedVersion  # as assigned when the slot was created
+    phase: VersionPhase  # its state
+    running: int = 0  # live sequences
+    has_files: bool = False  # its folder is pinned
+    # Of a BROKEN one: the time of the next attempt.
     retry_at_s: float = 0.0
+    # While DRAINING: the deadline.
     drain_until_s: float = 0.0
+    # While RETIRING: when it last had a sequence.
     idle_since_s: float = 0.0
+    # Device memory of its engine.
     granted_bytes: int = 0
+    # It needs a memory grant and has none.
     unbooked: bool = False
+    # Of a BROKEN one: above 0, it waits for this much memory.
     needed_bytes: int = 0
+    # Of a BROKEN one: no attempt would succeed.
     final: bool = False
+    # Of a BROKEN or LOADING one: its engine had run before.
     restarting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get the files; the slot comes into being if it is not there."""
+    """Fetch the files; creates the slot if there is none."""
 
     version: AssignedVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadVersion:
     version_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
-    """Its successor takes new requests; it takes what gateways accepted for it before."""
-
-    version_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Take no new sequences; those that run may end."""
+class RetireVersion:
+    """Its successor takes new requests; this version takes those that gateways accepted for it before."""
 
     version_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Undrain:
-    """It is wanted again before it was gone."""
+class DrainVersion:
+    """Admit no new sequences; running ones may finish."""
+
+    version_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRemoval:
+    """It is assigned again before its removal was complete."""
 
     version_digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Stop whatever goes on and forget the version."""
+    """Stop all its work and remove the version."""
 
     version_digest: str
 
 
-Action = Fetch | Load | Retire | Drain | Undrain | Discard
+Action = Fetch | LoadVersion | RetireVersion | DrainVersion | CancelRemoval | Discard
 
 
 def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
-    """Return what is to run, by digest. One engine serves every deployment of a version.
+    """Return the versions to run, by digest. One engine serves every deployment of a version.
 
-    Of deployments that ask for different executors the first by name decides; the highest priority counts.
-    A version is retiring when it is in all of them.
+    If deployments request different executors, the first by name decides; the highest priority applies.
+    A version is retiring if it is retiring in all of them.
     """
     versions: dict[str, AssignedVersion] = {}
     for version in sorted(assigned, key=lambda each: (each.retiring, each.deployment)):
@@ -122,12 +124,12 @@ def plan(
     giving_back: bool = False,
     retire_s: float = 0.0,
 ) -> tuple[Action, ...]:
-    """Return the actions that move ``observed`` towards ``desired``: what frees memory first.
+    """Return the actions that move ``observed`` towards ``desired``: those that free memory first.
 
-    What retires leaves once it has had no sequence for ``retire_s``: no gateway waits with a request for it.
-    ``free_bytes`` of device memory are granted to nobody. Fetches are never held up, loads are by a version
-    of a higher priority that waits for memory. While others are ``giving_back`` memory, who waits for it
-    goes on waiting: it would get a part.
+    A retiring version is removed after ``retire_s`` without a sequence: no gateway then holds a request for
+    it. ``free_bytes`` is the ungranted device memory. Fetches never wait. A load waits while a version of
+    higher priority waits for memory. While pools are ``giving_back`` memory, no BROKEN version that waits
+    for memory is loaded: it would get only a part.
     """
     leaving: list[Action] = []
     coming: list[Action] = []
@@ -143,7 +145,7 @@ def plan(
     for rank, slot in sorted(kept, key=lambda each: -each[0]):
         action = _keep(slot, now_s, 0 if giving_back else free_bytes)
         if (
-            isinstance(action, Load)
+            isinstance(action, LoadVersion)
             and slot.unbooked
             and (_is_held(rank, kept, observed, free_bytes) or _waits_for_before(slot, desired, kept))
         ):
@@ -160,29 +162,29 @@ def plan(
 
 def _keep(slot: Slot, now_s: float, free_bytes: int) -> Action | None:
     match slot.phase:
-        case Phase.FETCHED:
-            return Load(slot.version.version_digest)
-        case Phase.RETIRING | Phase.DRAINING:
-            return Undrain(slot.version.version_digest)
-        case Phase.BROKEN if slot.final:
+        case VersionPhase.FETCHED:
+            return LoadVersion(slot.version.version_digest)
+        case VersionPhase.RETIRING | VersionPhase.DRAINING:
+            return CancelRemoval(slot.version.version_digest)
+        case VersionPhase.BROKEN if slot.final:
             return None
-        case Phase.BROKEN if slot.needed_bytes and slot.has_files:
-            return Load(slot.version.version_digest) if slot.needed_bytes <= free_bytes else None
-        case Phase.BROKEN if now_s >= slot.retry_at_s:
-            return Load(slot.version.version_digest) if slot.has_files else Fetch(slot.version)
+        case VersionPhase.BROKEN if slot.needed_bytes and slot.has_files:
+            return LoadVersion(slot.version.version_digest) if slot.needed_bytes <= free_bytes else None
+        case VersionPhase.BROKEN if now_s >= slot.retry_at_s:
+            return LoadVersion(slot.version.version_digest) if slot.has_files else Fetch(slot.version)
         case _:
             return None
 
 
 def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slot], free_bytes: int) -> bool:
-    """Whether a load of this rank would take memory that a higher one is about to have."""
+    """Return whether a load of this rank would take memory that a version of higher rank is about to get."""
     higher = {slot.version.version_digest: above for above, slot in kept}
     for above, slot in kept:
         if above <= rank or not slot.unbooked or slot.final:
             continue
-        if slot.phase in (Phase.FETCHED, Phase.LOADING):
+        if slot.phase in (VersionPhase.FETCHED, VersionPhase.LOADING):
             return True
-        if slot.phase is not Phase.BROKEN:
+        if slot.phase is not VersionPhase.BROKEN:
             continue
         if not slot.needed_bytes:
             if slot.restarting:
@@ -191,7 +193,7 @@ def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slo
         yielding = sum(
             each.granted_bytes
             for each in observed
-            if higher.get(each.version.version_digest, -1) < above  # lower, or on its way out
+            if higher.get(each.version.version_digest, -1) < above  # of lower priority, or being removed
         )
         if slot.needed_bytes <= free_bytes + yielding:
             return True
@@ -201,13 +203,15 @@ def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slo
 def _waits_for_before(
     slot: Slot, desired: Mapping[str, AssignedVersion], kept: Sequence[tuple[int, Slot]]
 ) -> bool:
-    """Whether the version that it is to replace lost its engine, and takes its memory again first."""
+    """Return whether the version that it replaces lost its engine and must get its memory back first."""
     version = desired[slot.version.version_digest]
     if version.served:
         return False
     for _, other in kept:
         before = desired[other.version.version_digest]
-        restarts = other.phase in (Phase.BROKEN, Phase.LOADING) and other.restarting and other.unbooked
+        restarts = (
+            other.phase in (VersionPhase.BROKEN, VersionPhase.LOADING) and other.restarting and other.unbooked
+        )
         if restarts and before.served and before.deployment == version.deployment:
             return True
     return False
@@ -216,13 +220,13 @@ def _waits_for_before(
 def _retire(slot: Slot, now_s: float, retire_s: float) -> list[Action]:
     digest, is_over = slot.version.version_digest, now_s >= slot.idle_since_s + retire_s
     match slot.phase:
-        case Phase.READY:
-            return [Retire(digest)]
-        case Phase.RETIRING:
+        case VersionPhase.READY:
+            return [RetireVersion(digest)]
+        case VersionPhase.RETIRING:
             return [Discard(digest)] if is_over and not slot.running else []
-        case Phase.BROKEN if slot.restarting and not is_over:  # what ran is placed here again
-            return [Load(digest)] if now_s >= slot.retry_at_s else []
-        case Phase.LOADING if slot.restarting:
+        case VersionPhase.BROKEN if slot.restarting and not is_over:  # its sequences are placed here again
+            return [LoadVersion(digest)] if now_s >= slot.retry_at_s else []
+        case VersionPhase.LOADING if slot.restarting:
             return []
         case _:
             return _remove(slot, now_s)
@@ -231,16 +235,16 @@ def _retire(slot: Slot, now_s: float, retire_s: float) -> list[Action]:
 def _remove(slot: Slot, now_s: float) -> list[Action]:
     digest = slot.version.version_digest
     match slot.phase:
-        case Phase.READY | Phase.RETIRING:
-            return [Drain(digest)]
-        case Phase.DRAINING:
+        case VersionPhase.READY | VersionPhase.RETIRING:
+            return [DrainVersion(digest)]
+        case VersionPhase.DRAINING:
             return [Discard(digest)] if slot.running == 0 or now_s >= slot.drain_until_s else []
-        case Phase.STOPPING:
+        case VersionPhase.STOPPING:
             return []
         case _:
             return [Discard(digest)]
 
 
 def backoff_s(failures: int, *, first_s: float, most_s: float) -> float:
-    """Return the pause before the next attempt after ``failures`` in a row, at least one."""
+    """Return the pause before the next attempt after ``failures`` in a row; 0 counts as 1."""
     return min(most_s, first_s * 2.0 ** min(max(failures, 1) - 1, 32))

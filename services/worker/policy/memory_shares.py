@@ -1,8 +1,8 @@
 """How the versions of a device share its KV memory. Pure.
 
-A version that waits for memory makes those of its own and of lower priorities shrink, so far that it has its
-fair share, and none below its least. Nobody shrinks for another reason: while nobody waits the others only
-grow, into what is free. So no memory goes to and fro.
+A waiting version makes versions of its own and of lower priority shrink until it has its fair share, but
+never below their minimum. Pools shrink for no other reason: while none waits, they only grow into free
+memory. So memory does not oscillate between versions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from services.worker.agent.memory_ledger import SLAB_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One version. ``fixed_bytes`` are its weights and working memory, ``least_bytes`` of KV it never goes
-    below, ``wished_bytes`` it never goes above; ``kv_bytes`` it has, 0: it waits for all of its memory.
+class MemoryShare:
+    """The claim of one version: its KV pool stays between ``least_bytes`` and ``wished_bytes``.
+
+    ``fixed_bytes`` are its weights and working memory. ``kv_bytes`` is its present pool; 0: it waits for all
+    of its memory.
     """
 
     owner: str
@@ -31,17 +33,17 @@ class Share:
         return self.kv_bytes == 0
 
 
-def kv_targets(total_bytes: int, shares: Sequence[Share]) -> dict[str, int]:
-    """Return the KV that each is to have, by owner; one that waits and cannot be helped has no entry.
+def kv_targets(total_bytes: int, shares: Sequence[MemoryShare]) -> dict[str, int]:
+    """Return the KV target of each version, by owner; a waiting one that cannot be served has no entry.
 
-    The sum of fixed parts and targets is at most ``total_bytes`` where that of the present ones is. Within a
-    rank KV is shared max-min fair (water-filling from the least), in whole slabs but for leasts and wishes.
+    The sum of fixed parts and targets is at most ``total_bytes`` if that of the present ones is. Within a
+    rank KV is shared max-min fair (water-filling from the minimum), in whole slabs except at the bounds.
     """
     running = [share for share in shares if not share.waits]
     coming = _helped(total_bytes, shares)
     if coming:
         highest = max(share.rank for share in coming)
-        # Who is above all that wait keeps what it has.
+        # Pools of a higher rank than every waiting version keep their size.
         movable = [replace(s, least_bytes=s.kv_bytes) if s.rank > highest else s for s in running]
     else:
         movable = [replace(share, least_bytes=share.kv_bytes) for share in running]
@@ -53,14 +55,14 @@ def kv_targets(total_bytes: int, shares: Sequence[Share]) -> dict[str, int]:
         targets |= {share.owner: kv_bytes for share, kv_bytes in filled}
         room -= sum(kv_bytes - share.least_bytes for share, kv_bytes in filled)
     if coming:
-        # What somebody waits for is not what others grow by.
+        # Pools do not grow into memory that a waiting version needs.
         targets |= {share.owner: min(targets[share.owner], share.kv_bytes) for share in running}
     return targets
 
 
-def _helped(total_bytes: int, shares: Sequence[Share]) -> list[Share]:
-    """Return those that wait and can have their least, the highest priority first."""
-    coming: list[Share] = []
+def _helped(total_bytes: int, shares: Sequence[MemoryShare]) -> list[MemoryShare]:
+    """Return the waiting versions that can have their minimum, the highest priority first."""
+    coming: list[MemoryShare] = []
     for share in sorted(shares, key=lambda each: (-each.rank, each.owner)):
         if not share.waits:
             continue
@@ -75,13 +77,13 @@ def _helped(total_bytes: int, shares: Sequence[Share]) -> list[Share]:
     return coming
 
 
-def _bounded(share: Share) -> Share:
-    """Return it with a least that is not above what it has, or wishes."""
+def _bounded(share: MemoryShare) -> MemoryShare:
+    """Return the share with its minimum capped at its present, or else its wished, size."""
     return replace(share, least_bytes=min(share.least_bytes, share.kv_bytes or share.wished_bytes))
 
 
-def _filled(room: int, shares: Sequence[Share]) -> list[tuple[Share, int]]:
-    """Return what each has when ``room`` is poured on their leasts, up to a common level of whole slabs."""
+def _filled(room: int, shares: Sequence[MemoryShare]) -> list[tuple[MemoryShare, int]]:
+    """Return the KV of each after raising all from their minimum to a common level of whole slabs."""
 
     def at(level: int) -> list[int]:
         return [max(each.least_bytes, min(each.wished_bytes, level * SLAB_BYTES)) for each in shares]

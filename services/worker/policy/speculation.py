@@ -1,16 +1,17 @@
-"""How many tokens to propose for each sequence. Pure: the caller brings the measured times.
+"""How many tokens to propose for each sequence. Pure: the caller supplies measured times.
 
-A proposal makes a step longer by a row and saves a step of its sequence if it is accepted. Of a sequence
-whose proposals are accepted with probability ``a`` each, the ``j``-th is of use with ``a**j``; it pays while
-that is more than what a row costs over what a token costs. Both are measured: the time of steps against their
-rows, the time that proposing takes, and acceptance as a decayed mean of each sequence, drawn to that of all
-where little is known of it. What a row costs can be told only beside steps that propose nothing, so there
-are such steps between: at once after a probe, and the rarer the more speculation gains.
+A proposal adds a row (one more token position) to a step and saves a step of its sequence if it is accepted.
+If each proposal of a sequence is accepted with probability ``a``, the ``j``-th is useful with probability
+``a**j``. It pays while that exceeds the cost of a row divided by the cost of a token. Both costs are
+measured: step time against rows, and the time to propose. Acceptance is a decayed mean per sequence, drawn
+towards the mean of all sequences while its own data is scarce. The cost of a row can be measured only against
+steps without proposals. So such plain steps are inserted: at once after a probe, and the more rarely the more
+speculation gains.
 
-An account bounds what a wrong estimate can cost. Steps pay in ``ALLOWANCE_RATIO`` of their time, accepted
-tokens what they saved, and every proposal takes out what it costs; without means nothing is proposed. So
-where nothing is ever accepted, speculation costs that part of the time and what was there at the start. The
-same allowance pays for probes of sequences that do not speculate: their text may have begun to repeat.
+A balance bounds the cost of a wrong estimate. Each step adds ``ALLOWANCE_RATIO`` of its time, accepted
+tokens add the time they saved, and every proposal subtracts its cost; nothing is proposed beyond the balance.
+So if nothing is ever accepted, speculation costs that part of the time plus the initial balance. The same
+allowance pays for probes of sequences that do not speculate: their text may have begun to repeat.
 """
 
 from __future__ import annotations
@@ -20,25 +21,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-ALLOWANCE_RATIO: Final = 0.01  # of the time of steps: what may be lost
-START_STEPS: Final = 0.5  # what the account begins with, in steps
-MOST_STEPS: Final = 1.0  # and what it holds at most
-CAUTION_RATIO: Final = 0.1  # by how much costs are taken to be higher than measured, and savings lower
-FIRST_ROW_RATIO: Final = (
-    0.5  # what a row is taken to cost over what a sequence costs, before one was measured
-)
-LEAST_ROW_RATIO: Final = 0.002  # and what it costs at least
-NOISE_RATIO: Final = 0.03  # of a step's time, by which steps differ that should not
-DRIFT_RATIO: Final = 0.01  # of a sequence's share of a step: by which what a row costs may change with it
-MOVE_RATIO: Final = 0.25  # and with another number of sequences
-LEVEL_WEIGHT: Final = 0.2  # of the newest step in the mean time
-DECAY: Final = 0.8  # of what is known of a sequence, with each verification
-COMMON_DECAY: Final = 0.98  # and of what is known of all
-PRIOR_WEIGHT: Final = 2.0  # proposals that the common mean counts as
+ALLOWANCE_RATIO: Final = 0.01  # of step time: the bound on the loss
+START_STEPS: Final = 0.5  # initial balance, in steps
+MOST_STEPS: Final = 1.0  # maximum balance, in steps
+CAUTION_RATIO: Final = 0.1  # margin: costs count as this much higher than measured, savings as lower
+FIRST_ROW_RATIO: Final = 0.5  # cost of a row relative to that of a sequence, before a measurement
+LEAST_ROW_RATIO: Final = 0.002  # lower bound of the same
+NOISE_RATIO: Final = 0.03  # of a step's time: the noise of equal steps
+DRIFT_RATIO: Final = 0.01  # of a sequence's share of a step: how much the row cost may change per step
+MOVE_RATIO: Final = 0.25  # and how much with another number of sequences
+LEVEL_WEIGHT: Final = 0.2  # weight of the newest step in the mean time
+DECAY: Final = 0.8  # of a sequence's counts, per verification
+COMMON_DECAY: Final = 0.98  # of the counts of all sequences
+PRIOR_WEIGHT: Final = 2.0  # number of proposals that the common mean counts as
 FIRST_ACCEPTANCE: Final = 0.5
 MOST_ACCEPTANCE: Final = 0.98
 LEAST_ACCEPTANCE: Final = 0.01
-FORGONE_RATIO: Final = 0.02  # of the time: what plain steps among those that speculate may forgo
+FORGONE_RATIO: Final = 0.02  # of the time: the most that inserted plain steps may cost
 PROBE_TOKENS: Final = 2
 PROBES_RATIO: Final = 1 / 8  # of the sequences, in one step
 LEAST_PROBES: Final = 4
@@ -46,7 +45,7 @@ LEAST_PROBES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What became of the proposals for one sequence in a step."""
+    """The result of the proposals for one sequence in a step."""
 
     handle: int
     proposed: int
@@ -55,14 +54,14 @@ class Verified:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Decayed counts of proposals that were looked at, and accepted; ``asked`` is the step of the last."""
+    """Decayed counts of verified and of accepted proposals; ``asked`` is the step of the last probe."""
 
     tried: float = 0.0
     accepted: float = 0.0
     asked: int = -1
 
     def add(self, verified: Verified, decay: float) -> None:
-        # Those after the first that was rejected were never looked at.
+        # Proposals after the first rejected one were not verified.
         tried = verified.accepted + (verified.accepted < verified.proposed)
         self.tried = self.tried * decay + tried
         self.accepted = self.accepted * decay + verified.accepted
@@ -73,17 +72,17 @@ class _Acceptance:
 
 
 class StepCost:
-    """The time of a step that only decodes, as a line in its rows near those that are seen.
+    """The duration of a decode-only step, as a line in its rows near the usual number.
 
-    The line's height is a decayed mean. Its slope is what a scalar Kalman filter makes of the steps that had
-    more rows than sequences: these are few, and a step's time is noisy.
+    The line's height is a decayed mean. A scalar Kalman filter estimates its slope from the steps with more
+    rows than sequences: these are few, and step times are noisy.
     """
 
     def __init__(self) -> None:
-        self._level_s = 0.0  # at so many rows
+        self._level_s = 0.0  # at ``_rows`` rows
         self._rows = 0.0
         self._row_s = 0.0
-        self._variance = 0.0  # of that, in seconds squared
+        self._variance = 0.0  # of ``_row_s``, in seconds squared
 
     @property
     def known(self) -> bool:
@@ -91,15 +90,15 @@ class StepCost:
 
     @property
     def row_s(self) -> float:
-        """What a row costs, as far as it is known: by a standard deviation more than it seems to."""
+        """The cost of a row: one standard deviation above the estimate."""
         return self._row_s + math.sqrt(self._variance)
 
     def step_s(self, rows: int) -> float:
-        """Return what a step of so many rows takes, 0 before one was seen."""
+        """Return the duration of a step of ``rows`` rows; 0 before the first measurement."""
         return max(self._level_s + self._row_s * (rows - self._rows), 0.25 * self._level_s)
 
     def measured(self, decodes: int, rows: int, step_s: float) -> None:
-        """Follow a step of ``decodes`` sequences with ``rows`` rows: its other rows tell what a row costs."""
+        """Learn from a step of ``decodes`` sequences and ``rows`` rows; the surplus gives the row cost."""
         if not self.known:
             self._level_s, self._rows = step_s, float(decodes)
             self._row_s = 0.0
@@ -117,7 +116,7 @@ class StepCost:
         self._row_s = min(share_s, max(LEAST_ROW_RATIO * share_s, self._row_s))
 
     def _drift(self, decodes: int) -> None:
-        """Move to another number of sequences; with time, and with that, less is known."""
+        """Move to another number of sequences; this and the passing of time increase the variance."""
         moved = abs(decodes - self._rows) / max(decodes, self._rows)
         self._level_s = self.step_s(decodes)
         self._rows = float(decodes)
@@ -127,30 +126,30 @@ class StepCost:
 
 
 class SpeculationPolicy:
-    """Counts per sequence, 0 to ``most_tokens``. Single writer: the engine's step."""
+    """Proposal counts per sequence, 0 to ``most_tokens``. Single writer: the engine's step."""
 
     def __init__(self, *, most_tokens: int) -> None:
         if most_tokens < 1:
             raise ValueError(f"{most_tokens} tokens are no proposal")
         self._most = most_tokens
         self._cost = StepCost()
-        self._proposal_s = 0.0  # what proposing a token takes
+        self._proposal_s = 0.0  # time to propose one token
         self._balance_s = 0.0
-        self._since_plain = 0  # steps that proposed and did not prefill, since one that did neither
+        self._since_plain = 0  # steps with proposals and no prefill, since one with neither
         self._common = _Acceptance()
         self._sequences: dict[int, _Acceptance] = {}
         self._step = 0
 
     @property
     def may_propose(self) -> bool:
-        """Whether the account holds what a proposal costs."""
+        """Whether the balance covers the cost of one proposal."""
         return self._cost.known and self._balance_s >= self._token_s
 
     def counts(self, handles: Sequence[int], *, most_rows: int, prefills: bool = False) -> dict[int, int]:
-        """Return how many tokens to propose, by index in ``handles``, without those that get none.
+        """Return how many tokens to propose, by index in ``handles``; those with none are left out.
 
-        In all at most ``most_rows``, and no more than the account holds. Nothing where a plain step is due;
-        a step that also ``prefills`` would be none.
+        The total is at most ``most_rows`` and at most what the balance covers. Empty when a plain step is
+        needed; a step that also ``prefills`` is not a plain one.
         """
         acceptance = [self.acceptance(handle) for handle in handles]
         paying = self._paying(acceptance)
@@ -174,7 +173,7 @@ class SpeculationPolicy:
         proposing_s: float,
         prefilled: bool,
     ) -> None:
-        """Follow a step of ``decodes`` sequences; ``prefilled``: its time says nothing about decodes."""
+        """Learn from a step of ``decodes`` sequences; ``prefilled``: its time gives no cost of decodes."""
         if step_s <= 0.0 or decodes < 1:
             return
         first = not self._cost.known
@@ -194,13 +193,13 @@ class SpeculationPolicy:
         self._step += 1
 
     def acceptance(self, handle: int) -> float:
-        """Return the estimate of how likely a proposal for the sequence is accepted."""
+        """Return the estimated probability that a proposal for the sequence is accepted."""
         common = self._common.mean(FIRST_ACCEPTANCE, PRIOR_WEIGHT)
         known = self._sequences.get(handle)
         return common if known is None else known.mean(common, PRIOR_WEIGHT)
 
     def forget(self, handle: int) -> None:
-        """A sequence is gone."""
+        """Drop the counts of an ended sequence."""
         self._sequences.pop(handle, None)
 
     @property
@@ -208,9 +207,9 @@ class SpeculationPolicy:
         return self._cost.row_s + self._proposal_s
 
     def _paying(self, acceptance: Sequence[float]) -> dict[int, int]:
-        """Return by index how many proposals pay for themselves, where any does.
+        """Return by index how many proposals pay for themselves, without zeros.
 
-        What a token costs falls as proposals are accepted, so the bar is set a second time.
+        Accepted proposals lower the cost of a token, so the threshold is computed twice.
         """
         found: dict[int, int] = {}
         for _ in range(2):
@@ -219,19 +218,19 @@ class SpeculationPolicy:
         return found
 
     def _plain_step_is_due(self, acceptance: Sequence[float], counts: dict[int, int]) -> bool:
-        """Whether a step without proposals, seen from the last one, forgoes little enough."""
+        """Return whether a step without proposals now costs little enough, averaged since the last one."""
         if not self._since_plain:
             return False
         worth_it = 1.0 + FORGONE_RATIO * self._since_plain
         return self._tokens_per_s(acceptance, counts) <= worth_it * self._tokens_per_s(acceptance, {})
 
     def _tokens_per_s(self, acceptance: Sequence[float], counts: dict[int, int]) -> float:
-        """Return what is expected of a step of these sequences with so many proposals, by index."""
+        """Return the expected tokens per second of a step of these sequences with these proposals."""
         tokens = len(acceptance) + sum(_expected(acceptance[index], count) for index, count in counts.items())
         return tokens / (self._cost.step_s(len(acceptance)) + self._token_s * sum(counts.values()))
 
     def _worth(self, acceptance: float, bar: float) -> int:
-        """Return how many proposals in a row are of use with at least the probability ``bar``."""
+        """Return how many proposals in a row are accepted with at least the probability ``bar``."""
         if acceptance < bar:
             return 0
         if bar <= 0.0:
@@ -239,7 +238,7 @@ class SpeculationPolicy:
         return min(self._most, int(math.log(bar) / math.log(acceptance)))
 
     def _probes(self, handles: Sequence[int], counts: dict[int, int], left: int) -> dict[int, int]:
-        """Return a few tokens for those that were not asked for longest."""
+        """Return a few tokens for the sequences whose last probe is the oldest."""
         idle = [index for index in range(len(handles)) if index not in counts]
         if left < 1 or not idle:
             return {}
@@ -259,7 +258,7 @@ class SpeculationPolicy:
         known.add(verified, DECAY)
         self._common.add(verified, COMMON_DECAY)
         if verified.accepted:
-            known.asked = -1  # what looks as if it had begun to repeat is asked again at once
+            known.asked = -1  # text that seems to repeat is probed again at once
 
     def _settle(self, decodes: int, verified: Sequence[Verified], step_s: float, proposing_s: float) -> None:
         plain_s = self._cost.step_s(decodes)
@@ -273,5 +272,5 @@ class SpeculationPolicy:
 
 
 def _expected(acceptance: float, count: int) -> float:
-    """Return how many of so many proposals are accepted on average: a + a**2 + ... + a**count."""
+    """Return the expected number of accepted proposals of ``count``: a + a**2 + ... + a**count."""
     return acceptance * (1.0 - acceptance**count) / (1.0 - acceptance)

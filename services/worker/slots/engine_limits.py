@@ -1,4 +1,4 @@
-"""The limits that a version brings along: an engine of it never exceeds them, whatever its worker allows."""
+"""The limits in a version's files. An engine never exceeds them, whatever its worker allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.engine_protocol import EngineConfig
 
 
 def read_limits(folder: Path) -> EngineLimits:
-    """Return the version's limits, none without the file. Blocks for I/O. Raises FailedPrecondition."""
+    """Return the version's limits, empty without the file. Blocks for I/O. Raises FailedPrecondition."""
     try:
         return check_limits((folder / LIMITS_NAME).read_bytes())
     except FileNotFoundError:
@@ -22,9 +22,9 @@ def read_limits(folder: Path) -> EngineLimits:
 
 
 def limited(config: EngineConfig, limits: EngineLimits, *, max_context_tokens: int = 0) -> EngineConfig:
-    """Return the configuration within the limits and the context of the version's manifest (0: any).
+    """Return the configuration within the limits and the manifest's context size (0: unbounded).
 
-    A step still holds every sequence.
+    ``max_sequences`` is lowered to the token budget, so that a step still covers every sequence.
     """
     contexts = (config.max_model_len, limits.max_context_tokens, max_context_tokens)
     budget = min(config.token_budget, limits.token_budget or config.token_budget)

@@ -1,4 +1,4 @@
-"""The agent's ends of what connects it with an engine: the socket of messages and the pipe of log lines."""
+"""The agent's ends of its connections to an engine: the message socket and the pipe of log lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LOG_LINE_BYTES: Final = 65536
 
 
 class EngineLink(asyncio.Protocol):
-    """The agent's end of the socket: cuts the bytes into messages. Any fault ends the connection."""
+    """The agent's end of the socket: splits the bytes into messages. Any fault ends the connection."""
 
     def __init__(self, on_event: Callable[[Event], None], on_fault: Callable[[str], None]) -> None:
         self._on_event = on_event
@@ -31,7 +31,7 @@ class EngineLink(asyncio.Protocol):
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A stream server's transport writes; uvloop's does not derive from asyncio.Transport.
+        # A stream server's transport can write; uvloop's does not derive from asyncio.Transport.
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=MAX_SEND_BUFFER_BYTES)
 
@@ -53,7 +53,7 @@ class EngineLink(asyncio.Protocol):
                     event = decode_event(bytes(view[at + LENGTH_PREFIX.size : end]))
                 self._on_event(event)
                 at = end
-        except Exception as exc:  # a fault of this engine or of its handler ends this engine, not the agent
+        except Exception as exc:  # a fault in this engine or its handler ends the engine, not the agent
             log.exception("engine.event_refused")
             self._faulty = True
             self._on_fault(f"the engine's message could not be handled: {type(exc).__name__}")
@@ -65,15 +65,15 @@ class EngineLink(asyncio.Protocol):
 
 
 class Refusal(asyncio.Protocol):
-    """What a second connection gets: one engine, one connection."""
+    """Closes every connection after the first: an engine has one connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 class LogPipe:
-    """The engine's stderr. Not asyncio's own pipe: with that one the end of a process is not told before
-    its children closed theirs."""
+    """The engine's stderr. It is not an asyncio subprocess pipe: with that, the end of a process is reported
+    only after its children closed theirs."""
 
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport, write_fd: int) -> None:
         self._reader = reader
@@ -91,7 +91,7 @@ class LogPipe:
 
     @contextlib.contextmanager
     def write_end(self) -> Iterator[int]:
-        """Lend the end that the process writes to; ours is closed after it."""
+        """Yield the write end for the process; the agent's copy is closed on exit."""
         try:
             yield self._write_fd
         finally:
@@ -99,11 +99,11 @@ class LogPipe:
             self._write_fd = -1
 
     async def copy(self, pid: int) -> None:
-        """Log each line until the last writer is gone."""
+        """Log each line until the last writer has closed the pipe."""
         while True:
             try:
                 line = await self._reader.readline()
-            except ValueError:  # longer than the limit: that much of it was dropped
+            except ValueError:  # a line above the limit; asyncio dropped that many bytes of it
                 continue
             if not line:
                 return

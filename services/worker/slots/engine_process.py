@@ -1,7 +1,7 @@
-"""One engine process: started, spoken to, watched, and gone when it should be.
+"""One engine process: starts it, exchanges messages with it, monitors it and stops it.
 
-The agent listens on a socket in a directory that only it can enter; the engine connects. The engine is
-its own process group and ends when the socket does, so nothing outlives the agent.
+The agent listens on a socket in a directory that only its user can enter; the engine connects. The engine
+is its own process group and ends when the socket closes, so it does not outlive the agent.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     Command,
     EngineConfig,
+    EngineHeartbeat,
     Event,
-    Heartbeat,
     LoadFailed,
     Progress,
     Ready,
@@ -44,7 +44,7 @@ from services.worker.slots.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink,
 
 log = structlog.get_logger()
 
-MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 with its end
+MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 bytes with the terminating zero
 CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
@@ -52,7 +52,7 @@ ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
-    """Seconds. ``silence_s`` is how long a running engine may say nothing; it speaks once a second."""
+    """Seconds. ``silence_s``: the longest time without a message from a running engine (usually 1 s)."""
 
     load_s: float = 1800.0
     load_silence_s: float = 300.0
@@ -62,14 +62,14 @@ class EngineTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """It ended because it was told to."""
+    """It ended because the agent stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRefused:
-    """The model cannot be loaded here, and a retry would meet the same.
+    """The model cannot be loaded here, and a retry would fail in the same way.
 
-    Where it does not fit, the bytes say what it needs at least.
+    If it does not fit, the byte counts are the least that it needs.
     """
 
     reason: str
@@ -81,7 +81,7 @@ class LoadRefused:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """It ended by itself or was killed because it hung. ``exit_code`` is negative for a signal."""
+    """It ended by itself, or was killed because it hung. ``exit_code`` is negative for a signal."""
 
     exit_code: int
     message: str
@@ -92,18 +92,18 @@ EngineExit = Stopped | LoadRefused | Crashed
 
 @dataclass(frozen=True, slots=True)
 class EngineEvents:
-    """Called in the event loop, in order; ``on_exit`` once, last. They must not block."""
+    """Callbacks of the event loop, in order of the events; ``on_exit`` once, last. They must not block."""
 
     on_progress: Callable[[Progress], None]
     on_ready: Callable[[Ready], None]
     on_stepped: Callable[[Stepped], None]
-    on_heartbeat: Callable[[Heartbeat], None]
+    on_heartbeat: Callable[[EngineHeartbeat], None]
     on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
 
 
 class EngineProcess:
-    """Runs from ``start`` until ``on_exit``. One instance is one process; a restart is a new instance."""
+    """Runs from ``start`` until ``on_exit``. One instance is one process; a restart needs a new instance."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class EngineProcess:
         env: Mapping[str, str] | None = None,
         command: tuple[str, ...] = ENGINE_MODULE,
     ) -> None:
-        """``config.socket_path`` is filled in here. ``env`` None is the agent's own environment."""
+        """``start`` sets ``config.socket_path``. ``env`` None: the agent's own environment."""
         self._config = config
         self._events = events
         self._clock = clock
@@ -136,16 +136,16 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 before it was started."""
+        """Process id; 0 before the start."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def silent_s(self) -> float:
-        """Since its step loop was last heard, once it is ready; 0 before."""
+        """Time since the last message of the step loop, once it is ready; 0 before."""
         return self._clock.monotonic_s() - self._heard_s if self._ready else 0.0
 
     async def start(self) -> None:
-        """Start the process and watch it. Raises FailedPrecondition when it cannot be started."""
+        """Start the process and its monitoring. Raises FailedPrecondition when it cannot be started."""
         async with contextlib.AsyncExitStack() as undo:
             try:
                 server, path = await self._listen(undo)
@@ -161,7 +161,7 @@ class EngineProcess:
             )
 
     def send(self, command: Command) -> bool:
-        """Queue a command. False when there is no connection; an engine that does not read is killed."""
+        """Queue a command. Return False without a connection; an engine that does not read is killed."""
         transport = self._link.transport
         if transport is None or transport.is_closing() or self._fault:
             return False
@@ -172,7 +172,7 @@ class EngineProcess:
         return True
 
     async def stop(self) -> None:
-        """Return once the process is gone: told to end, and killed after ``shutdown_s``. Idempotent."""
+        """Return once the process has ended: by request, or killed after ``shutdown_s``. Idempotent."""
         if self._process is None:
             return
         self._stopping = True
@@ -203,10 +203,10 @@ class EngineProcess:
         return self._link if self._link.transport is None else Refusal()
 
     def _spawn(self, socket_path: str, log_pipe: LogPipe) -> subprocess.Popen[bytes]:
-        """Start it in a session, and so in a process group, of its own; blocks for about a millisecond.
+        """Start it in its own session and process group; blocks for about a millisecond.
 
-        Not by the event loop: uvloop forks, and gRPC's fork handlers now and then crash the child before it
-        is the engine; ``Popen`` uses vfork. Not in a thread: the engine dies with the thread that started it.
+        Not by the event loop: uvloop forks, and gRPC's fork handlers can crash the child before it becomes
+        the engine; ``Popen`` uses vfork. Not in a thread: the engine ends with the thread that started it.
         """
         config = msgspec.structs.replace(self._config, socket_path=socket_path)
         with log_pipe.write_end() as stderr:
@@ -228,13 +228,13 @@ class EngineProcess:
         log_pipe: LogPipe,
         undo: contextlib.AsyncExitStack,
     ) -> None:
-        """Own the process until it is gone, whatever happens to this task."""
+        """Own the process until it has ended, even if this task is cancelled."""
         try:
             async with undo, TaskGroup() as group:
                 reader = group.create_task(log_pipe.copy(process.pid))
                 watcher = group.create_task(self._watch(server))
                 await wait_end(process.pid, self._clock)
-                self._signal_group(signal.SIGKILL)  # what it may have started
+                self._signal_group(signal.SIGKILL)  # its child processes
                 code = process.wait()
                 watcher.cancel()
                 await self._drain(reader)
@@ -251,7 +251,7 @@ class EngineProcess:
         self._events.on_exit(exit_)
 
     async def _drain(self, reader: asyncio.Task[None]) -> None:
-        """What the process said before it ended is still in the sockets: hear it first."""
+        """Process the messages and log lines that the ended process left in the sockets."""
         if self._link.transport is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_GRACE_S):
@@ -260,16 +260,16 @@ class EngineProcess:
         reader.cancel()
 
     async def _watch(self, server: asyncio.Server) -> None:
-        """Kill a process that hung, or that lives on without its connection."""
+        """Kill a process that hangs, or that runs on after its connection closed."""
         checked_s = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(CHECK_S)
             now_s = self._clock.monotonic_s()
-            if now_s - checked_s > 4 * CHECK_S:  # this process was stopped: what was said waits in the socket
+            if now_s - checked_s > 4 * CHECK_S:  # this process was suspended: messages wait in the socket
                 self._heard_s = now_s
             checked_s = now_s
             if self._link.transport is not None and server.is_serving():
-                server.close()  # nobody else is to connect
+                server.close()  # accept no other connection
             if self._link.closed.is_set():
                 await self._clock.sleep(EXIT_GRACE_S)
                 self._kill("the engine closed its connection")
@@ -281,7 +281,7 @@ class EngineProcess:
                 self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
 
     def _patience_s(self) -> float:
-        """After how long a silence it is killed: later than its sequences are given to others."""
+        """Return the silence after which it is killed; its sequences are handed back earlier."""
         return max(self._timeouts.silence_s, 2 * HAND_BACK_STEPS * self._full_step_s)
 
     def _on_event(self, event: Event) -> None:
@@ -289,7 +289,7 @@ class EngineProcess:
         match event:
             case Stepped():
                 self._events.on_stepped(event)
-            case Heartbeat():
+            case EngineHeartbeat():
                 self._events.on_heartbeat(event)
             case Resized():
                 self._events.on_resized(event)
@@ -322,7 +322,7 @@ class EngineProcess:
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, signal_number: signal.Signals) -> None:
-        """Signal a process that was not reaped yet, and what it may have started."""
+        """Signal the process group of a process that was not reaped yet."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal_number)

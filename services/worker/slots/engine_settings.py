@@ -1,4 +1,4 @@
-"""How the engines of a worker are started, and what that makes of one version's."""
+"""The common settings of a worker's engines, and the configuration of one version's engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from services.worker.slots.engine_process import EngineTimeouts
 
 Executor = Literal["torch", "null"]
 
-RETIRE_MARGIN_S: Final = 5.0  # gateways observe an update, and place what they accepted before it
+RETIRE_MARGIN_S: Final = 5.0  # for gateways to observe an update and place the requests accepted before it
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What all engines of a worker have in common. Sizes in bytes, times in seconds."""
+    """What all engines of a worker have in common. Sizes in bytes, times in seconds.
+
+    A field that ``EngineConfig`` also has is copied into it and documented there.
+    """
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -31,23 +34,29 @@ class EngineSettings:
     operators: Literal["auto", "native", "torch"] = "auto"
     operators_cache: str = ""
     prefix_cache: bool = True
+    # "draft" applies to versions with a draft model; others use prompt lookup.
     speculation: Speculation = "off"
     max_proposals: int = 8
     null_step_s: float = 0.0
+    # How long a parked sequence may stay without credit.
     slow_reader_s: float = 30.0
     request_log_per_s: float = 200.0
+    # How long running sequences may continue on a version that is being removed.
     drain_s: float = 30.0
+    # How long a retiring version stays after its last sequence.
     retire_s: float = 30.0 + RETIRE_MARGIN_S
+    # Pauses before a new attempt after crashes and transient failures.
     crash_backoff_first_s: float = 0.5
     crash_backoff_most_s: float = 30.0
+    # The same after other failures.
     failed_backoff_first_s: float = 2.0
     failed_backoff_most_s: float = 60.0
-    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
+    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)  # of the engine process
 
     def config(
         self, folder: Path, executor: Executor, *, memory_bytes: int, draft: Path | None
     ) -> EngineConfig:
-        """Return the configuration of an engine for the version and the draft in these folders."""
+        """Return the engine configuration for the version and the draft in these folders."""
         return EngineConfig(
             socket_path="",
             model_dir=str(folder),

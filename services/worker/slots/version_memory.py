@@ -1,4 +1,4 @@
-"""The memory of one version on this worker: what it needs, what is booked for it, what its pool is to be."""
+"""The device memory of one version on this worker: its needs, its grant and the target size of its pool."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 from services.core.errors import DoesNotFit
 from services.worker.agent.memory_ledger import MIN_KV_BYTES, MemoryGrant, MemoryLedger
 from services.worker.engine_protocol import Ready
-from services.worker.policy.memory_shares import Share
+from services.worker.policy.memory_shares import MemoryShare
 
-FIRST_WORKING_BYTES: Final = 256 * 1024 * 1024  # lent to the first engine of a version, where they are free
+FIRST_WORKING_BYTES: Final = 256 * 1024 * 1024  # granted to a version's first engine, if they are free
 
 
 class VersionMemory:
-    """Single writer: the version's slot. What was learned of its needs outlives its engines.
+    """Single writer: the version's slot. The measured needs outlive the engines.
 
-    ``wished_kv_bytes`` is the most that its pool may have.
+    ``wished_kv_bytes`` is the upper bound of its pool.
     """
 
     def __init__(self, owner: str, label: str, *, ledger: MemoryLedger, wished_kv_bytes: int) -> None:
@@ -23,12 +23,12 @@ class VersionMemory:
         self._label = label
         self._ledger = ledger
         self._wished_kv_bytes = wished_kv_bytes
-        self._least_kv_bytes = min(MIN_KV_BYTES, wished_kv_bytes)  # to be loaded with
-        self._weight_bytes = 0  # until they are known
-        self._working_bytes = 0  # until an engine measured them
+        self._least_kv_bytes = min(MIN_KV_BYTES, wished_kv_bytes)  # minimum to load with
+        self._weight_bytes = 0  # 0: unknown
+        self._working_bytes = 0  # 0: no engine has measured it
         self._engine: Ready | None = None
-        self._asked: int | None = None  # blocks, until the engine answers
-        self._stays = False  # the engine could not do what it was asked for: not before it starts again
+        self._asked: int | None = None  # requested blocks, until the engine answers
+        self._stays = False  # the engine could not resize as requested: no further request until it restarts
 
     @property
     def granted(self) -> MemoryGrant | None:
@@ -36,14 +36,14 @@ class VersionMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """The least device memory that it is loaded with, 0 while unknown."""
+        """The least device memory to load it with; 0 while unknown."""
         if not self._weight_bytes:
             return 0
         return self._weight_bytes + self._working_bytes + self._least_kv_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Of the KV that is booked, what its running engine can do without."""
+        """The part of its granted KV that its running engine does not need."""
         grant, engine = self.granted, self._engine
         if grant is None or engine is None:
             return 0
@@ -51,19 +51,19 @@ class VersionMemory:
 
     @property
     def gives_back(self) -> bool:
-        """Whether its engine was asked for memory that is still booked for it."""
+        """Whether a requested shrink of its pool is not complete."""
         grant, asked = self.granted, self._asked
         return grant is not None and asked is not None and self._kv_bytes(asked) < grant.kv_bytes
 
-    # --- an engine's life -----------------------------------------------------------------------
+    # --- an engine's lifetime -------------------------------------------------------------------
 
     def take(self, *, weight_bytes: int, kv_bytes: int | None) -> MemoryGrant:
-        """Book what an engine is started with; ``kv_bytes`` None: all that it wishes. Raises DoesNotFit."""
+        """Grant memory for an engine's start; ``kv_bytes`` None: the upper bound. Raises DoesNotFit."""
         self._weight_bytes = max(weight_bytes, self._weight_bytes)
         wished = self._wished_kv_bytes if kv_bytes is None else min(kv_bytes, self._wished_kv_bytes)
         wished = max(wished, self._least_kv_bytes)
         working_bytes = self._working_bytes
-        if not working_bytes:  # an engine that is not lent it has it out of its KV
+        if not working_bytes:  # without this grant an engine takes its working memory out of its KV
             free_bytes = self._ledger.free_bytes - self._weight_bytes - wished
             working_bytes = min(FIRST_WORKING_BYTES, max(0, free_bytes))
         return self._ledger.grant(
@@ -76,13 +76,13 @@ class VersionMemory:
         )
 
     def learn(self, *, weight_bytes: int, working_bytes: int, kv_bytes: int) -> None:
-        """Note what an engine that did not fit said it needs at least."""
+        """Record the minimum that an engine that did not fit reported."""
         self._weight_bytes = max(weight_bytes, self._weight_bytes)
         self._working_bytes = max(working_bytes, self._working_bytes)
         self._least_kv_bytes = max(kv_bytes, self._least_kv_bytes)
 
     def settle(self, engine: Ready) -> None:
-        """Book what an engine really took. Raises DoesNotFit."""
+        """Replace the grant by what the engine took. Raises DoesNotFit."""
         self._weight_bytes = max(engine.weight_bytes, self._weight_bytes)
         self._working_bytes = engine.working_bytes
         self._ledger.settle(
@@ -94,31 +94,31 @@ class VersionMemory:
         self._engine = engine
 
     def release(self) -> None:
-        """The engine is gone, or none was started. Idempotent."""
+        """Release the grant after the engine ended, or if none was started. Idempotent."""
         self._ledger.release(self._owner)
         self._engine, self._asked, self._stays = None, None, False
 
     # --- its pool -------------------------------------------------------------------------------
 
-    def share(self, rank: int, *, movable: bool) -> Share | None:
-        """Return its claim on the device's memory, None while that is unknown.
+    def share(self, rank: int, *, movable: bool) -> MemoryShare | None:
+        """Return its claim on the device's memory, None while unknown.
 
-        What is not ``movable`` stays as it is, and so does a pool that is changing its size.
+        The claim is the present size if it is not ``movable``, and while its pool is being resized.
         """
         grant, engine = self.granted, self._engine
         if grant is None:
             fixed_bytes = self._weight_bytes + self._working_bytes
-            claim = Share(self._owner, rank, fixed_bytes, self._least_kv_bytes, self._wished_kv_bytes)
+            claim = MemoryShare(self._owner, rank, fixed_bytes, self._least_kv_bytes, self._wished_kv_bytes)
             return claim if self._weight_bytes else None
         kv_bytes = grant.kv_bytes if self._asked is None else self._kv_bytes(self._asked)
         if engine is None or not movable or self._stays or self._asked is not None:
-            return Share(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
+            return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
         least_bytes = self._kv_bytes(-(-engine.max_model_len // engine.block_size))
         wished_bytes = max(self._wished_kv_bytes, kv_bytes)
-        return Share(self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes)
+        return MemoryShare(self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes)
 
     def aim(self, kv_bytes: int) -> int | None:
-        """Return how many blocks to ask the engine for, None to ask nothing. What it grows by is booked."""
+        """Return the number of blocks to request from the engine, or None. Growth is granted here."""
         grant, engine = self.granted, self._engine
         if grant is None or engine is None or self._stays or self._asked is not None:
             return None
@@ -128,13 +128,13 @@ class VersionMemory:
         if self._kv_bytes(blocks) > grant.kv_bytes:
             try:
                 self._ledger.settle_kv(self._owner, self._kv_bytes(blocks))
-            except DoesNotFit:  # others are still to give it back
+            except DoesNotFit:  # other pools have not released it yet
                 return None
         self._asked = blocks
         return blocks
 
     def resized(self, blocks: int) -> None:
-        """Book what the engine's pool has become, which may not be what was asked for."""
+        """Record the engine's new pool size, which may differ from the requested one."""
         self._stays = blocks != self._asked
         self._asked = None
         self._ledger.settle_kv(self._owner, self._kv_bytes(blocks))

@@ -19,7 +19,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import (
     EngineConfig,
-    Heartbeat,
+    EngineHeartbeat,
     Progress,
     Ready,
     Resize,
@@ -27,7 +27,7 @@ from services.worker.engine_protocol import (
     Stepped,
 )
 from services.worker.kv.pool import PoolLimits
-from services.worker.policy.lifecycle import FINAL_REASONS, Phase, Slot, backoff_s
+from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.drafts import draft_of
 from services.worker.slots.engine_limits import limited, read_limits
 from services.worker.slots.engine_process import (
@@ -47,11 +47,11 @@ from services.worker.text.detokenizer import Vocabulary, load_vocabulary
 
 log = structlog.get_logger()
 
-CHECK_COUNTS_S: Final = 10.0  # an engine that starts so soon after its files were checked maps what was read
-CALM_S: Final = 60.0  # an engine that ran so long starts its count of crashes anew
+CHECK_COUNTS_S: Final = 10.0  # a start within this time after the check of its files needs no new check
+CALM_S: Final = 60.0  # an engine that ran this long resets the count of crashes
 PROGRESS_STEP: Final = 0.05
-RESIZABLE: Final = (Phase.READY, Phase.RETIRING)
-_WITH_ENGINE: Final = (*RESIZABLE, Phase.DRAINING)
+RESIZABLE: Final = (VersionPhase.READY, VersionPhase.RETIRING)
+_WITH_ENGINE: Final = (*RESIZABLE, VersionPhase.DRAINING)
 # The message of a version while its engine loads, by the phase that the engine reports.
 _LOADING_STEPS: Final = {
     "import": "importing torch",
@@ -63,7 +63,7 @@ _LOADING_STEPS: Final = {
 
 
 class ModelSource(Protocol):
-    """Where the files of a version come from; see ``adapters/model_files/cache.py``."""
+    """The source of a version's files; see ``adapters/model_files/cache.py``."""
 
     def fetch(
         self,
@@ -84,35 +84,34 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotContext:
-    """What the slots of a worker share. ``woke`` is called when a slot changed.
+    """What the slots of a worker share."""
 
-    ``texts`` tries what gateways read of a version before it is READY.
-    """
-
-    settings: EngineSettings
-    host: SequenceHost
-    ledger: MemoryLedger
-    files: ModelSource
-    clock: Clock
-    supervisor: Supervisor
+    settings: EngineSettings  # of all engines
+    host: SequenceHost  # admission and sequence tables
+    ledger: MemoryLedger  # of the device's memory
+    files: ModelSource  # source of model files
+    clock: Clock  # time source
+    supervisor: Supervisor  # owner of the slots' tasks
+    # Called when a slot changed.
     woke: Callable[[], None]
-    telemetry: WorkerTelemetry
+    telemetry: WorkerTelemetry  # metrics of the worker
+    # Checks the files that gateways read of a version, before it is READY.
     texts: TextCheck | None = None
 
 
 class VersionSlot:
-    """State machine of one version. Actions start work and return; its end is a new phase and ``woke``."""
+    """State machine of one version. An action starts work and returns; a new phase and ``woke`` end it."""
 
     def __init__(self, version: AssignedVersion, context: SlotContext) -> None:
         self.version = version
-        self.phase = Phase.FETCHING
+        self.phase = VersionPhase.FETCHING
         self.message = ""
         self.progress_ratio = 0.0
         self.restarts = 0
         self.table: SequenceTable | None = None
         self.gone = False
-        self._failed = False  # BROKEN for a reason that a restart does not heal
-        self._reason = ""  # of the last failure, until it is READY
+        self._failed = False  # BROKEN for a reason that a restart does not fix
+        self._reason = ""  # of the last failure, until READY
         self._context = context
         self.memory = VersionMemory(
             version.version_digest,
@@ -120,10 +119,10 @@ class VersionSlot:
             ledger=context.ledger,
             wished_kv_bytes=context.settings.kv_memory_bytes,
         )
-        self._kv_target: int | None = None  # bytes, as of the last division of the device's memory
+        self._kv_target: int | None = None  # bytes, from the last division of the device's memory
         self._memory_comes = False
         self._failures = 0
-        self._too_large = ""  # why an engine that had loaded was stopped at once
+        self._too_large = ""  # why an engine was stopped right after it loaded
         self._retry_at_s = 0.0
         self._retry_unix_s = 0.0
         self._drain_until_s = 0.0
@@ -131,9 +130,9 @@ class VersionSlot:
         self._ready_s = 0.0
         self._phase_s = context.clock.monotonic_s()
         self._folder: Path | None = None
-        self._checked_until_s = -math.inf  # its files need no second look until then, for one engine
+        self._checked_until_s = -math.inf  # until then one engine may start without a new check of the files
         self._vocabulary: Vocabulary | None = None
-        self._template_fault = ""  # why its gateways take prompts only
+        self._template_fault = ""  # why gateways cannot serve chat with it
         self._max_sequences = 0
         self._engine: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -148,7 +147,7 @@ class VersionSlot:
 
     @property
     def silent_s(self) -> float:
-        """Since the engine's step loop was last heard; 0 while there is none that should be."""
+        """Time since the last message of the engine's step loop; 0 while no engine should run."""
         return self._engine.silent_s if self.phase in _WITH_ENGINE and self._engine is not None else 0.0
 
     def observed(self) -> Slot:
@@ -171,16 +170,16 @@ class VersionSlot:
         )
 
     def record(self, deployment: str) -> LoadedVersion:
-        """Return what is published of it."""
+        """Return the public record of this version for a deployment."""
         limits = None if self.table is None else self.table.limits
         grant = self.memory.granted
-        broken = self.phase is Phase.BROKEN and not self._expects_memory
+        broken = self.phase is VersionPhase.BROKEN and not self._expects_memory
         return LoadedVersion(
             deployment=deployment,
             model=self.version.model,
             version_digest=self.digest,
             state=self._state(),
-            message=self._notice() if self.phase is Phase.READY else self.message,
+            message=self._notice() if self.phase is VersionPhase.READY else self.message,
             progress_ratio=self.progress_ratio,
             kv_blocks_total=0 if limits is None else limits.kv_blocks_total,
             block_size=0 if limits is None else limits.block_size,
@@ -199,18 +198,18 @@ class VersionSlot:
     # --- actions --------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        self._enter(Phase.FETCHING)
+        self._enter(VersionPhase.FETCHING)
         self._task = self._context.supervisor.spawn(f"fetch-{self.digest[:19]}", self._fetch())
 
     def load(self) -> None:
         assert self._folder is not None, "nothing to load"
-        self._enter(Phase.LOADING, self.message if self.restarts else "")
+        self._enter(VersionPhase.LOADING, self.message if self.restarts else "")
         self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load(self._folder))
 
     def share_memory(self, kv_bytes: int | None, *, comes: bool) -> None:
-        """Move towards the KV that it is to have; None: there is none for it, or nobody knows what it needs.
+        """Resize towards the target KV size; None: no memory available, or its needs are unknown.
 
-        ``comes``: it has memory once those that leave have left.
+        ``comes``: it gets memory once leaving versions have released theirs.
         """
         self._kv_target = kv_bytes
         self._memory_comes = comes
@@ -220,31 +219,31 @@ class VersionSlot:
         if blocks is None:
             return
         if blocks < self.table.limits.kv_blocks_total:
-            self.table.resize(blocks)  # nobody is admitted beyond it
+            self.table.resize(blocks)  # admission stops at the smaller size at once
         log.info("pool.resized", digest=self.digest, kv_blocks=blocks)
         self._engine.send(Resize(blocks))
 
     def retire(self) -> None:
         self._idle_since_s = self._context.clock.monotonic_s()
-        self._enter(Phase.RETIRING)
+        self._enter(VersionPhase.RETIRING)
 
     def drain(self) -> None:
         self._drain_until_s = self._context.clock.monotonic_s() + self._context.settings.drain_s
         self._context.host.close_version(self.digest, True)
-        self._enter(Phase.DRAINING)
+        self._enter(VersionPhase.DRAINING)
 
     def undrain(self) -> None:
         self._context.host.close_version(self.digest, False)
-        self._enter(Phase.READY)
+        self._enter(VersionPhase.READY)
 
     def discard(self) -> None:
-        """Stop everything in a task of its own; ``gone`` turns true when it is done."""
-        self._enter(Phase.STOPPING)
+        """Stop everything in a separate task; ``gone`` becomes true at the end."""
+        self._enter(VersionPhase.STOPPING)
         self._context.supervisor.spawn(f"discard-{self.digest[:19]}", self.stop())
 
     async def stop(self) -> None:
-        """Return once nothing of the version is left: no task, no engine, no memory, no pin."""
-        self._enter(Phase.STOPPING)
+        """Return once the version has no task, engine, memory or pin left."""
+        self._enter(VersionPhase.STOPPING)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -267,17 +266,17 @@ class VersionSlot:
         else:
             self._checked_until_s = self._context.clock.monotonic_s() + CHECK_COUNTS_S
             self._failures = 0
-            self._enter(Phase.FETCHED)
+            self._enter(VersionPhase.FETCHED)
 
     async def _have_files(self) -> Path:
-        """Return the folder, pinned, each chunk read just now and as the manifest says.
+        """Return the pinned folder after reading every chunk and comparing it with the manifest.
 
-        What is damaged is fetched again. Raises as ``ModelSource.fetch``; there is no folder then.
+        Damaged files are fetched again. Raises as ``ModelSource.fetch``; no folder is pinned then.
         """
         files = self._context.files
         held, self._folder = self._folder, None
         if held is not None:
-            files.unpin(held)  # what is in use would not be replaced
+            files.unpin(held)  # pinned files would not be replaced
         only = without_weights if self.version.executor == "null" else None
         folder = await files.fetch(
             self.version.model, self.digest, only=only, progress=self._note_progress, recheck=True
@@ -287,8 +286,7 @@ class VersionSlot:
         return folder
 
     async def _load(self, folder: Path) -> None:
-        """Start an engine on files that are what they were published as; ``_on_ready`` or ``_on_exit`` say
-        what became of it."""
+        """Start an engine on verified files. ``_on_ready`` or ``_on_exit`` receives the outcome."""
         try:
             fresh = self._context.clock.monotonic_s() <= self._checked_until_s
             self._checked_until_s = -math.inf
@@ -313,7 +311,7 @@ class VersionSlot:
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
 
     async def _have_text(self, folder: Path) -> Vocabulary:
-        """Return the vocabulary of a version that a gateway can load.
+        """Return the vocabulary, after the check that a gateway can load the version.
 
         Raises FailedPrecondition, Unavailable.
         """
@@ -322,7 +320,7 @@ class VersionSlot:
         return await asyncio.to_thread(load_vocabulary, folder)
 
     def _lost_files(self) -> bool:
-        """Whether the files were deleted from the cache; then they are fetched again after a pause."""
+        """Return whether the files were deleted from the cache; they are then fetched again after a pause."""
         folder = self._folder
         if folder is None or folder.is_dir():
             return False
@@ -334,7 +332,7 @@ class VersionSlot:
         return True
 
     async def _config(self, folder: Path) -> EngineConfig:
-        """Return the configuration, its memory granted."""
+        """Return the configuration, with its memory granted."""
         settings = self._context.settings
         limits = await asyncio.to_thread(read_limits, folder)
         context = await self._context.files.max_context_tokens(self.version.model, self.digest)
@@ -348,14 +346,14 @@ class VersionSlot:
             if draft is not None:
                 weights += await asyncio.to_thread(weight_bytes, draft, bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
-            self._context.woke()  # others may wait for it to have its memory
+            self._context.woke()  # other loads may wait for this grant
         executor: Executor = "null" if self.version.executor == "null" else "torch"
         config = settings.config(folder, executor, memory_bytes=memory_bytes, draft=draft)
         config = limited(config, limits, max_context_tokens=context)
         self._max_sequences = config.max_sequences
         return config
 
-    # --- what the engine says -------------------------------------------------------------------
+    # --- events of the engine -------------------------------------------------------------------
 
     def _events(self) -> EngineEvents:
         return EngineEvents(
@@ -369,8 +367,8 @@ class VersionSlot:
 
     def _on_progress(self, event: Progress) -> None:
         step = _LOADING_STEPS.get(event.phase, "")
-        # After a restart the message stays the cause of the restart.
-        if step and step != self.message and self.phase is Phase.LOADING and not self.restarts:
+        # After a restart the message remains the cause of the restart.
+        if step and step != self.message and self.phase is VersionPhase.LOADING and not self.restarts:
             self.message = step
             self._context.woke()
         self._note_progress(event.done_ratio)
@@ -378,7 +376,7 @@ class VersionSlot:
     def _on_ready(self, event: Ready) -> None:
         assert self._engine is not None, "ready without an engine"
         assert self._vocabulary is not None, "ready without a vocabulary"
-        if self.phase is not Phase.LOADING:  # it is being discarded
+        if self.phase is not VersionPhase.LOADING:  # it is being removed
             return
         if not self._settle_memory(event, self._engine):
             return
@@ -403,10 +401,10 @@ class VersionSlot:
         self._context.host.add(self.table)
         self._ready_s = self._context.clock.monotonic_s()
         self._failed, self._reason = False, ""
-        self._enter(Phase.READY)
+        self._enter(VersionPhase.READY)
 
     def _settle_memory(self, event: Ready, engine: EngineProcess) -> bool:
-        """Book what the engine really took; stop an engine that took what is not there."""
+        """Record the memory that the engine took; stop an engine that took more than is free."""
         if self.version.executor == "null":
             return True
         try:
@@ -420,10 +418,10 @@ class VersionSlot:
     def _on_stepped(self, event: Stepped) -> None:
         if self.table is not None:
             self.table.on_stepped(event)
-            if self.phase is Phase.DRAINING and not len(self.table):
+            if self.phase is VersionPhase.DRAINING and not len(self.table):
                 self._context.woke()
 
-    def _on_heartbeat(self, event: Heartbeat) -> None:
+    def _on_heartbeat(self, event: EngineHeartbeat) -> None:
         if self.table is not None:
             self.table.on_heartbeat(event)
 
@@ -431,7 +429,7 @@ class VersionSlot:
         if self.table is not None:
             self.table.on_resized(event)
             self.memory.resized(event.kv_blocks_total)
-            self._context.woke()  # others may wait for what it gave back
+            self._context.woke()  # other versions may wait for the freed memory
 
     def _on_exit(self, exit_: EngineExit) -> None:
         self._engine = None
@@ -439,7 +437,7 @@ class VersionSlot:
         table, self.table = self.table, None
         if table is not None:
             self._context.host.remove(table)
-        if self.phase is Phase.STOPPING:
+        if self.phase is VersionPhase.STOPPING:
             return
         if table is not None and self._context.clock.monotonic_s() - self._ready_s > CALM_S:
             self._failures = 0
@@ -462,13 +460,13 @@ class VersionSlot:
 
     @property
     def _expects_memory(self) -> bool:
-        """Whether others are about to give back what it waits for."""
-        waits = self.phase is Phase.BROKEN and self._reason == DoesNotFit.reason
+        """Whether the memory that it waits for is about to be released."""
+        waits = self.phase is VersionPhase.BROKEN and self._reason == DoesNotFit.reason
         return waits and self._memory_comes
 
     def _break(self, reason: str, message: str, *, failed: bool) -> None:
-        """Note what went wrong, and when it is tried again if time can heal it."""
-        if self.phase is Phase.STOPPING:
+        """Record a failure, and the time of the next attempt if a retry can help."""
+        if self.phase is VersionPhase.STOPPING:
             return
         settings, clock = self._context.settings, self._context.clock
         self._failures += 1
@@ -483,9 +481,9 @@ class VersionSlot:
         timed = not (failed and (reason in FINAL_REASONS or reason == DoesNotFit.reason))
         self._retry_unix_s = clock.unix_s() + retry_s if timed else 0.0
         log.warning("version.broke", digest=self.digest, reason=reason, message=message, failed=failed)
-        self._enter(Phase.BROKEN, message)
+        self._enter(VersionPhase.BROKEN, message)
 
-    def _enter(self, phase: Phase, message: str = "") -> None:
+    def _enter(self, phase: VersionPhase, message: str = "") -> None:
         if phase is not self.phase:
             log.info("version.changed", digest=self.digest, phase=phase, before=self.phase)
             self._time_phase(phase)
@@ -495,18 +493,19 @@ class VersionSlot:
         self._context.woke()
 
     def _notice(self) -> str:
-        """Return what an operator should know of a version that is READY."""
+        """Return the message for operators on a READY version."""
         parts = [f"chat requests fail: {self._template_fault}"] if self._template_fault else []
         if self.table is not None and self.table.gave_not_finite:
             parts.append("sequences ended without finite logits: the version or the device is at fault")
         return "; ".join(parts)
 
-    def _time_phase(self, phase: Phase) -> None:
-        """Note how long fetching and loading took, once they are over and went well."""
+    def _time_phase(self, phase: VersionPhase) -> None:
+        """Record the duration of a fetch or a load that succeeded."""
         now_s = self._context.clock.monotonic_s()
-        part = {(Phase.FETCHING, Phase.FETCHED): "fetch", (Phase.LOADING, Phase.READY): "engine"}.get(
-            (self.phase, phase)
-        )
+        part = {
+            (VersionPhase.FETCHING, VersionPhase.FETCHED): "fetch",
+            (VersionPhase.LOADING, VersionPhase.READY): "engine",
+        }.get((self.phase, phase))
         if part is not None:
             self._context.telemetry.loaded(self.version.deployment, part, now_s - self._phase_s)
         self._phase_s = now_s
@@ -518,19 +517,19 @@ class VersionSlot:
 
     def _state(self) -> VersionState:
         match self.phase:
-            case Phase.FETCHING | Phase.FETCHED:
+            case VersionPhase.FETCHING | VersionPhase.FETCHED:
                 return VersionState.FETCHING
-            case Phase.LOADING:
+            case VersionPhase.LOADING:
                 return VersionState.RESTARTING if self.restarts else VersionState.LOADING
-            case Phase.READY:
+            case VersionPhase.READY:
                 return VersionState.READY
-            case Phase.RETIRING:
+            case VersionPhase.RETIRING:
                 return VersionState.RETIRING
-            case Phase.DRAINING | Phase.STOPPING:
+            case VersionPhase.DRAINING | VersionPhase.STOPPING:
                 return VersionState.DRAINING
-            case Phase.BROKEN if self._expects_memory:
+            case VersionPhase.BROKEN if self._expects_memory:
                 return VersionState.LOADING
-            case Phase.BROKEN:
+            case VersionPhase.BROKEN:
                 return VersionState.FAILED if self._failed else self._waiting_state()
 
     def _waiting_state(self) -> VersionState:
@@ -538,5 +537,5 @@ class VersionSlot:
 
 
 def without_weights(path: str) -> bool:
-    """Return whether a null engine has a file fetched."""
+    """Return whether a null engine needs the file."""
     return not path.endswith(".safetensors")

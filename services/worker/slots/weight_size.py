@@ -1,4 +1,4 @@
-"""How much memory a version's weights take, from the headers of the safetensors files that are loaded."""
+"""The memory of a version's weights, from the headers of the safetensors files that are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE: Final = "model.safetensors"
 def weight_bytes(folder: Path, bytes_per_value: int) -> int:
     """Return the bytes of all tensors at ``bytes_per_value``. Blocks for I/O. Raises FailedPrecondition.
 
-    Counts what the engine opens: some publishers ship the same weights a second time in another layout.
+    Counts only what the engine opens: some publishers add the same weights in another layout.
     """
     return sum(_values(folder / name) for name in _files(folder)) * bytes_per_value
 

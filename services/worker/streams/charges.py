@@ -1,10 +1,10 @@
-"""What tenants are charged for one engine's sequences: the prompt, the output as it grows, the last word."""
+"""Usage accounting of one engine's sequences: the prompt, the growing output, the final record."""
 
 from __future__ import annotations
 
 from services.core.fleet import SequenceUsage
 from services.core.generation import FinishReason
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.usage_tally import Key, Tally
 
 
@@ -15,19 +15,19 @@ class Charges:
         self._version_digest = version_digest
         self._tally = tally
 
-    def add_prefill(self, sequence: LiveSequence) -> None:
-        """Charge what was prefilled. Called once, with the first token."""
+    def add_prefill(self, sequence: WorkerSequence) -> None:
+        """Charge the prefilled tokens. Called once, with the first token."""
         tokens = sequence.spec.prefill_tokens
         self._tally.add_prefill(self._key_of(sequence), tokens, sequence.cached_tokens)
 
-    def add_output(self, sequence: LiveSequence) -> None:
-        """Charge what it produced since it was charged last."""
+    def add_output(self, sequence: WorkerSequence) -> None:
+        """Charge the output since the last call."""
         output = sequence.output_tokens
         self._tally.add_output(self._key_of(sequence), output - sequence.charged_output)
         sequence.charged_output = output
 
-    def add_ended(self, sequence: LiveSequence, reason: FinishReason) -> None:
-        """Keep the last word on it. It ended as such when it said all that it had to say."""
+    def add_ended(self, sequence: WorkerSequence, reason: FinishReason) -> None:
+        """Add the final record of a sequence; ``ended`` is true if it completed its output."""
         generation = sequence.spec.generation
         self._tally.add_ended(
             SequenceUsage(
@@ -44,5 +44,5 @@ class Charges:
             )
         )
 
-    def _key_of(self, sequence: LiveSequence) -> Key:
+    def _key_of(self, sequence: WorkerSequence) -> Key:
         return sequence.spec.tenant_id, self._version_digest, sequence.spec.generation.priority

@@ -1,4 +1,4 @@
-"""The fairness counters that the leader told this worker of, kept for the leader after it."""
+"""The fairness counters that the leader sent, retained for the next leader."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_COUNTERS: Final = 4096
 
 
 class CounterBook:
-    """The newest word on each tenant's counter. Bounded: the one that was heard longest ago is dropped."""
+    """The latest counter of each tenant. Bounded: the least recently updated one is dropped."""
 
     def __init__(self, *, most: int = MAX_COUNTERS) -> None:
         self._most = most
         self._counters: dict[tuple[str, str, Priority], TenantCounter] = {}
 
     def hear(self, counters: Iterable[TenantCounter]) -> None:
-        """Take over what the leader said."""
+        """Store the leader's counters."""
         for counter in counters:
             key = counter.tenant, counter.digest, counter.priority
             self._counters.pop(key, None)

@@ -1,4 +1,4 @@
-"""When this worker takes what a gateway placed by itself, since nobody leads."""
+"""Admission of sequences that a gateway placed by itself because no leader answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from services.ports.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class FallbackRules:
-    """``after_s``: for how long no leader may have been heard. ``credit_ratio``: the share of a pool's blocks
-    that such sequences may hold together; a leader that comes back finds the rest as it left it."""
+    """``after_s``: the least time without a leader. ``credit_ratio``: the share of a pool's blocks that
+    fallback sequences may hold together; a new leader finds the rest unchanged."""
 
     after_s: float = 1.5
     credit_ratio: float = 0.25
 
 
 class FallbackAdmission:
-    """Notes when a leader was heard last; the time before the first counts from the start."""
+    """Records the last contact with a leader; before the first one, the start counts."""
 
     def __init__(
         self,
@@ -28,25 +28,25 @@ class FallbackAdmission:
         *,
         started: Callable[[], None] = lambda: None,
     ) -> None:
-        """``started`` is called for each such sequence that was accepted."""
+        """``started`` is called for each accepted fallback sequence."""
         self.started = started
         self._clock = clock
         self._rules = rules if rules is not None else FallbackRules()
         self._heard_s = clock.monotonic_s()
 
     def heard(self) -> None:
-        """A leader was heard now."""
+        """Record a contact with a leader now."""
         self._heard_s = self._clock.monotonic_s()
 
     def credit_blocks(self, kv_blocks_total: int) -> int:
-        """Return how many blocks of a pool such sequences may hold together."""
+        """Return how many blocks of a pool fallback sequences may hold together."""
         return int(kv_blocks_total * self._rules.credit_ratio)
 
     def refusal(self, grant: FallbackGrant, *, incarnation: int, epoch: int) -> NotAdmittedReason | None:
-        """Return why the placement does not count, room and credit apart; None when it does.
+        """Return why the placement is rejected, apart from room and credit; None when it is accepted.
 
-        ``epoch`` is the newest leader that this worker heard of: who has not heard of it placed on a
-        snapshot of the past.
+        ``epoch`` is the newest leader that this worker has seen. A gateway with an older one placed on an
+        outdated snapshot.
         """
         if grant.incarnation != incarnation or incarnation == 0:
             return NotAdmittedReason.STALE_INCARNATION

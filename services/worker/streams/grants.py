@@ -1,4 +1,4 @@
-"""Which grants this worker still honours: its own incarnation, the newest leader, each number once."""
+"""Fencing of grants: own incarnation, newest leader, each grant number once."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ WINDOW = 4096  # grant numbers that may arrive out of order
 MAX_UNREPORTED = 65536
 
 
-class GrantBook:
-    """Fences grants. Memory is bounded: of a leader's grants only the newest ``WINDOW`` may come late."""
+class GrantFence:
+    """Rejects stale and replayed grants. Bounded: only the newest ``WINDOW`` grants may arrive late."""
 
     def __init__(self) -> None:
-        self.incarnation = 0  # 0: not registered, no grant counts
+        self.incarnation = 0  # 0: not registered, every grant is rejected
         self.epoch = 0
-        self._settled = 0  # numbers up to this one are refused without looking
+        self._settled = 0  # numbers up to this one are rejected without a look-up
         self._seen: set[int] = set()
         self._unreported: list[int] = []
 
     def registered(self, incarnation: int) -> None:
-        """A new life began: grants of the one before are refused, and numbers may start again."""
+        """Adopt a new incarnation: grants of the previous one are rejected, and numbers may restart."""
         self.incarnation = incarnation
         self._reset()
 
     def hear_leader(self, epoch: int) -> None:
-        """From now on grants of older leaders are refused."""
+        """Reject grants of leaders with a lower epoch from now on."""
         if epoch > self.epoch:
             self.epoch = epoch
             self._reset()
 
     def check(self, grant: Grant) -> NotAdmittedReason | None:
-        """Count the grant as seen and say why it does not count as a right to start, if it does not."""
+        """Record the grant as seen and return why it is rejected, or None."""
         if grant.incarnation != self.incarnation or self.incarnation == 0:
             return NotAdmittedReason.STALE_INCARNATION
         if grant.epoch < self.epoch:
@@ -46,7 +46,7 @@ class GrantBook:
         return None
 
     def take_seen(self) -> tuple[int, tuple[int, ...]]:
-        """Return the epoch and its grant numbers that arrived since the last call."""
+        """Return the epoch and its grant numbers received since the last call."""
         seen, self._unreported = tuple(self._unreported), []
         return self.epoch, seen
 

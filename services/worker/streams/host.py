@@ -1,4 +1,4 @@
-"""All sequences of one worker: who may start here, and which engine's table a sequence belongs to."""
+"""The sequences of one worker: admission, and the table of the engine that runs each sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.streams.fairness_counters import CounterBook
 from services.worker.streams.fallback import FallbackAdmission
-from services.worker.streams.grants import GrantBook
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.grants import GrantFence
+from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable
 from services.worker.streams.usage_tally import Tally
@@ -21,9 +21,9 @@ _MAX_LEFT: Final = 8
 
 
 class SequenceHost:
-    """The admission authority. Implements ``ports.worker_stream.WorkerStreams``.
+    """Admits sequences on this worker. Implements ``ports.worker_stream.WorkerStreams``.
 
-    ``changed`` is called whenever the worker's room or its readiness changed.
+    ``changed`` is called whenever the worker's free capacity or its readiness changed.
     """
 
     def __init__(
@@ -33,34 +33,34 @@ class SequenceHost:
         not_admitted: Callable[[NotAdmittedReason], None] = lambda _: None,
         fallback: FallbackAdmission | None = None,
     ) -> None:
-        """Without ``fallback``, only what a leader granted is taken."""
+        """Without ``fallback`` only a leader's grants are admitted."""
         self._not_admitted = not_admitted
         self._fallback = fallback
-        self.grants = GrantBook()
+        self.grants = GrantFence()
         self.tally = Tally()
         self.counters = CounterBook()
         self.draining = False
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
-        self._closed_to: set[str] = set()  # versions that finish what runs and take nothing new
-        # Cached and shared prefixes of engines that are gone, by version.
+        self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
+        # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
 
     def note_change(self) -> None:
-        """Tell whoever reports the room; who that is may be said after this was built."""
+        """Call ``changed``, which may be replaced after construction."""
         self.changed()
 
     def hear_leader(self, epoch: int) -> None:
-        """A leader was heard: grants of older ones are refused from now on, and so is what others place."""
+        """Record a contact with a leader: reject grants of lower epochs, and fallback placements."""
         self.grants.hear_leader(epoch)
         if self._fallback is not None:
             self._fallback.heard()
 
-    def open(self, wake: Callable[[], None]) -> GatewayStream:
-        return GatewayStream(self, wake)
+    def open(self, wake: Callable[[], None]) -> GatewaySequences:
+        return GatewaySequences(self, wake)
 
     def add(self, table: SequenceTable) -> None:
-        """Take sequences for a version from now on."""
+        """Admit sequences for the table's version from now on."""
         assert table.version_digest not in self._tables, "the version has an engine already"
         self._tables[table.version_digest] = table
         self._closed_to.discard(table.version_digest)
@@ -70,7 +70,7 @@ class SequenceHost:
         self.changed()
 
     def remove(self, table: SequenceTable) -> None:
-        """Forget a table; its sequences, if any are left, end with ENGINE_LOST."""
+        """Remove a table; its remaining sequences end with ENGINE_LOST."""
         if self._tables.get(table.version_digest) is table:
             del self._tables[table.version_digest]
             self._closed_to.discard(table.version_digest)
@@ -79,18 +79,18 @@ class SequenceHost:
             self.changed()
 
     def _leave_prefixes(self, table: SequenceTable) -> None:
-        """The leader still knows them, should the version be back before a report without it."""
+        """Retain the reported prefixes, in case the version returns before a report without it."""
         self._left_prefixes[table.version_digest] = table.kv.cached, table.kv.shared.told
         while len(self._left_prefixes) > _MAX_LEFT:
             del self._left_prefixes[next(iter(self._left_prefixes))]
 
     def close_version(self, version_digest: str, closed: bool) -> None:
-        """Take, or take no more, new sequences of a loaded version."""
+        """Stop, or resume, admitting new sequences of a loaded version."""
         (self._closed_to.add if closed else self._closed_to.discard)(version_digest)
         self.changed()
 
     def takes(self, version_digest: str) -> bool:
-        """Whether new sequences of the version are admitted, room apart."""
+        """Whether new sequences of the version are admitted, apart from free capacity."""
         table = self._tables.get(version_digest)
         if table is None or table.stalled:
             return False
@@ -102,7 +102,7 @@ class SequenceHost:
     def tables(self) -> Iterable[SequenceTable]:
         return self._tables.values()
 
-    def table_of(self, sequence: LiveSequence) -> SequenceTable:
+    def table_of(self, sequence: WorkerSequence) -> SequenceTable:
         return self._tables[sequence.spec.grant.version_digest]
 
     @property
@@ -110,7 +110,7 @@ class SequenceHost:
         return sum(len(table) for table in self._tables.values())
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> NotAdmittedReason | None:
-        """Start the sequence, or say why the grant does not suffice. A grant counts as seen either way."""
+        """Start the sequence, or return why it is rejected. The grant counts as seen in both cases."""
         grant = spec.grant
         if isinstance(grant, FallbackGrant):
             refusal = self._fallback_refusal(grant)
@@ -126,21 +126,21 @@ class SequenceHost:
                 self._fallback.started()
         if refusal is not None:
             self._not_admitted(refusal)
-            self.changed()  # the scheduler's estimate of the room was another
+            self.changed()  # the scheduler's estimate of the free capacity was wrong
         return refusal
 
     def sweep(self, now_s: float) -> None:
-        """End what is overdue, in every table."""
+        """End the sequences past a time limit in every table."""
         for table in self._tables.values():
             table.sweep(now_s)
 
     def forgive_silence(self) -> None:
-        """No engine is silent because this process did not listen."""
+        """Reset the stall detection after a pause of this process, in which it read no messages."""
         for table in self._tables.values():
             table.forgive_silence()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a table's books are wrong."""
+        """Raise AssertionError when a table is inconsistent."""
         for table in self._tables.values():
             table.check_integrity()
 
@@ -171,7 +171,7 @@ class SequenceHost:
         return table.kv.fallback_blocks + table.kv.needed_blocks(spec) <= credit
 
 
-class GatewayStream:
+class GatewaySequences:
     """One gateway's stream. Implements ``ports.worker_stream.WorkerStream``."""
 
     def __init__(self, host: SequenceHost, wake: Callable[[], None]) -> None:
@@ -187,11 +187,11 @@ class GatewayStream:
             self._outbox.refuse(handle, refusal)
 
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
-        """Answer a start that cannot be asked for."""
+        """Reject a start that is out of bounds."""
         self._outbox.refuse(handle, reason)
 
     def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        grants: dict[str, list[tuple[LiveSequence, int]]] = {}
+        grants: dict[str, list[tuple[WorkerSequence, int]]] = {}
         live = self._outbox.live
         for handle, count in zip(handles, tokens, strict=False):
             if (sequence := live.get(handle)) is not None and count:
@@ -201,7 +201,7 @@ class GatewayStream:
                 table.credit(credited)
 
     def cancel(self, handles: Sequence[int]) -> None:
-        cancelled: dict[str, list[LiveSequence]] = {}
+        cancelled: dict[str, list[WorkerSequence]] = {}
         for handle in handles:
             if (sequence := self._outbox.drop(handle)) is not None:
                 cancelled.setdefault(sequence.spec.grant.version_digest, []).append(sequence)

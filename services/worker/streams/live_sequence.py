@@ -1,4 +1,4 @@
-"""One sequence on this worker: what the agent knows of it beyond the engine."""
+"""One sequence on this worker: the agent's state of it."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ class SlotState(Enum):
     """Whether a sequence has a slot of its engine's batch. See ``sequence_slots``."""
 
     RUNNING = auto()
-    PARKED = auto()  # its reader gave no credit
-    RETURNING = auto()  # it has credit and waits for a slot
+    PARKED = auto()  # without credit
+    RETURNING = auto()  # has credit and waits for a slot
 
 
 @dataclass(slots=True, eq=False)
-class LiveSequence:
-    """Owned by its ``SequenceTable`` until it ends; its outbox keeps it a little longer, to send the rest.
+class WorkerSequence:
+    """Owned by its ``SequenceTable`` until it ends; its outbox retains it until its output is sent."""
 
-    ``number`` is the engine's handle, ``handle`` the gateway's. ``tokens`` counts prompt and output.
-    ``fast``: the next token needs neither stop strings nor log-probabilities nor pending bytes.
-    """
-
-    spec: StartSpec
-    outbox: Outbox
+    spec: StartSpec  # the start as received
+    outbox: Outbox  # of its gateway stream
+    # The gateway's handle.
     handle: int
+    # The engine's handle.
     number: int
-    text: TextStream
-    prompt_tokens: int
+    text: TextStream  # detokeniser and stop strings
+    prompt_tokens: int  # length of the prompt
+    # Prompt and output.
     tokens: int
     credit_limit: int  # absolute output offset
-    reserved_blocks: int
-    reserved_tokens: int  # what fits into them
-    notice_tokens: int  # with so many it needs a block more, or has no credit
-    accepted_s: float
-    deadline_s: float = math.inf
+    reserved_blocks: int  # KV blocks, shared ones included
+    reserved_tokens: int  # capacity of the reserved blocks
+    notice_tokens: int  # at this count it needs one more block, or has no credit
+    accepted_s: float  # monotonic time of the start
+    deadline_s: float = math.inf  # monotonic time
+    # The next token needs no stop strings, no log-probabilities and no pending bytes.
     fast: bool = False
-    slot: SlotState = SlotState.RUNNING
-    # not yet taken by the writer
-    queued: bool = False
-    dropped: bool = False
-    pending_ids: list[int] = field(default_factory=list)
-    pending_text: str = ""
-    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    slot: SlotState = SlotState.RUNNING  # its group in ``SequenceSlots``
+    # output that the writer has not taken yet
+    queued: bool = False  # it is in the outbox's ``dirty``
+    dropped: bool = False  # cancelled; nothing more is sent
+    pending_ids: list[int] = field(default_factory=list)  # tokens to send
+    pending_text: str = ""  # final text to send
+    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per pending token, or none
     # stage clock, flow control and accounting
-    prefill_left: int = 0
+    prefill_left: int = 0  # tokens without a prefill
     cached_tokens: int = 0  # of the tokens to prefill
-    cache_told: bool = False  # the engine said what it found
-    shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks has theirs
-    prefill_started_s: float | None = None
-    first_token_s: float | None = None
-    blocked_since_s: float | None = None
+    cache_told: bool = False  # the engine has reported the cached tokens
+    shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks includes them
+    prefill_started_s: float | None = None  # None: not started
+    first_token_s: float | None = None  # None: no token yet
+    blocked_since_s: float | None = None  # None: it has credit
     charged_output: int = 0  # output offset up to which the tenant was charged
 
     @property
     def fallback(self) -> bool:
-        """Its gateway placed it, while nobody led."""
+        """Whether a gateway placed it while no leader answered."""
         return isinstance(self.spec.grant, FallbackGrant)
 
     @property

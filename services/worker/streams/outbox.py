@@ -1,4 +1,4 @@
-"""What one gateway's stream still has to be told, merged until its writer takes it."""
+"""The pending output of one gateway's stream, merged until its writer takes it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Callable
 
 from services.core.generation import NotAdmittedReason, SequenceEnd
 from services.ports.worker_stream import StepFrame
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
-MAX_FRAME_TOKENS = 8192  # of one frame; the rest waits for the next
-LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as so many
+MAX_FRAME_TOKENS = 8192  # per frame; the rest waits for the next
+LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as this many
 
 
 class Outbox:
-    """Single-threaded: engine events append, the stream's one writer takes. ``wake`` rouses the writer.
+    """Single-threaded: engine events append, the stream's only writer takes. ``wake`` wakes the writer.
 
-    What is pending is bounded by the sequences' credits: tokens of a sequence beyond them never come.
+    The pending output is bounded by the sequences' credits: the engine produces no tokens beyond them.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self.live: dict[int, LiveSequence] = {}  # by the gateway's handle
-        self.dirty: list[LiveSequence] = []  # those with pending output, each once
+        self.live: dict[int, WorkerSequence] = {}  # by the gateway's handle
+        self.dirty: list[WorkerSequence] = []  # sequences with pending output, each once
         self._accepted: list[int] = []
         self._not_admitted: list[tuple[int, NotAdmittedReason]] = []
-        self._ended: list[tuple[LiveSequence, SequenceEnd]] = []
+        self._ended: list[tuple[WorkerSequence, SequenceEnd]] = []
 
-    def accept(self, sequence: LiveSequence) -> None:
+    def accept(self, sequence: WorkerSequence) -> None:
         self.live[sequence.handle] = sequence
         self._accepted.append(sequence.handle)
         self.wake()
@@ -35,21 +35,21 @@ class Outbox:
         self._not_admitted.append((handle, reason))
         self.wake()
 
-    def touch(self, sequence: LiveSequence) -> None:
-        """Note that a sequence has pending output."""
+    def touch(self, sequence: WorkerSequence) -> None:
+        """Mark a sequence as having pending output."""
         if not sequence.queued:
             sequence.queued = True
             self.dirty.append(sequence)
             self.wake()
 
-    def end(self, sequence: LiveSequence, end: SequenceEnd) -> None:
-        """Say a sequence's last word, after its pending output."""
+    def end(self, sequence: WorkerSequence, end: SequenceEnd) -> None:
+        """Queue a sequence's end, to be sent after its pending output."""
         del self.live[sequence.handle]
         self._ended.append((sequence, end))
         self.wake()
 
-    def drop(self, handle: int) -> LiveSequence | None:
-        """Forget all that is pending of a handle and return its sequence if it still ran."""
+    def drop(self, handle: int) -> WorkerSequence | None:
+        """Drop all pending output of a handle; return its sequence if it was still running."""
         sequence = self.live.pop(handle, None)
         if sequence is not None:
             sequence.dropped = True
@@ -59,7 +59,7 @@ class Outbox:
         return sequence
 
     def take(self) -> StepFrame | None:
-        """Return everything pending, up to the size of a frame; None when nothing is."""
+        """Return everything pending, up to the size of a frame; None if there is nothing."""
         if not (self.dirty or self._ended or self._accepted or self._not_admitted):
             return None
         frame = StepFrame(accepted=self._accepted, not_admitted=self._not_admitted)

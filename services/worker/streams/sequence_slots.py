@@ -1,10 +1,10 @@
-"""Which live sequences of one engine have a slot of its batch, which are parked, and which return next.
+"""Batch slots of one engine: which live sequences have one, which are parked, and which return next.
 
-A sequence whose reader gives no credit computes nothing: it is *parked*, without a slot and without a
-reservation of KV. When credit is back it *returns*, as soon as a slot and KV are free. Slots are shared by
-tenant (max-min): where none is free, the tenant with the most yields one to a tenant that has fewer by two,
-so that nobody fills a worker that another tenant waits for; never to a lower class. The one that yields
-returns like one that was parked.
+A sequence without credit computes nothing: it is *parked*, without a slot and without a reservation of KV.
+With new credit it *returns* as soon as a slot and KV are free. Slots are shared by tenant (max-min): if none
+is free, the tenant with the most slots yields one to a tenant that has at least two fewer, but never to a
+lower class. So no tenant fills a worker that another tenant waits for. The sequence that yields returns like
+a parked one.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from operator import attrgetter
 from typing import Final
 
 from services.core.generation import StartSpec
-from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.live_sequence import SlotState, WorkerSequence
 
 _RANK: Final = attrgetter("spec.generation.priority.rank")
-PARKED_PER_SLOT: Final = 4  # sequences without a slot, for each slot: beyond it the longest parked are ended
+PARKED_PER_SLOT: Final = 4  # sequences without a slot, per slot; beyond it the longest parked ones are ended
 
 
 class SequenceSlots:
-    """Single writer: the sequence table. A sequence is in the group that its ``slot`` names."""
+    """Single writer: the sequence table. ``WorkerSequence.slot`` names the group that contains a sequence."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
-        self._running: dict[str, dict[int, LiveSequence]] = {}  # by tenant, in the order in which they began
-        self._parked: dict[int, LiveSequence] = {}  # the one that waits longest for its reader first
-        self._returning: dict[str, dict[int, LiveSequence]] = {}  # by tenant, in the order of their credit
+        self._running: dict[str, dict[int, WorkerSequence]] = {}  # by tenant, in order of their start
+        self._parked: dict[int, WorkerSequence] = {}  # the longest parked first
+        self._returning: dict[str, dict[int, WorkerSequence]] = {}  # by tenant, in order of their credit
         self._returning_count = 0
 
     @property
     def parked(self) -> int:
-        """How many wait for their readers."""
+        """How many wait for credit."""
         return len(self._parked)
 
     @property
@@ -43,35 +43,37 @@ class SequenceSlots:
 
     @property
     def spare(self) -> int:
-        """How many more may be without a slot; below 0: the longest parked is to be ended."""
+        """How many more may be without a slot; below 0: the longest parked must be ended."""
         return self.most * PARKED_PER_SLOT - len(self._parked) - self._returning_count
 
     @property
     def yields_to_rank(self) -> int:
-        """The lowest class of which a tenant without a slot gets one while none is free; 0: of no class."""
+        """The lowest class that gets a slot from another tenant while none is free; 0: no class."""
         victim = self._newest_of_largest(2) if self.taken >= self.most else None
         return 0 if victim is None else victim.spec.generation.priority.rank
 
     def admits(self, spec: StartSpec) -> bool:
-        """Whether a sequence may start: no other of its tenant, or of one with fewer slots, is to return."""
+        """Whether a sequence may start: none of its tenant, or of one with fewer slots, waits to return."""
         tenant = spec.tenant_id
         had = self._count(tenant)
         if not spec.initial_credit_tokens and self.spare <= 0:
-            return False  # it would be parked at once
+            return False  # it would be parked immediately
         if any(other == tenant or self._count(other) < had for other in self._returning):
             return False
         return self.taken < self.most or self.victim(spec) is not None
 
-    def victim(self, spec: StartSpec) -> LiveSequence | None:
-        """Return whose slot a sequence may have while none is free; None for nobody's."""
+    def victim(self, spec: StartSpec) -> WorkerSequence | None:
+        """Return the sequence that yields its slot to ``spec`` while none is free, or None."""
         found = self._newest_of_largest(self._count(spec.tenant_id) + 2)
         if found is None or found.spec.generation.priority.rank > spec.generation.priority.rank:
             return None
         return found
 
-    def _newest_of_largest(self, least: int) -> LiveSequence | None:
-        """Return the newest with a token in the lowest class of the tenant with the most slots, ``least`` or
-        more of them; None while too many are parked already."""
+    def _newest_of_largest(self, least: int) -> WorkerSequence | None:
+        """Return the newest sequence with a token, in the lowest class of the tenant with the most slots.
+
+        None if that tenant has fewer than ``least`` slots, or if too many sequences are parked already.
+        """
         if not self._running or self.spare <= 0:
             return None
         largest = max(self._running.values(), key=len)
@@ -80,16 +82,16 @@ class SequenceSlots:
         begun = (each for each in reversed(largest.values()) if each.first_token_s is not None)
         return min(begun, key=_RANK, default=None)
 
-    def next_back(self, fits: Callable[[LiveSequence], bool]) -> LiveSequence | None:
-        """Return who returns now, of the tenant with the fewest slots; None without a slot or KV for any."""
+    def next_back(self, fits: Callable[[WorkerSequence], bool]) -> WorkerSequence | None:
+        """Return the sequence that returns now, of the tenant with the fewest slots; None if none can."""
         for tenant in sorted(self._returning, key=self._count):
             first = next(iter(self._returning[tenant].values()))
             if (self.taken < self.most or self.victim(first.spec) is not None) and fits(first):
                 return first
         return None
 
-    def longest_parked(self) -> LiveSequence | None:
-        """Return the sequence whose reader is away for longest, of the tenant that has most of them."""
+    def longest_parked(self) -> WorkerSequence | None:
+        """Return the longest parked sequence of the tenant that has most of them."""
         counts: dict[str, int] = {}
         for each in self._parked.values():
             counts[each.spec.tenant_id] = counts.get(each.spec.tenant_id, 0) + 1
@@ -98,8 +100,8 @@ class SequenceSlots:
         most = max(counts, key=counts.__getitem__)
         return next(each for each in self._parked.values() if each.spec.tenant_id == most)
 
-    def put(self, sequence: LiveSequence, slot: SlotState) -> None:
-        """Put a sequence that is in no group into one."""
+    def put(self, sequence: WorkerSequence, slot: SlotState) -> None:
+        """Put a sequence that is in no group into a group."""
         sequence.slot = slot
         tenant, number = sequence.spec.tenant_id, sequence.number
         match slot:
@@ -112,8 +114,8 @@ class SequenceSlots:
                 self._returning_count += 1
                 self._returning.setdefault(tenant, {})[number] = sequence
 
-    def take(self, sequence: LiveSequence) -> None:
-        """Take a sequence out of its group."""
+    def take(self, sequence: WorkerSequence) -> None:
+        """Remove a sequence from its group."""
         match sequence.slot:
             case SlotState.RUNNING:
                 self.taken -= 1
@@ -124,13 +126,13 @@ class SequenceSlots:
                 self._returning_count -= 1
                 _drop(self._returning, sequence)
 
-    def move(self, sequence: LiveSequence, slot: SlotState) -> None:
-        """Take it out of its group and put it into another."""
+    def move(self, sequence: WorkerSequence, slot: SlotState) -> None:
+        """Move a sequence from its group to another."""
         self.take(sequence)
         self.put(sequence, slot)
 
-    def check_integrity(self, live: Iterable[LiveSequence]) -> None:
-        """Raise AssertionError unless each live sequence is in its group, and the bounds hold."""
+    def check_integrity(self, live: Iterable[WorkerSequence]) -> None:
+        """Raise AssertionError unless each live sequence is in its group and the bounds hold."""
         running = {number for group in self._running.values() for number in group}
         returning = {number for group in self._returning.values() for number in group}
         found = {SlotState.RUNNING: running, SlotState.RETURNING: returning}
@@ -148,7 +150,7 @@ class SequenceSlots:
         return len(self._running.get(tenant, ()))
 
 
-def _drop(groups: dict[str, dict[int, LiveSequence]], sequence: LiveSequence) -> None:
+def _drop(groups: dict[str, dict[int, WorkerSequence]], sequence: WorkerSequence) -> None:
     group = groups[sequence.spec.tenant_id]
     del group[sequence.number]
     if not group:

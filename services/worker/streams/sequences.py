@@ -1,7 +1,7 @@
-"""The token path of one engine: its sequences, their credits and ends.
+"""The token path of one engine: its sequences, their credits and their ends.
 
-One table lives as long as its engine process. A step's tokens go through one loop without a task
-switch; a plain token costs a look-up, an append and a string concatenation.
+A table lives as long as its engine process. One loop without a task switch handles a step's tokens; a plain
+token costs a look-up, an append and a string concatenation.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits, PoolStats
 from services.worker.kv.reservations import Reservations
-from services.worker.policy.engine_silence import EngineSilence
+from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import Charges
-from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
 from services.worker.streams.sequence_slots import SequenceSlots
@@ -29,9 +29,9 @@ from services.worker.text.detokenizer import Vocabulary
 from services.worker.text.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
-CHARGE_S: Final = 0.25  # between two reports of what running sequences produced; a beat is four of it
-# The stream ends here for the client, so what was held back is final text. A sequence that is placed
-# again goes on elsewhere with its own hold-back.
+CHARGE_S: Final = 0.25  # between two charges of running sequences' output; a heartbeat is four of them
+# The client's stream ends with these reasons, so text that was held back becomes final. With other reasons
+# the sequence is placed again and continues with its own held-back text.
 FLUSHED: Final = frozenset(
     {
         FinishReason.STOP,
@@ -45,10 +45,10 @@ FLUSHED: Final = frozenset(
 
 
 class SequenceTable:
-    """Single writer: the worker's event loop. ``send`` hands a command to the engine, False if it cannot.
+    """Single writer: the worker's event loop. ``send`` passes a command to the engine, False if it cannot.
 
-    ``slots`` says which sequences run. ``kv`` is what these reserve, ``prefills`` those of them that have no
-    token yet.
+    ``slots`` contains the batch slots, ``kv`` the reservations of running sequences, ``prefills`` those of
+    them without a token.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class SequenceTable:
         self._changed = changed
         self._slow_reader_s = slow_reader_s
         self._telemetry = telemetry
-        self._live: dict[int, LiveSequence] = {}
+        self._live: dict[int, WorkerSequence] = {}
         self._last_number = 0
         self._charged_s = clock.monotonic_s()
-        self._silence = EngineSilence(clock.monotonic_s(), limits.full_step_s)
+        self._silence = StallDetector(clock.monotonic_s(), limits.full_step_s)
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def sequences(self) -> Iterable[LiveSequence]:
+    def sequences(self) -> Iterable[WorkerSequence]:
         return self._live.values()
 
     @property
@@ -97,16 +97,16 @@ class SequenceTable:
 
     @property
     def waiting(self) -> int:
-        """Return how many have no token yet, or wait to have a slot again."""
+        """Return how many have no token yet, or wait to get a slot again."""
         return len(self.prefills) + self.slots.returning
 
     @property
     def stalled(self) -> bool:
-        """The engine is silent: what runs waits for it, what comes goes elsewhere."""
+        """Whether the engine is stalled: running sequences wait for it, and new ones are rejected."""
         return self._silence.stalled
 
     def resize(self, kv_blocks_total: int) -> None:
-        """The engine has, or is about to have, so many blocks. What runs keeps what it reserved."""
+        """Set the engine's present or requested block count. Running sequences keep their reservations."""
         if kv_blocks_total != self.limits.kv_blocks_total:
             self.limits = replace(self.limits, kv_blocks_total=kv_blocks_total)
             self.kv.resize(kv_blocks_total)
@@ -118,9 +118,9 @@ class SequenceTable:
         return self.slots.admits(spec) and self.kv.has_room(spec)
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> bool:
-        """Reserve, submit and accept; False, with nothing changed, if the engine takes no commands.
+        """Reserve, submit and accept a sequence; False, with nothing changed, if the engine takes no command.
 
-        The caller made sure of ``has_room``.
+        The caller has checked ``has_room``.
         """
         sequence = self._new_sequence(outbox, handle, spec)
         resumed_text = sequence.text.resume(spec.produced_ids, spec.delivered_chars)
@@ -137,14 +137,14 @@ class SequenceTable:
         if resumed_text:
             sequence.pending_text = resumed_text
             outbox.touch(sequence)
-        if sequence.text.stop:  # the earlier run met it, and its last word was lost
+        if sequence.text.stop:  # the earlier run found the stop string, but its end was lost
             self._end(sequence, FinishReason.STOP)
         self._changed()
         return True
 
-    def credit(self, grants: Sequence[tuple[LiveSequence, int]]) -> None:
+    def credit(self, grants: Sequence[tuple[WorkerSequence, int]]) -> None:
         """Raise the output limits of sequences of this table."""
-        raised: list[LiveSequence] = []
+        raised: list[WorkerSequence] = []
         for sequence, tokens in grants:
             sequence.credit_limit = min(sequence.credit_limit + tokens, MAX_CREDIT)
             sequence.watch()
@@ -158,8 +158,8 @@ class SequenceTable:
         if len(raised) < len(grants):
             self._room_changed()
 
-    def cancel(self, sequences: Sequence[LiveSequence]) -> None:
-        """Forget them now; the engine frees their blocks before its next step."""
+    def cancel(self, sequences: Sequence[WorkerSequence]) -> None:
+        """Remove the sequences now; the engine frees their blocks before its next step."""
         for sequence in sequences:
             self._forget(sequence)
             self._note_ended(sequence, FinishReason.CANCELLED)
@@ -167,9 +167,9 @@ class SequenceTable:
         self._room_changed()
 
     def sweep(self, now_s: float) -> None:
-        """End what is past its deadline or was not read for too long. Called several times a second."""
+        """End sequences past their deadline or without credit for too long. Called several times a second."""
         self._watch_engine(now_s)
-        ended: list[tuple[LiveSequence, FinishReason]] = []
+        ended: list[tuple[WorkerSequence, FinishReason]] = []
         for sequence in self._live.values():
             if now_s >= sequence.deadline_s:
                 ended.append((sequence, FinishReason.DEADLINE))
@@ -182,11 +182,11 @@ class SequenceTable:
             self._room_changed()
 
     def _watch_engine(self, now_s: float) -> None:
-        """Take nothing new while the engine is silent; give back what it has when it is silent for long."""
+        """Stop admission when the engine stalls; if the stall lasts, end its sequences with ENGINE_LOST."""
         if self._silence.begins(now_s):
             self._changed()
         if self._live and self._silence.lets_go(now_s):
-            self._send(wire.Cancel(list(self._live)))  # what it reads first when it wakes up
+            self._send(wire.Cancel(list(self._live)))  # the first command that it reads when it runs again
             for sequence in list(self._live.values()):
                 self._end(sequence, FinishReason.ENGINE_LOST)
             self._changed()
@@ -194,13 +194,13 @@ class SequenceTable:
     # --- the engine's side ----------------------------------------------------------------------
 
     def on_stepped(self, event: wire.Stepped) -> None:
-        """Pass a step's tokens on. A sequence unknown here was cancelled while the step ran."""
+        """Pass on a step's tokens. A sequence that is missing here was cancelled during the step."""
         live = self._live
         texts = self._texts
         self._hear(event.step_s)
         self._note_step(event)
         ends = _ends(event)
-        for number in ends:  # their last token may have to stay without text
+        for number in ends:  # their last token may need to stay without text
             if number in live:
                 live[number].fast = False
         if event.cached:
@@ -231,7 +231,7 @@ class SequenceTable:
         if event.finished:
             self._finish(event)
 
-    def on_heartbeat(self, event: wire.Heartbeat) -> None:
+    def on_heartbeat(self, event: wire.EngineHeartbeat) -> None:
         self._hear()
         self.stats.note_levels(event)
 
@@ -240,7 +240,7 @@ class SequenceTable:
         self.resize(event.kv_blocks_total)
 
     def forgive_silence(self) -> None:
-        """This process stood still itself: what the engine said meanwhile is still to be read."""
+        """Reset the stall detection after a pause of this process: the engine's messages are still unread."""
         self._hear()
 
     def _hear(self, step_s: float = 0.0) -> None:
@@ -248,17 +248,17 @@ class SequenceTable:
             self._changed()
 
     def lost(self) -> None:
-        """The engine process is gone: every sequence ends with ENGINE_LOST; the table is done with."""
+        """End every sequence with ENGINE_LOST after the engine process ended; the table is not used again."""
         for sequence in list(self._live.values()):
             self._end(sequence, FinishReason.ENGINE_LOST)
         self.stats.kv_blocks_used = 0
         self._changed()
 
     def charge(self, *, at_once: bool) -> None:
-        """Bring the tally up to date with what running sequences produced, if that is due or asked for.
+        """Charge the output of running sequences, at once or when the interval has passed.
 
-        Not with each report: it would name the tenant of every running sequence each time, which is most of
-        what the scheduler has to do. What a sequence produced until its end is charged with its end.
+        Not with each report: that would list the tenant of every running sequence each time, which would be
+        most of the scheduler's work. The rest of a sequence's output is charged at its end.
         """
         now_s = self._clock.monotonic_s()
         if not at_once and now_s - self._charged_s < CHARGE_S:
@@ -268,7 +268,7 @@ class SequenceTable:
             self._charges.add_output(sequence)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a reservation leaked or a sequence is on one side only."""
+        """Raise AssertionError if a reservation leaked, or a sequence is missing in its outbox."""
         live = self._live.values()
         running = [sequence for sequence in live if sequence.slot is SlotState.RUNNING]
         self.kv.check_integrity(running)
@@ -280,14 +280,14 @@ class SequenceTable:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> LiveSequence:
+    def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> WorkerSequence:
         generation = spec.generation
         text = TextStream(
             self._vocabulary.open(), stops=generation.limits.stop, min_tokens=generation.limits.min_tokens
         )
         now_s = self._clock.monotonic_s()
         blocks = self.kv.needed_blocks(spec)
-        sequence = LiveSequence(
+        sequence = WorkerSequence(
             spec=spec,
             outbox=outbox,
             handle=handle,
@@ -307,10 +307,10 @@ class SequenceTable:
         sequence.watch()
         return sequence
 
-    def _feed(self, sequence: LiveSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
-        """The token that is not plain: the first, a partial character, one with log-probabilities or stops.
+    def _feed(self, sequence: WorkerSequence, token: int, event: wire.Stepped, *, is_end: bool) -> None:
+        """Handle a token that is not plain: first, partial character, with log-probabilities or stops.
 
-        ``is_end``: it is the last of a sequence that finished. Ends it if the token completed a stop string.
+        ``is_end``: it is the last of a finished sequence. Ends the sequence if it completed a stop string.
         """
         if sequence.first_token_s is None:
             self._note_first_token(sequence, event)
@@ -318,7 +318,7 @@ class SequenceTable:
             sequence.pending_logprobs.append(self._logprobs(token, entries.pop(0)))
         text = sequence.text
         if is_end and event.finished[sequence.number] == "stop":
-            return  # an end-of-sequence or stop token is no part of the text
+            return  # an end-of-sequence or stop token is not part of the text
         sequence.pending_text += text.feed(token)
         if text.stop:
             sequence.pending_ids.append(token)
@@ -332,7 +332,7 @@ class SequenceTable:
             plain = text.plain and sequence.spec.generation.sampling.logprobs is None and bool(self._texts)
             sequence.fast = plain and sequence.number not in event.finished
 
-    def _logprobs(self, token: int, entry: wire.TokenLogprobs) -> TokenLogprobs:
+    def _logprobs(self, token: int, entry: wire.SampledLogprobs) -> TokenLogprobs:
         alone = self._vocabulary.alone
         return TokenLogprobs(
             sampled=entry.sampled,
@@ -349,7 +349,7 @@ class SequenceTable:
             if reason == "error":
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
-            elif reason == "not_finite":  # the worker may be to blame: elsewhere it may go on
+            elif reason == "not_finite":  # possibly the worker's fault: another worker may continue it
                 self.gave_not_finite = True
                 self._end(
                     sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
@@ -359,9 +359,9 @@ class SequenceTable:
         self._room_changed()
 
     def _end(
-        self, sequence: LiveSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
+        self, sequence: WorkerSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
     ) -> None:
-        """Say the last word on a sequence and release what it reserved."""
+        """Queue a sequence's end and release its reservation."""
         if reason in FLUSHED and (rest := sequence.text.finish()):
             sequence.pending_text += rest
             sequence.outbox.touch(sequence)
@@ -384,7 +384,7 @@ class SequenceTable:
             ),
         )
 
-    def _forget(self, sequence: LiveSequence) -> None:
+    def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
         self._charges.add_output(sequence)
         self.slots.take(sequence)
@@ -392,14 +392,14 @@ class SequenceTable:
             self.kv.remove(sequence)
             self.prefills.remove(sequence)
 
-    def _note_ended(self, sequence: LiveSequence, reason: FinishReason, error: str = "") -> None:
-        """Tell of a sequence that is no longer here."""
+    def _note_ended(self, sequence: WorkerSequence, reason: FinishReason, error: str = "") -> None:
+        """Record the end in usage accounting and telemetry."""
         self._charges.add_ended(sequence, reason)
         if self._telemetry is not None:
             self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
-    def _notice(self, sequence: LiveSequence) -> None:
-        """It holds more blocks than it was granted, or has no credit left: the room says so."""
+    def _notice(self, sequence: WorkerSequence) -> None:
+        """Update a sequence that needs one more block or used its credit; report the free capacity."""
         running = sequence.slot is SlotState.RUNNING
         if sequence.tokens > sequence.reserved_tokens:
             self.kv.grow(sequence, reserved=running)
@@ -407,7 +407,7 @@ class SequenceTable:
         if not sequence.has_credit and sequence.slot is not SlotState.PARKED:
             if running:
                 self._leave(sequence)
-            else:  # the token after ``Park`` used its credit up
+            else:  # the token after ``Park`` used the last credit
                 self.slots.take(sequence)
             self._wait_for_reader(sequence)
             if self.slots.spare < 0 and (longest := self.slots.longest_parked()) is not None:
@@ -424,7 +424,7 @@ class SequenceTable:
             self._telemetry.stepped(event, shared_lost_blocks=self.kv.lost_blocks)
 
     def _note_cached(self, event: wire.Stepped) -> None:
-        """What came from the cache needs no prefill, and no blocks of its own."""
+        """Subtract cached tokens from the prefill, and cached blocks from the reservation."""
         for number, tokens in event.cached.items():
             sequence = self._live.get(number)
             if sequence is not None and sequence.slot is SlotState.RUNNING:
@@ -432,7 +432,7 @@ class SequenceTable:
                     self._changed()
                 self.prefills.note_cached(sequence, tokens)
 
-    def _note_first_token(self, sequence: LiveSequence, event: wire.Stepped) -> None:
+    def _note_first_token(self, sequence: WorkerSequence, event: wire.Stepped) -> None:
         now_s = self._clock.monotonic_s()
         sequence.first_token_s = now_s
         if sequence.prefill_started_s is None:
@@ -440,13 +440,13 @@ class SequenceTable:
         if sequence.slot is SlotState.RUNNING:
             self.prefills.remove(sequence)
             self.kv.share_computed(sequence)
-        self.stats.decode_tokens -= 1  # a prefill made it
+        self.stats.decode_tokens -= 1  # a prefill produced it
         self._charges.add_prefill(sequence)
 
     # --- slots ----------------------------------------------------------------------------------
 
     def _room_changed(self) -> None:
-        """Let those that wait to return have what is free, then report what is left."""
+        """Give free slots and KV to the returning sequences, then report the rest."""
         while (sequence := self.slots.next_back(self.kv.has_room_again)) is not None:
             self._make_slot(sequence.spec)
             self.slots.take(sequence)
@@ -455,33 +455,33 @@ class SequenceTable:
         self._changed()
 
     def _make_slot(self, spec: StartSpec) -> None:
-        """Have a slot free for a sequence, to which another yields one if there is none."""
+        """Free a slot for a sequence: another one yields its slot if none is free."""
         if self.slots.taken >= self.slots.most and (victim := self.slots.victim(spec)) is not None:
             self._leave(victim)
             self.slots.put(victim, SlotState.RETURNING)
             self._send(wire.Park([victim.number]))
 
-    def _run(self, sequence: LiveSequence) -> None:
-        """Give a sequence that is in no group a slot and its reservation."""
+    def _run(self, sequence: WorkerSequence) -> None:
+        """Give a slot and a reservation to a sequence that is in no group."""
         self.slots.put(sequence, SlotState.RUNNING)
         self.kv.add(sequence)
         if sequence.first_token_s is None:
             self.prefills.add(sequence)
 
-    def _leave(self, sequence: LiveSequence) -> None:
-        """Take slot and reservation from a running sequence. Its KV stays while nobody needs it."""
+    def _leave(self, sequence: WorkerSequence) -> None:
+        """Take slot and reservation from a running sequence. Its KV stays until the blocks are needed."""
         self.slots.take(sequence)
         self.kv.remove(sequence)
         self.prefills.remove(sequence)
 
-    def _wait_for_reader(self, sequence: LiveSequence) -> None:
+    def _wait_for_reader(self, sequence: WorkerSequence) -> None:
         """Park a sequence that is in no group until it has credit."""
         sequence.blocked_since_s = self._clock.monotonic_s()
         self.slots.put(sequence, SlotState.PARKED)
 
 
 def _ends(event: wire.Stepped) -> dict[int, int]:
-    """Return the row of the last token of each sequence that finished, by number; -1 without a token."""
+    """Return the row of the last token of each finished sequence, by number; -1 without a token."""
     if not event.finished:
         return {}
     rows = dict(zip(event.handles, range(len(event.handles)), strict=True))

@@ -1,13 +1,13 @@
-"""A start as the engine is told of it."""
+"""Conversion of a start into the engine's ``Submit`` command."""
 
 from __future__ import annotations
 
 from services.worker import engine_protocol as wire
-from services.worker.streams.live_sequence import LiveSequence
+from services.worker.streams.live_sequence import WorkerSequence
 
 
-def submit_command(sequence: LiveSequence) -> wire.Submit:
-    """Return the engine's view of a start."""
+def submit_command(sequence: WorkerSequence) -> wire.Submit:
+    """Return the engine's command for a start."""
     spec = sequence.spec
     generation = spec.generation
     return wire.Submit(

@@ -1,4 +1,4 @@
-"""What tenants and sequences used since the last report to the scheduler."""
+"""Usage of tenants and sequences since the last report to the scheduler."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Key = tuple[str, str, Priority]
 
 
 class Tally:
-    """Adds up until taken. Tokens are kept by (tenant, version, class) of sequences that ran between two
-    reports. Of ended sequences the newest ``MAX_ENDED`` are kept; ``ended_dropped`` counts the others."""
+    """Accumulates usage until it is taken. Tokens are counted by (tenant, version, class). Of ended sequences
+    the newest ``MAX_ENDED`` are retained; ``ended_dropped`` counts the others."""
 
     def __init__(self, *, max_ended: int = MAX_ENDED) -> None:
         self.ended_dropped = 0
@@ -33,7 +33,7 @@ class Tally:
             self._output[key] = self._output.get(key, 0) + tokens
 
     def add_ended(self, usage: SequenceUsage) -> None:
-        """Keep the last word on a sequence; an earlier one on the same sequence gives way."""
+        """Store the final usage of a sequence; it replaces an earlier one of the same sequence."""
         key = usage.request_id, usage.choice
         self._ended.pop(key, None)
         self._ended[key] = usage
@@ -42,7 +42,7 @@ class Tally:
             self.ended_dropped += 1
 
     def take(self, limit: int) -> tuple[TenantTokens, ...]:
-        """Return and forget at most ``limit`` entries, in order of tenant, version and class."""
+        """Return and remove at most ``limit`` entries, in order of tenant, version and class."""
         keys = sorted({*self._prefill, *self._output})[:limit]
         found: list[TenantTokens] = []
         for tenant, digest, priority in keys:
@@ -54,6 +54,6 @@ class Tally:
         return tuple(found)
 
     def take_ended(self, limit: int) -> tuple[SequenceUsage, ...]:
-        """Return and forget the last words on at most ``limit`` sequences, the oldest first."""
+        """Return and remove the final usage of at most ``limit`` sequences, the oldest first."""
         keys = list(self._ended)[:limit]
         return tuple(self._ended.pop(key) for key in keys)

@@ -1,11 +1,11 @@
-"""From token ids to text, one token at a time, as a decode of all of them at once would have it.
+"""Streaming detokenisation: token ids to text, one at a time, with the result of decoding all at once.
 
-A byte-level vocabulary is a table from token to bytes, so a token costs one look-up; any other decoder
-goes through windows of the tokenizer's own ``decode``.
+For a byte-level vocabulary a table maps token to bytes, so a token costs one look-up; any other decoder uses
+windows of the tokenizer's own ``decode``.
 
-One text differs. A tokenizer with byte fallback replaces a whole run of byte tokens by U+FFFD, one
-for each, when the run is no valid UTF-8 as a whole. A stream has sent the characters of the run that were
-complete before its first invalid byte: these stay, and the rest of the run is U+FFFD for each byte.
+There is one exception. A tokenizer with byte fallback replaces a whole run of byte tokens by U+FFFD, one for
+each, if the run as a whole is not valid UTF-8. A stream has already sent the characters that were complete
+before the first invalid byte: these stay, and each further byte of the run becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from services.core.errors import FailedPrecondition
 
 REPLACEMENT = "\ufffd"
-MAX_PENDING_TOKENS = 8  # more than any UTF-8 character has bytes: what is pending then is invalid
+MAX_PENDING_TOKENS = 8  # above the bytes of any UTF-8 character, so that many pending tokens are invalid
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TOKEN_CHARS = 16 * 1024
 _PLAIN_DECODERS: Final = (
@@ -49,14 +49,14 @@ class Detokenizer(Protocol):
         """Return the text that became final; bytes of an incomplete character are held back."""
 
     def flush(self) -> str:
-        """Return what is pending, invalid bytes as U+FFFD; nothing may be fed after it."""
+        """Return the pending text, invalid bytes as U+FFFD; no token may be fed after it."""
 
 
 class Vocabulary(Protocol):
-    """How one model version's tokens read. Shared by all its sequences.
+    """The token texts of one model version, shared by all its sequences.
 
-    ``texts[token]`` is the token's text wherever it stands, None when that depends on its neighbours.
-    ``texts`` is empty where no token has a text of its own. ``cover`` is the one change it ever sees.
+    ``texts[token]`` is the token's text in any context, None if it depends on its neighbours. ``texts`` is
+    empty if no token has a text of its own. Only ``cover`` ever changes it.
     """
 
     @property
@@ -66,10 +66,10 @@ class Vocabulary(Protocol):
         """Return the detokeniser of a new sequence."""
 
     def alone(self, token: int) -> str:
-        """Return a token's text out of context, special tokens by their name."""
+        """Return a token's text out of context; for a special token its name."""
 
     def cover(self, vocab_size: int) -> None:
-        """``texts`` has an entry for every id of a model whose vocabulary is larger than its tokenizer's."""
+        """Extend ``texts`` to every id of a model whose vocabulary is larger than its tokenizer's."""
 
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
@@ -80,7 +80,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
             raise FailedPrecondition(f"tokenizer.json exceeds {MAX_TOKENIZER_BYTES} bytes")
         file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
         _check_decoder(file.decoder)
-        # Without what turns text into tokens: it is not needed here, and may explode.
+        # Without the encoding parts: they are not needed here, and can be too expensive.
         tokenizer = Tokenizer.from_buffer(msgspec.json.encode(file))
     except FailedPrecondition:
         raise
@@ -88,7 +88,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         raise FailedPrecondition("the version has no tokenizer.json") from exc
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as exc:  # the tokenizers library raises bare Exception, and panics past it
+    except BaseException as exc:  # the library raises bare Exception; its panics are not even that
         raise FailedPrecondition("the model's tokenizer.json cannot be read") from exc
     if max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0) > MAX_TOKEN_CHARS:
         raise FailedPrecondition(f"tokenizer.json has a token of more than {MAX_TOKEN_CHARS} characters")
@@ -98,7 +98,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What turns tokens into text. Other fields of the file are left out."""
+    """The decoding parts of tokenizer.json. Other fields of the file are ignored."""
 
     model: msgspec.Raw
     added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
@@ -107,9 +107,9 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _check_decoder(decoder: dict[str, Any] | None) -> None:
-    """Raises FailedPrecondition for a decoder whose work on a token has no small bound.
+    """Raise FailedPrecondition for a decoder without a small bound on its work per token.
 
-    It runs in the agent's event loop: no regular expression, no text that grows.
+    It runs in the agent's event loop: no regular expression, and no replacement that lengthens the text.
     """
     parts: list[Any] = [decoder] if decoder is not None else []
     if decoder is not None and decoder.get("type") == "Sequence":
@@ -132,7 +132,7 @@ def _is_plain(part: Any) -> bool:
 
 
 def is_byte_level(decoder: object) -> bool:
-    """Whether a ``decoder`` of tokenizer.json maps characters to bytes and does nothing else."""
+    """Whether a ``decoder`` of tokenizer.json only maps characters to bytes."""
     if not isinstance(decoder, dict):
         return False
     if decoder.get("type") == "Sequence":
@@ -142,7 +142,7 @@ def is_byte_level(decoder: object) -> bool:
 
 
 def has_byte_fallback(decoder: object) -> bool:
-    """Whether a ``decoder`` of tokenizer.json reads tokens such as ``<0xE4>`` as bytes."""
+    """Whether a ``decoder`` of tokenizer.json decodes tokens such as ``<0xE4>`` as bytes."""
     if not isinstance(decoder, dict):
         return False
     parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
@@ -152,7 +152,7 @@ def has_byte_fallback(decoder: object) -> bool:
 
 
 def byte_of_char() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -173,7 +173,7 @@ class ByteLevelVocabulary:
                 self._names[token] = text
             elif all(char in table for char in text):
                 self._bytes[token] = bytes(table[char] for char in text)
-            else:  # a name with other characters is taken as it is, as the tokenizers library does
+            else:  # a name with other characters is used unchanged, as in the tokenizers library
                 self._bytes[token] = text.encode()
         self._texts = [_complete(data) for data in self._bytes]
 
@@ -183,7 +183,7 @@ class ByteLevelVocabulary:
 
     def cover(self, vocab_size: int) -> None:
         missing = vocab_size - len(self._texts)
-        if missing > 0:  # grown in place: live sequences hold both lists
+        if missing > 0:  # grown in place: live sequences refer to both lists
             self._bytes += [b""] * missing
             self._texts += [""] * missing
 
@@ -253,10 +253,10 @@ class WindowedVocabulary:
 
 
 class _WindowedDetokenizer:
-    """Decodes a window that begins with tokens already final: their text anchors that of the new ones.
+    """Decodes a window that begins with final tokens, which fix the context of the new ones.
 
-    Byte tokens are pending until their character is complete. A run of them that was invalid once stays so
-    until it ends.
+    Byte tokens are pending until their character is complete. An invalid run of them stays invalid until it
+    ends.
     """
 
     __slots__ = ("_anchor", "_bytes", "_invalid", "_pending", "_special", "_tokenizer", "_utf8", "clean")
@@ -273,7 +273,7 @@ class _WindowedDetokenizer:
 
     def feed(self, token: int) -> str:
         if token < 0 or token in self._special or self._tokenizer.id_to_token(token) is None:
-            return ""  # it has no text, and a window must not begin with nothing
+            return ""  # it has no text, and a window must not begin with an empty one
         byte = self._bytes.get(token)
         if byte is not None:
             return self._feed_byte(token, byte)
@@ -314,7 +314,7 @@ class _WindowedDetokenizer:
         return self._replaced()
 
     def _replaced(self) -> str:
-        """Return what is pending as invalid bytes; the last of them alone is an anchor of one character."""
+        """Return the pending tokens as invalid bytes; the last one remains as a one-character anchor."""
         text = REPLACEMENT * len(self._pending)
         self._anchor, self._pending = self._pending[-1:] or self._anchor, []
         return text

@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: found across pieces, cut off, and never half sent."""
+"""Stop strings in streamed text: found across pieces, removed, and never sent in part."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Watches one sequence's text. Where the text is split into pieces changes nothing in the outcome.
+    """Finds stop strings in one sequence's text, independent of how the text is split into pieces.
 
-    The match that ends first wins; of two that end together, the one that starts first.
+    The match that ends first wins; of two with the same end, the one that starts first.
     """
 
     __slots__ = ("_chars", "_held", "_longest", "_stops")
@@ -20,9 +20,9 @@ class StopFinder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the text that is final now, and the stop string that was met ("" for none).
+        """Return the text that is final now, and the stop string that was found ("" for none).
 
-        Nothing may be fed after a match. The start of a possible match is held back.
+        No text may be fed after a match. The start of a possible match is held back.
         """
         if not self._held and self._chars.isdisjoint(text):
             return text, ""
@@ -37,7 +37,7 @@ class StopFinder:
         return buffer[: len(buffer) - keep], ""
 
     def flush(self) -> str:
-        """Return what was held back: the sequence ended without completing a stop string."""
+        """Return the text held back; for a sequence that ended without completing a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -52,7 +52,7 @@ class StopFinder:
         return None if best is None else (best[1], best_stop)
 
     def _possible_prefix(self, buffer: str) -> int:
-        """Return the length of the longest end of ``buffer`` with which a stop string begins."""
+        """Return the length of the longest suffix of ``buffer`` that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(buffer)), 0, -1):
             tail = buffer[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""The output text of one sequence: detokenised, stop strings found, what was delivered before suppressed."""
+"""Output text of one sequence: detokenised, searched for stop strings, without the part already delivered."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from services.worker.text.stop_strings import StopFinder
 
 
 class TextStream:
-    """Turns a sequence's tokens into final text, once each.
+    """Turns a sequence's tokens into final text, each once.
 
-    ``plain``: nothing is held back and nothing looked for, so the next token's text is what the
-    vocabulary's table says. ``stop`` names the stop string that was met; nothing may be fed after it.
+    ``plain``: nothing is held back and no stop string is searched, so the next token's text is its entry in
+    the vocabulary's table. ``stop`` is the stop string that was found; no token may be fed after it.
     """
 
     __slots__ = ("_detokenizer", "_fed", "_finder", "_min_tokens", "_skip_chars", "plain", "stop")
@@ -43,12 +43,12 @@ class TextStream:
         text = self._detokenizer.feed(token)
         if self._finder is None:
             self.plain = self._detokenizer.clean and not self._skip_chars
-        elif self._fed >= self._min_tokens:  # before, a stop string does not end the sequence
+        elif self._fed >= self._min_tokens:  # below the minimum a stop string does not end the sequence
             text, self.stop = self._finder.feed(text)
         return self._beyond_delivered(text)
 
     def finish(self) -> str:
-        """Return all that was held back; sets ``stop`` if the last bytes completed a stop string."""
+        """Return all held-back text; sets ``stop`` if the last bytes completed a stop string."""
         self.plain = False
         if self.stop:
             return ""

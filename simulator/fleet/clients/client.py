@@ -1,4 +1,4 @@
-"""What clients ask for, and what became of it."""
+"""Requests of simulated clients, and their outcomes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.core.records import Priority
 class SimRequest:
     """One request of the load.
 
-    ``output_tokens`` is how many the model would say by itself, ``max_output_tokens`` what the client allows;
+    ``output_tokens`` is the model's output length without a limit, ``max_output_tokens`` the client's limit;
     None: just as many. The first ``prefix_tokens`` of the prompt are those of every request with the same
     ``prefix_id``. ``blocks`` name the leading blocks of ``block_tokens`` tokens of the prompt, as recorded
     traces do: blocks of one name have the same tokens, whatever their place; with them there is no
     ``prefix_id``. ``arrival_s`` counts from the start of the load, ``deadline_s`` from the arrival.
     ``cancel_after_s``: the client leaves so long after its arrival. ``read_tokens_per_s``: how fast it reads;
-    None: as it comes. ``key``: an idempotency key, with which it asks again when its gateway goes away.
-    ``retries``: how often it sends again what was refused with a delay, saying how often it did before.
+    None: as it comes. ``key``: an idempotency key, with which it retries when its gateway is lost.
+    ``retries``: how often it sends again what was refused with a delay, with the number of earlier attempts.
     """
 
     tenant: str
@@ -45,7 +45,7 @@ class Record:
     ``outcome`` is "finished" or the reason of the error that ended it. ``gap_s`` and ``gap_tokens`` are the
     gaps between two arrivals of tokens and how many tokens came with the later one: the inter-token latency,
     token by token, is gap / tokens. ``output_tokens`` counts what came; ``attempts`` how often it was sent,
-    ``refusals`` how often again after a refusal. ``degraded``: it was given less than it asked for.
+    ``refusals`` how often again after a refusal. ``degraded``: its output limit was reduced.
     """
 
     number: int

@@ -1,8 +1,8 @@
 """Clients: each sends its request through a gateway, reads the answer and judges it.
 
-A client knows what its answer has to be, since tokens are a function of seed and position. One whose gateway
-goes away asks another under its idempotency key, or has failed if it has none. One that is refused for now
-may send it again after the delay that it was told.
+A client can compute its expected answer: tokens are a function of seed and position. One whose gateway
+is lost retries at another under its idempotency key, or fails without one. One that is refused for now
+may retry after the delay in the refusal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _READ_S: Final = 0.25
 
 
 class Door(Protocol):
-    """A gateway, as its clients see it."""
+    """A gateway's interface to its clients."""
 
     @property
     def name(self) -> str: ...
@@ -103,7 +103,7 @@ class Clients:
         return 0.5 + self._rng.random()
 
     def gateway_lost(self, name: str) -> None:
-        """Tell the clients of a gateway that their connections broke."""
+        """Notify the clients of a gateway that their connections broke."""
         for session in [held for held in self.present.values() if held.gateway == name]:
             session.lost()
 
@@ -164,7 +164,7 @@ class Session:
         door.enter(attempt.submit)
 
     def leave(self) -> None:
-        """The client goes away."""
+        """The client disconnects."""
         attempt = self._attempt
         if attempt is None:
             self.end("CANCELLED")
@@ -223,7 +223,7 @@ class Session:
         return generation
 
     def came(self, heard: int) -> None:
-        """The client has ``heard`` tokens of its answer now."""
+        """Record how many tokens of its answer the client has received."""
         record, now_s = self.record, self._clients.now_s
         fresh = heard - record.output_tokens
         if fresh <= 0:
@@ -255,7 +255,7 @@ def allowed_tokens(request: SimRequest) -> int:
 
 
 class _Attempt:
-    """One way through one gateway. Implements ``RequestSink`` and checks that what it hears is right."""
+    """One attempt through one gateway. Implements ``RequestSink`` and checks what it receives."""
 
     __slots__ = ("_handle", "_heard", "_session", "_unread", "door", "over")
 

@@ -1,6 +1,6 @@
-"""What a client is due: the engine's function of seed and position, a slice at a time.
+"""The expected output of a request: the engine's function of seed and position, a slice at a time.
 
-A request's seed says, besides being its own, how many tokens its output has: so the simulated engine knows
+A request's seed is unique and also encodes the length of its output. So the simulated engine can derive
 where to end it, and no part of the fleet in between has to carry that.
 """
 
@@ -28,12 +28,12 @@ def request_seed(number: int, output_tokens: int) -> int:
 
 
 def output_length(command: Submit) -> int:
-    """Return how many tokens the model says by itself: what the simulated engine asks."""
+    """Return the model's output length without a limit, for the simulated engine."""
     return said_tokens(command.sampling.seed)
 
 
 def said_tokens(seed: int) -> int:
-    """Return how many tokens the model says by itself under a client's sampling seed."""
+    """Return the model's output length without a limit under a client's sampling seed."""
     return seed & ((1 << _LENGTH_BITS) - 1)
 
 

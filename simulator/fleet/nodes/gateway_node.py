@@ -29,11 +29,14 @@ from services.core.records import (
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
+from services.gateway.idempotency.service import IdempotentService
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
+from services.gateway.service_interface import GatewayInterface, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.local import LocalTexts
 from services.gateway.text.prefix_names import PrefixNames
 from services.ports.placement import FallbackPlacer
 from services.ports.store import Entry
@@ -42,6 +45,8 @@ from services.rpc.status import by_reason
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket, issue_ticket
+from services.runtime.telemetry.metrics import Metrics
+from simulator.fleet.nodes.local_texts import LocalTexts
 from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
 from simulator.fleet.spec import FleetSpec
 from simulator.kernel.links.links import SimPlacementLinks, SimStore, SimWorkers
@@ -91,7 +96,8 @@ class GatewayNode:
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
         self._directory = directory
         self.catalog = catalog
-        self.service = GatewayService(
+        limits, telemetry = self.make_limits(spec), GatewayTelemetry(clock=clock)
+        self._plain = GatewayService(
             validator=Validator(
                 catalog,
                 identity,
@@ -100,22 +106,45 @@ class GatewayNode:
             ),
             identity=identity,
             catalog=catalog,
-            ports=Ports(
-                limiter=self.limiter,
-                placement=self.placement,
-                workers=self.workers,
-                clock=clock,
-                supervisor=supervisor,
-                rng=process.rng,
-                sign_ticket=_sign_ticket,
-                new_incident=process.ids.incident_id,
-                error_of=by_reason,
-                telemetry=GatewayTelemetry(clock=clock),
-                idempotency=RemoteRecords(redis) if spec.idempotency else None,
-                gateway_id=gateway_id,
-                pressure=self.placement.pressure,
-            ),
-            limits=self.make_limits(spec),
+            ports=self._ports(telemetry),
+            limits=limits,
+        )
+        self.service: GatewayInterface = self._plain
+        self._keyed: IdempotentService | None = None
+        if spec.idempotency:
+            keyed = self._keyed_ports(RemoteRecords(redis), gateway_id, telemetry.metrics, limits)
+            self.service = self._keyed = IdempotentService(
+                self._plain, keyed, identity=identity, limits=limits, supervisor=supervisor
+            )
+
+    def _ports(self, telemetry: GatewayTelemetry) -> Ports:
+        process = self._process
+        return Ports(
+            limiter=self.limiter,
+            placement=self.placement,
+            workers=self.workers,
+            clock=process.clock,
+            supervisor=process.supervisor,
+            rng=process.rng,
+            sign_ticket=_sign_ticket,
+            new_incident=process.ids.incident_id,
+            error_of=by_reason,
+            telemetry=telemetry,
+            pressure=self.placement.pressure,
+        )
+
+    def _keyed_ports(
+        self, records: RemoteRecords, gateway_id: str, metrics: Metrics, limits: GatewayLimits
+    ) -> KeyedPorts:
+        return KeyedPorts(
+            store=records,
+            limiter=self.limiter,
+            clock=self._process.clock,
+            telemetry=KeyedTelemetry(metrics),
+            new_incident=self._process.ids.incident_id,
+            owner=gateway_id,
+            window_tokens=limits.window_tokens,
+            limits=KeyedLimits(),
         )
 
     # What a test overrides with something broken.
@@ -125,7 +154,7 @@ class GatewayNode:
         return SimWorkers(self._process, network, unsent=self.placement.give_back)
 
     def make_fallback(self, spec: FleetSpec) -> FallbackPlacer:
-        """Return how this gateway places while it hears no leader."""
+        """Return how this gateway places while no leader answers."""
         predicted = spec.term.queue.predicted_output_tokens
         return GatewayFallback(self._process.rng, FallbackSettings(predicted_output_tokens=predicted))
 
@@ -138,8 +167,9 @@ class GatewayNode:
         spawn = self._process.supervisor.spawn
         spawn("scheduler directory", self._directory.run())
         spawn("warm text models", self.catalog.warm_forever())
-        spawn("renew", self.service.renew_forever())
-        spawn("flush records", self.service.flush_forever())
+        spawn("renew", self._plain.renew_forever())
+        if self._keyed is not None:
+            spawn("flush records", self._keyed.flush_forever())
         self.placement.start()
 
     @property
@@ -148,13 +178,13 @@ class GatewayNode:
 
     @property
     def ready(self) -> bool:
-        """It knows the fleet and whom to ask for places."""
+        """It has the fleet and the address for placement requests."""
         return self._informers.synced and self.placement.connected
 
     async def drain(self, timeout_s: float) -> None:
         """Stop as on SIGTERM: nothing new, what runs until the time is over."""
         self.draining = True
-        await self.service.drain(timeout_s)
+        await drain(self.service, self._process.clock, timeout_s)
 
     # --- for its clients ---------------------------------------------------------------------------
 

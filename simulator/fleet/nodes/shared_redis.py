@@ -10,7 +10,7 @@ from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
-from services.ports.idempotency import Addition, Claim, Hold, RecordKey, Tail, Written
+from services.ports.idempotency import Addition, Claim, Hold, LogTail, RecordKey, Written
 from services.ports.limiter import Limits, Reservation
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
@@ -34,7 +34,7 @@ def serve_redis(process: Process, network: Network, redis: Redis) -> None:
 
 
 class RedisLink:
-    """One gateway's way to Redis."""
+    """One gateway's connection to Redis."""
 
     def __init__(self, process: Process, network: Network) -> None:
         self._process = process
@@ -93,5 +93,5 @@ class RemoteRecords:
     ) -> Written:
         return await self._link.ask(lambda redis: redis.records.release(hold, chunk, reservation, usage))
 
-    async def read(self, key: RecordKey, start: int, *, watch: bool) -> Tail:
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         return await self._link.ask(lambda redis: redis.records.read(key, start, watch=watch))

@@ -1,4 +1,4 @@
-"""A worker's streams and books with an ear: each sequence that it admits, and what it charges for it."""
+"""Observed streams and tally of a worker: each sequence that it admits, and what it charges for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _WatchedStream:
 
 
 class WatchedTally(Tally):
-    """The production tally of one worker, and the watch's ear."""
+    """The production tally of one worker; it also reports to the watch."""
 
     def __init__(self, worker_id: str, watch: GrantWatch) -> None:
         super().__init__()

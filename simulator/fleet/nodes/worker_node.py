@@ -1,4 +1,4 @@
-"""A worker's process in a fleet: the simulated worker, with an ear at its door."""
+"""A worker's process in a fleet: the simulated worker, with its streams observed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class WorkerNode:
         return found
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a book of the worker is wrong."""
+        """Raise AssertionError when the worker's accounting is wrong."""
         self.worker.check_integrity()
 
     def _version(self, spec: FleetSpec, kind: WorkerSpec) -> SimVersion:
@@ -155,4 +155,4 @@ _TEXTS: Final = ["x"] * VOCABULARY
 
 
 def _nobody() -> None:
-    """Until the reporter is there nobody is told."""
+    """Placeholder callback until the reporter is constructed."""

@@ -12,7 +12,7 @@ from simulator.kernel.process import Process
 
 
 class LeaderConnections:
-    """What the channel is to ``adapters.grpc_streams.GrpcLinks``. Remembers the leader last asked for."""
+    """Replaces the channel of ``adapters.grpc_streams.GrpcLinks``. Stores the leader last requested."""
 
     def __init__(self, process: Process, network: Network, directory: LeaderDirectory) -> None:
         self._process = process

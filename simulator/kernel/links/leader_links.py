@@ -15,7 +15,7 @@ Heard = TypeVar("Heard")
 
 
 class SimLinks:
-    """What is the same in all ``adapters.leader_links.LeaderLinks`` over the simulated network."""
+    """Base of all ``adapters.leader_links.LeaderLinks`` over the simulated network."""
 
     def __init__(
         self, process: Process, network: Network, directory: LeaderDirectory, *, silence_s: float = SILENCE_S

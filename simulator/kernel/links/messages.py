@@ -1,4 +1,4 @@
-"""What the simulated links say to each other: the messages of ``fairway.v1`` as plain values."""
+"""Messages between the simulated links: those of ``fairway.v1`` as plain values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReportHello:
 
 @dataclass(frozen=True, slots=True)
 class Leads:
-    """A scheduler's first word on a gateway's stream."""
+    """A scheduler's first message on a gateway's stream."""
 
     epoch: int
 
@@ -55,4 +55,4 @@ class Execute:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A worker has nothing to say, and is there."""
+    """A worker is alive and has nothing to report."""

@@ -1,4 +1,4 @@
-"""The scheduler's face to the simulated network: what ``scheduler.servicer`` is to gRPC.
+"""The scheduler's server on the simulated network: the counterpart of ``scheduler.servicer``.
 
 A task per stream writes, as there; what comes is handed over as it arrives. The time limits and the order of
 what is written are the servicer's.
@@ -77,7 +77,7 @@ class _Stream:
         self.connection.on_broken = lambda _: self.woken.set()
 
     def goes_on(self) -> bool:
-        """Whether the peer is there. Raises the error that what it said ended in."""
+        """Whether the peer is connected. Raises the error in which its stream ended."""
         if self._failed is not None:
             raise self._failed
         return self.connection.over is None

@@ -60,7 +60,7 @@ class StoreServer:
         self._watchers: dict[int, _Watcher] = {}
         self._history: deque[WatchBatch] = deque(maxlen=_HISTORY)
         self._revision = 0
-        self._floor = 0  # watches after an older revision ask for what is not kept here
+        self._floor = 0  # watches after an older revision need events that are not stored here
         network.listen(process, address, self._accept, answers=store)
         process.spawn("store.follow", self._follow())
         process.spawn("store.progress", self._tell_progress())
@@ -97,7 +97,7 @@ class StoreServer:
                 self._history.clear()
 
     async def _tell_progress(self) -> None:
-        """A sign of life now and then, which moves readers to the store's revision."""
+        """Send a periodic progress event, which moves readers to the store's revision."""
         while True:
             await self._process.clock.sleep(self._progress_s)
             for watcher in list(self._watchers.values()):

@@ -60,7 +60,7 @@ class SimWorkers:
         return len(self._links)
 
     async def close(self) -> None:
-        """End every stream; sinks are told that their worker was lost."""
+        """End every stream; sinks are notified that their worker was lost."""
         tasks = [link.task for link in self._links.values() if link.task is not None]
         for task in tasks:
             task.cancel()
@@ -76,7 +76,7 @@ class SimWorkers:
         return link
 
     def _check(self) -> None:
-        """Look at every stream once a second: one timer for all, while there are any."""
+        """Check every stream once a second: one timer serves all of them."""
         now_s = self.process.clock.monotonic_s()
         for link in self._links.values():
             link.check(now_s, looked_s=self._checked_s)
@@ -110,11 +110,11 @@ class _Link(SequenceLink):
         self._ended: asyncio.Future[str] = self._loop.create_future()
 
     async def run(self) -> None:
-        """Carry the stream until it ends; then every sink is told."""
+        """Carry the stream until it ends; then notify every sink."""
         await self._run(self._carry())
 
     def check(self, now_s: float, *, looked_s: float) -> None:
-        """End the stream if its ``LinkHealth`` says that it is over."""
+        """End the stream if its ``LinkHealth`` reports that it is over."""
         if self._connection is None or self.closed:
             return
         if (why := self._health.why_over(now_s, looked_s=looked_s)) is not None:
@@ -157,7 +157,7 @@ class _Link(SequenceLink):
             self._loop.call_soon(self._write)
 
     def _write(self) -> None:
-        """What was asked for since the last message goes into one."""
+        """One message carries the commands since the last one."""
         self._writing = False
         connection = self._connection
         if connection is None or connection.over is not None:

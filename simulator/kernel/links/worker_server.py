@@ -1,4 +1,4 @@
-"""A worker's face to gateways on the simulated network: what ``worker.servicer`` is to gRPC."""
+"""A worker's server for gateways on the simulated network: the counterpart of ``worker.servicer``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serve_worker(process: Process, network: Network, address: str, host: WorkerS
 
 
 class _Beats:
-    """Has every stream beat that said nothing for a second. One timer for all, while there are any."""
+    """Sends a heartbeat on every stream idle for a second. One timer serves all of them."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -44,7 +44,7 @@ class _Beats:
 
 
 class _Stream:
-    """One gateway's. Frames leave at the end of the loop's turn in which they came to be."""
+    """One gateway's. Frames are sent at the end of the loop iteration in which they were made."""
 
     def __init__(self, process: Process, connection: Connection, host: WorkerStreams) -> None:
         self._process = process

@@ -50,7 +50,7 @@ class LogNormal:
 
 
 class Empirical:
-    """Lengths as they were seen: ``counts`` says how often each was."""
+    """Lengths as they were seen: ``counts`` has the frequency of each."""
 
     def __init__(self, counts: dict[int, float]) -> None:
         if not counts or min(counts) < 1 or min(counts.values()) <= 0:

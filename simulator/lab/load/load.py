@@ -1,4 +1,4 @@
-"""What clients ask a simulated fleet for: streams of requests, merged in order of arrival.
+"""The load of a simulated fleet: streams of requests, merged in order of arrival.
 
 Every stream draws from a source of its own, named by the seed and its own name, so that one stream's
 requests stay the same whatever stands beside it.

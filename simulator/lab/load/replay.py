@@ -1,6 +1,6 @@
 """Recorded traces as scenarios: a trace's rows, dealt out to tenants, at the recorded or another rate.
 
-A file is read twice, line by line: once whole, so that what is wrong with it is said before the run, and
+A file is read twice, line by line: once whole, so that errors in it are reported before the run, and
 once for the run.
 """
 
@@ -118,7 +118,7 @@ def survey(rows: Iterable[TraceRow], *, most_prompt_tokens: int | None = None) -
 
 
 def speed_of(taken: Survey, options: Options, fleet: FleetSpec, *, load_ratio: float) -> float:
-    """Return how many times as fast the rows make the load that is asked for. Raises ScenarioError."""
+    """Return how many times as fast the rows make the requested load. Raises ScenarioError."""
     if not taken.last_s:
         raise ScenarioError("all rows of the trace come at one instant, so that it has no rate to scale")
     wanted = rate_of(

@@ -1,7 +1,7 @@
 """Recorded traces, read line by line: the Azure LLM CSV and the Mooncake JSONL formats, by path.
 
 A reader holds one line at a time, whatever the size of the file. Every line is checked, and one that is
-not as the format says raises TraceError with the file, the line and what is wrong with it. Instants are
+not in the format raises TraceError with the file, the line and what is wrong with it. Instants are
 seconds from the first row.
 """
 
@@ -72,7 +72,7 @@ class TraceCut:
 
 
 def read_trace(path: Path) -> Iterator[TraceRow]:
-    """Yield the rows of a trace; what its first line says decides the format. Raises TraceError."""
+    """Yield the rows of a trace; its first line decides the format. Raises TraceError."""
     with _lines(path) as lines:
         first = next(lines, (1, ""))[1].lstrip("\ufeff")
     if first.startswith("{"):

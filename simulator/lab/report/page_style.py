@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Okabe and Ito's palette first: told apart by readers who do not see red or green.
+# Okabe and Ito's palette first: readers who do not see red or green can distinguish it.
 _LIGHT: Final = (
     "#0072b2",
     "#d55e00",

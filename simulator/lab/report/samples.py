@@ -26,7 +26,7 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The fleet. ``waiting`` are placements in the queue of whoever leads; ``pressure_ratio`` is its own."""
+    """The fleet. ``waiting`` are placements in the leader's queue; ``pressure_ratio`` is the leader's."""
 
     at_s: float
     waiting: int

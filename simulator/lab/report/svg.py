@@ -45,7 +45,7 @@ class Span:
 def line_plot(
     lines: Sequence[Line], x: Axis, y: Axis, *, label: str, spans: Sequence[Span] = (), filled: bool = False
 ) -> str:
-    """Return an SVG of ``lines`` over common axes; ``label`` is what a screen reader says.
+    """Return an SVG of ``lines`` over common axes; ``label`` is the text for screen readers.
 
     ``filled``: each line is the upper edge of an area, the first line at the back.
     """

@@ -1,1 +1,1 @@
-"""Scenarios by name: each module has ``scenario(options)``, and its first line says what it shows."""
+"""Scenarios by name: each module has ``scenario(options)``, and its first line describes what it shows."""

@@ -1,4 +1,4 @@
-"""The OpenAI face over real sockets, on a scripted service with the signature of ``GatewayService``."""
+"""The OpenAI face over real sockets, on a scripted service with the signature of ``Generations``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
+from services.gateway.requests.streaming import Completion
+from services.gateway.service_interface import ServedModel
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
@@ -51,24 +53,6 @@ class Call:
     generation: inference_pb2.Generation
     received: Received
     timeout_s: float | None
-
-
-@dataclass
-class Completion:
-    accepted: Accepted
-    texts: list[str]
-    ids: list[list[int]]
-    logprobs: list[list[TokenLogprobs]]
-    finished: Finished
-
-
-@dataclass
-class Model:
-    name: str = "m"
-    version_digest: str = DIGEST
-    max_context_tokens: int = 128
-    ready_replicas: int = 1
-    created_unix_s: int = 1_700_000_000
 
 
 class ScriptedService:
@@ -134,8 +118,8 @@ class ScriptedService:
         while self.running < count:
             await asyncio.wait_for(self._started.wait(), 5)
 
-    async def list_models(self, principal: Principal) -> list[Model]:
-        return [Model(), Model("org/m")]
+    async def list_models(self, principal: Principal) -> list[ServedModel]:
+        return [ServedModel(name, DIGEST, 128, 1, 1_700_000_000) for name in ("m", "org/m")]
 
 
 def accepted(call: Call) -> Accepted:

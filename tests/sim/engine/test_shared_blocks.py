@@ -105,10 +105,10 @@ class Rig:
         self.rng, self.profile = Random(7), PlacementProfile()
         self.numbers = 0
 
-    def hear(self, event: wire.Stepped | wire.Heartbeat | wire.Resized) -> None:
+    def hear(self, event: wire.Stepped | wire.EngineHeartbeat | wire.Resized) -> None:
         if isinstance(event, wire.Stepped):
             self.table.on_stepped(event)
-        elif isinstance(event, wire.Heartbeat):
+        elif isinstance(event, wire.EngineHeartbeat):
             self.table.on_heartbeat(event)
         self.engine.check_integrity()
         self.host.check_integrity()

@@ -6,7 +6,7 @@ import asyncio
 
 from services.core.generation import Grant, NotAdmittedReason, StartSpec
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
-from services.worker.streams.grants import GrantBook
+from services.worker.streams.grants import GrantFence
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable
@@ -56,7 +56,7 @@ class LosesSequences(WorkerNode):
         return _Forgetful(changed=made.changed)
 
 
-class _NoBook(GrantBook):
+class _NoBook(GrantFence):
     def check(self, grant: Grant) -> NotAdmittedReason | None:
         super().check(grant)
         return None

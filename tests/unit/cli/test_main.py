@@ -101,6 +101,7 @@ def _terminal(*arguments: str, settings: dict[str, str] | None = None) -> Iterat
     attributes[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **(settings or {})}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what the background job of a shell ignores
     with subprocess.Popen(
         [sys.executable, "-m", "fairway.cli.main", *arguments],
         cwd=ROOT,

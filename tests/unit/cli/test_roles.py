@@ -173,3 +173,8 @@ def test_options_survive_the_way_to_the_detached_process() -> None:
         settings=(("worker", "FAIRWAY_ZONE", "a"), ("gateway", "FAIRWAY_DRAIN_S", "1")),
     )
     assert UpOptions.from_json(options.to_json()) == options
+
+
+def test_the_gateway_alone_runs_without_caches_of_small_blocks(state: StateDir, addresses: Addresses) -> None:
+    environments = {name: role_environment(state, addresses, {}, name) for name in ROLES}
+    assert {name for name, found in environments.items() if "GLIBC_TUNABLES" in found} == {"gateway"}

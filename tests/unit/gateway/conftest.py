@@ -27,9 +27,9 @@ from services.core.records import (
 )
 from services.gateway.catalog import ModelCatalog
 from services.gateway.text.encoder import TextEncoder, load_encoder
-from services.gateway.text.local import LocalTexts
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
+from simulator.fleet.nodes.local_texts import LocalTexts
 
 DIGEST = "sha256:" + "ab" * 32
 SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

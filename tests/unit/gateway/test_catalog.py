@@ -20,7 +20,7 @@ from services.core.errors import (
 from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
-from services.gateway.text.local import LocalTexts
+from simulator.fleet.nodes.local_texts import LocalTexts
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -82,18 +82,18 @@ def test_a_model_that_failed_everywhere_is_refused_at_once_with_the_reason(fleet
     failed = LoadedVersion(
         "chat-small", "tiny", DIGEST, VersionState.FAILED, "a path and figures", reason="DOES_NOT_FIT"
     )
-    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+    fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))
     fleet.workers.records = {}
-    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))  # nobody has said anything yet
+    fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))  # nobody has said anything yet
     fleet.workers.put(WORKERS + "w1", Worker("w1", "w1:1", versions=(failed,)))
     with pytest.raises(NoWorkerAvailable) as caught:
-        fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+        fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))
     assert caught.value.metadata["cause"] == "DOES_NOT_FIT"
     assert "path" not in caught.value.message
     assert caught.value.retry_after_s == module.MAX_RETRY_S
     loading = LoadedVersion("chat-small", "tiny", DIGEST, VersionState.LOADING)
     fleet.workers.put(WORKERS + "w2", Worker("w2", "w2:1", versions=(loading,)))
-    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+    fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))
 
 
 def test_a_deployment_of_no_replicas_is_not_served_by_workers_of_another_one(fleet: Any) -> None:
@@ -102,11 +102,11 @@ def test_a_deployment_of_no_replicas_is_not_served_by_workers_of_another_one(fle
     route = fleet.catalog.resolve("idle")
     assert route.ready_replicas == 0
     with pytest.raises(NoWorkerAvailable, match="fairway deployments update idle --replicas 1") as caught:
-        fleet.catalog.require_hope(route)
+        fleet.catalog.require_servable(route)
     assert caught.value.metadata == {"model": "idle", "cause": "NO_REPLICAS"}
-    fleet.catalog.require_hope(fleet.catalog.resolve("chat-small"))
+    fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))
     gone = fleet.catalog.resolve_pinned("deleted", PinnedVersion(DIGEST, 7))
-    fleet.catalog.require_hope(gone)  # what began on a version goes on while a worker has it
+    fleet.catalog.require_servable(gone)  # what began on a version goes on while a worker has it
 
 
 NEW = "sha256:" + "cd" * 32
@@ -147,7 +147,7 @@ def test_a_version_before_that_serves_is_a_route_with_hope(fleet: Any) -> None:
     update(fleet, ("a", DIGEST, VersionState.READY), ("a", NEW, VersionState.FAILED))
     route = fleet.catalog.resolve("chat-small")
     assert (route.version_digest, route.ready_replicas) == (DIGEST, 1)
-    fleet.catalog.require_hope(route)
+    fleet.catalog.require_servable(route)
 
 
 def test_what_began_on_a_version_goes_on_while_it_retires(fleet: Any) -> None:

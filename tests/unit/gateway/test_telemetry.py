@@ -19,7 +19,7 @@ from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampl
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.choice import RunContext
 from services.gateway.requests.request import Admitted, Request
-from services.gateway.requests.stage_timer import Stage, StageTimer
+from services.gateway.requests.stage_timer import Stage
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock
@@ -92,17 +92,17 @@ class Rig:
         request = Request(
             Received(began_s, 1, "req_1", face="http"),
             self.sink,
-            limiter=self.limiter,
+            settle=self.limiter.settle,
             clock=CLOCK,
             supervisor=self.supervisor,
             new_incident=lambda: "inc_1",
             telemetry=self.telemetry,
         )
 
-        async def admit(timer: StageTimer) -> Admitted:
+        async def admit() -> Admitted:
             if self.refuse is not None:
                 raise self.refuse
-            timer.enter(Stage.ADMIT, CLOCK.monotonic_s())
+            request.timer.enter(Stage.ADMIT, CLOCK.monotonic_s())
             spec = GenerationSpec(
                 "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64)
             )
@@ -122,7 +122,11 @@ class Rig:
             )
             return Admitted(spec, await self.limiter.admit("acme", "req_1", Limits()), context)
 
-        task = self.supervisor.spawn("request", request.run(admit, 30.0))
+        async def serve() -> None:
+            async with request.until_end(30.0):
+                await request.run(await admit())
+
+        task = self.supervisor.spawn("request", serve())
         request.bind(task)
         await task
         return CLOCK.monotonic_s() - began_s

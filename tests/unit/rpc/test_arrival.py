@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.rpc.interceptors.arrival import Arrival, NoteArrival, arrival
+from services.rpc.interceptors.arrival import NoteArrival, RpcArrival, arrival
 from services.runtime.clock import SystemClock
 
 
@@ -34,7 +34,7 @@ class Details:
 async def test_attempts_are_read_and_bounded(
     metadata: tuple[tuple[str, str | bytes], ...], attempt: int
 ) -> None:
-    seen: list[Arrival] = []
+    seen: list[RpcArrival] = []
 
     async def go_on(_: Any) -> None:
         seen.append(arrival())

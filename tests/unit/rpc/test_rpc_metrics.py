@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fairway.v1 import inference_pb2
 from services.core.errors import QueueFull
-from services.rpc.interceptors.arrival import Arrival, NoteArrival, arrival, many_requests
+from services.rpc.interceptors.arrival import NoteArrival, RpcArrival, arrival, many_requests
 from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.traces import TraceRpcs
@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.instruments = RpcMetrics(Metrics())
-        self.arrived: list[Arrival] = []
+        self.arrived: list[RpcArrival] = []
         self.fail: Exception | None = None
         self.spans = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)

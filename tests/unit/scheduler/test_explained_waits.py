@@ -8,10 +8,11 @@ from random import Random
 import pytest
 
 from fairway.cli.commands.placements import DECISIONS
-from services.core.decisions import QUEUED, PlacementDecision
+from fairway.v1 import scheduler_pb2 as pb
+from services.core.decisions import QUEUED
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
-from services.rpc.convert.decisions import decision_from_proto, decision_to_proto
+from services.rpc.convert.decisions import decision_to_proto
 from services.scheduler.explain.decision_log import DecisionLog
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
@@ -73,20 +74,20 @@ class Rig:
         self.queue.check_integrity()
         self.log.check_integrity()
 
-    def told(self, request_id: str) -> PlacementDecision:
+    def told(self, request_id: str) -> pb.PlacementDecision:
         """Return what an operator is told, over the wire."""
         (decision,) = self.log.explain(request_id)
-        return decision_from_proto(decision_to_proto(decision))
+        return decision_to_proto(decision)
 
 
-def rejected(decision: PlacementDecision) -> dict[str, int]:
+def rejected(decision: pb.PlacementDecision) -> dict[str, int]:
     return {one.filter: one.workers for one in decision.rejections}
 
 
-def cell(decision: PlacementDecision, header: str) -> str:
+def cell(decision: pb.PlacementDecision, header: str) -> str:
     """Return what `fairway explain` shows of it."""
     (column,) = (column for column in DECISIONS if column.header == header)
-    return column.cell(decision_to_proto(decision))
+    return column.cell(decision)
 
 
 @pytest.mark.parametrize("workers", [1, 4, 40])

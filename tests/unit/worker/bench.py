@@ -17,10 +17,10 @@ from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
 from tests.support.clocks import HandClock
 
-Kind = TypeVar("Kind", bound=wire.Message)
+Kind = TypeVar("Kind", bound=wire.EngineMessage)
 DIGEST = "sha256:" + "b" * 64
 EOS = 300
-IDLE_BEAT = wire.Heartbeat(step=0, kv_blocks_used=0, running=1, waiting=0)
+IDLE_BEAT = wire.EngineHeartbeat(step=0, kv_blocks_used=0, running=1, waiting=0)
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -111,7 +111,7 @@ class Bench:
         *,
         finished: dict[int, wire.FinishReason] | None = None,
         prefill_tokens: int = 0,
-        logprobs: dict[int, wire.TokenLogprobs] | None = None,
+        logprobs: dict[int, wire.SampledLogprobs] | None = None,
         errors: dict[int, str] | None = None,
         step_s: float = 0.01,
     ) -> None:
@@ -141,7 +141,7 @@ class Bench:
         tokens: list[tuple[int, int]],
         *,
         finished: dict[int, wire.FinishReason] | None = None,
-        logprobs: dict[int, list[wire.TokenLogprobs]] | None = None,
+        logprobs: dict[int, list[wire.SampledLogprobs]] | None = None,
     ) -> None:
         """One engine step that made several tokens of a sequence: (handle, token), in order."""
         self.step += 1

@@ -7,7 +7,7 @@ from typing import Final
 from fairway.v1 import inference_pb2
 from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
 from services.gateway.policy.degrade import DegradationKind
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.streaming import Completion
 from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
 
 _DEGRADATIONS: Final = {

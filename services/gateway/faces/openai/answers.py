@@ -14,7 +14,7 @@ from services.core.generation import FinishReason, StageClock, TokenLogprobs, Us
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.requests import Dialect, Wanted
 from services.gateway.policy.degrade import Degradation
-from services.gateway.service_interface import Completed
+from services.gateway.requests.streaming import Completion
 from services.runtime.ids import ANSWER_PREFIXES
 
 _LOWEST_LOGPROB: Final = -9999.0
@@ -128,7 +128,7 @@ class _Whole(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class AnswerHead:
     """The fields that every part of one answer repeats."""
 
     request_id: str
@@ -166,12 +166,12 @@ def finish_reasons(finished: Finished) -> dict[int, str]:
 
 
 def whole_answer(
-    wanted: Wanted, completions: Sequence[Completed], created_unix_s: int, request_id: str
+    wanted: Wanted, completions: Sequence[Completion], created_unix_s: int, request_id: str
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
-    identity = Identity(request_id, created_unix_s, first.model, first.version_digest)
-    head = identity.head(wanted.dialect, chunk=False)
+    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
+    head = answer.head(wanted.dialect, chunk=False)
     chat: list[_ChatChoice] = []
     text: list[_TextChoice] = []
     for number, completion in enumerate(completions):
@@ -187,7 +187,7 @@ def whole_answer(
                 listed = completion_logprobs(entries, 0) if wanted.logprobs else None
                 text.append(_TextChoice(index, content, listed, reason))
     usage = usage_body([completion.finished.usage for completion in completions])
-    answer = _Whole(
+    whole = _Whole(
         id=head.id,
         object=head.object,
         created=head.created,
@@ -198,7 +198,7 @@ def whole_answer(
         stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
         degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
     )
-    return _encode(answer)
+    return _encode(whole)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -243,9 +243,9 @@ def _finite(logprob: float) -> float:
 class Frames:
     """Writes the frames of one streamed answer: one JSON head, built once, around each choice."""
 
-    def __init__(self, wanted: Wanted, identity: Identity) -> None:
+    def __init__(self, wanted: Wanted, answer: AnswerHead) -> None:
         self._wanted = wanted
-        head = _encode(identity.head(wanted.dialect, chunk=True))
+        head = _encode(answer.head(wanted.dialect, chunk=True))
         self._before = b"data: " + head[:-1] + b',"choices":['
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"

@@ -18,7 +18,7 @@ from typing import Final
 from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
-from services.gateway.faces.openai.answers import Frames, Identity, finish_reasons
+from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
 from services.gateway.faces.openai.exchange import Reply, foremost
 from services.gateway.faces.openai.requests import Wanted
 from services.gateway.policy.degrade import Degradation, header_value
@@ -93,10 +93,10 @@ class EventStream:
                 self._reply.add_header(*REPLAYED)
             if event.degradations:
                 self._reply.add_header(*degraded_header(event.degradations))
-            identity = Identity(
+            answer = AnswerHead(
                 request_id, created_unix_s, event.model, event.version_digest, event.degradations
             )
-            self._frames = Frames(self._wanted, identity)
+            self._frames = Frames(self._wanted, answer)
         if self._wanted.dialect == "chat":
             first = number * self._wanted.choices
             self._opening += [self._frames.role(first + choice) for choice in range(self._wanted.choices)]

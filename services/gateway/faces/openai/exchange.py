@@ -41,7 +41,7 @@ REQUEST_HEADERS: Final = {
 }
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection before its answer was complete."""
 
 
@@ -141,8 +141,8 @@ async def read_body(
 ) -> bytes:
     """Return the body. Raises HttpProblem before it exceeds the limit, or after the timeout.
 
-    ``hold`` is called with the size so far; an error that it raises ends the reading. Raises ClientGone when
-    the client disconnects in the middle.
+    ``hold`` is called with the size so far; an error that it raises ends the reading. Raises
+    ClientDisconnected when the client disconnects in the middle.
     """
     content_type = headers.one(b"content-type")
     if content_type is not None and not _JSON_TYPE.fullmatch(content_type.strip()):
@@ -167,7 +167,7 @@ async def _read_all(receive: Receive, limits: HttpLimits, hold: Callable[[int], 
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > limits.max_body_bytes:
@@ -275,8 +275,8 @@ class Reply:
         )
 
 
-async def unless_gone(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ClientGone when the client disconnects, after ``work`` has ended.
+async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``. A disconnection ends ``work``, then raises ClientDisconnected.
 
     The body must have been read: from then on the server reports only the end of the connection.
     """
@@ -296,11 +296,11 @@ async def _watch(receive: Receive, reply: Reply) -> None:
         pass
     # The server also reports the end of a complete answer in this way.
     if not reply.complete:
-        raise ClientGone
+        raise ClientDisconnected
 
 
 def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The ClientGone among them, if any: the others are its consequences; otherwise the first."""
+    """The ClientDisconnected among them, if any: the others are its consequences; otherwise the first."""
     leaves: list[BaseException] = []
     groups: list[BaseExceptionGroup[BaseException]] = [failures]
     while groups:
@@ -309,4 +309,4 @@ def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
                 groups.append(found)
             else:
                 leaves.append(found)
-    return next((leaf for leaf in leaves if isinstance(leaf, ClientGone)), leaves[0])
+    return next((leaf for leaf in leaves if isinstance(leaf, ClientDisconnected)), leaves[0])

@@ -1,4 +1,4 @@
-"""The OpenAI HTTP API over GatewayService. Every route has an access rule; no other path is reachable.
+"""The OpenAI HTTP API over the gateway's service. Every route has an access rule; no other path is reachable.
 
 Authorisation uses only the route's rule and the authorization header, never a URL or host from the client.
 """
@@ -31,7 +31,7 @@ from services.gateway.faces.openai.bodies import BodyReader
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
 from services.gateway.faces.openai.exchange import (
-    ClientGone,
+    ClientDisconnected,
     Headers,
     HttpLimits,
     Receive,
@@ -41,10 +41,11 @@ from services.gateway.faces.openai.exchange import (
     foremost,
     mark_authenticated,
     read_body,
-    unless_gone,
+    unless_disconnected,
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
-from services.gateway.service_interface import Completed, Generations, Identity, IdSource, Served
+from services.gateway.requests.streaming import Completion
+from services.gateway.service_interface import Authenticator, Generations, IdSource, ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -92,7 +93,7 @@ class Endpoint:
 
 def build_app(
     service: Generations,
-    identity: Identity,
+    identity: Authenticator,
     clock: Clock,
     ids: IdSource,
     *,
@@ -200,9 +201,9 @@ class OpenAiFace:
         if wanted.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, wanted, timeout_s)
-            await unless_gone(exchange.receive, exchange.reply, work)
+            await unless_disconnected(exchange.receive, exchange.reply, work)
             return
-        completions = await unless_gone(
+        completions = await unless_disconnected(
             exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
         )
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
@@ -229,7 +230,9 @@ class OpenAiFace:
         ]
         await stream.run(sources)
 
-    async def _complete(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> list[Completed]:
+    async def _complete(
+        self, exchange: Exchange, wanted: Wanted, timeout_s: float | None
+    ) -> list[Completion]:
         """Return one answer per generation; the first failure ends the others."""
         try:
             async with TaskGroup() as group:
@@ -263,7 +266,7 @@ def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
     ]
 
 
-def _model(entry: Served) -> dict[str, object]:
+def _model(entry: ServedModel) -> dict[str, object]:
     return {
         "id": entry.name,
         "object": "model",
@@ -279,7 +282,7 @@ class _Guard:
     def __init__(
         self,
         endpoint: Endpoint,
-        identity: Identity,
+        identity: Authenticator,
         clock: Clock,
         ids: IdSource,
         limits: HttpLimits,
@@ -325,7 +328,7 @@ class _Guard:
             except FairwayError as error:
                 log.info("http.rejected", reason=error.reason)
                 await exchange.reply.error(error)
-            except ClientGone:
+            except ClientDisconnected:
                 log.info("http.client_left")
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
@@ -19,8 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.core.errors import FailedPrecondition
-from services.gateway.faces.openai.turns import Turns
-from services.runtime.connections import ConnectionTable
+from services.gateway.faces.openai.exchange import Receive, Scope, Send
+from services.runtime.connections import ConnectionTable, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
@@ -34,9 +35,11 @@ MAX_CONNECTIONS: Final = 4096
 MAX_SOURCE_SHARE: Final = 0.5
 MAX_PIPELINED: Final = 32
 BACKLOG: Final = 1024
+# Requests that start per iteration of the event loop.
+BEGUN_PER_TURN: Final = 16
 # Connections without a credential so far. One source may have half of them, the size of the accept backlog,
 # so that they do not evict each other before they are read.
-MAX_STRANGERS: Final = 2 * BACKLOG
+MAX_UNAUTHENTICATED: Final = 2 * BACKLOG
 # One read of the event loop, and the protocol's buffer before it pauses reading.
 _IN_FLIGHT_BYTES: Final = 512 * 1024
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -200,7 +203,7 @@ class _Protocol(HttpToolsProtocol):
             cycle.message_event.set()
 
 
-class _Door(asyncio.Protocol):
+class _ConnectionGate(asyncio.Protocol):
     """Admits or rejects a connection before anything is allocated for it."""
 
     def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
@@ -232,13 +235,13 @@ class HttpServer:
         self.table = ConnectionTable(
             max_connections,
             max(1, int(max_connections * MAX_SOURCE_SHARE)),
-            max_strangers=min(MAX_STRANGERS, max_connections),
+            max_strangers=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Turns(app),
+                PacedApp(app),
                 http=self._door,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -269,8 +272,8 @@ class HttpServer:
         """How many connections are open."""
         return len(self.table)
 
-    def _door(self, **kwargs: Any) -> _Door:
-        return _Door(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+    def _door(self, **kwargs: Any) -> _ConnectionGate:
+        return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     async def stop(self, grace_s: float) -> None:
         """Reject new connections, give running answers ``grace_s``, then cut them."""
@@ -309,3 +312,44 @@ def _cannot_listen(exc: OSError, host: str, port: int) -> str:
     if exc.errno == errno.EADDRNOTAVAIL:
         return f"{host} is no address of this machine"
     return f"cannot listen on {host}:{port}: {exc.strerror or exc}"
+
+
+class PacedApp:
+    """An ASGI application that starts at most ``BEGUN_PER_TURN`` requests per iteration of the event loop.
+
+    Otherwise thousands of requests that are readable at once would start in one iteration, for a second or
+    more, during which no stream progresses. Waiting requests start round-robin, one of each source, so that a
+    source with few requests does not wait for one with many. The number of connections bounds the waiting
+    requests.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._begun = 0  # in this iteration
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        if self._begun < BEGUN_PER_TURN:
+            if not self._begun:
+                loop.call_soon(self._next_turn, loop)
+            self._begun += 1
+        else:
+            turn = loop.create_future()
+            self._waiting.setdefault(source_of(scope.get("client")), deque()).append(turn)
+            await turn
+        await self._app(scope, receive, send)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < BEGUN_PER_TURN:
+            source = next(iter(self._waiting))
+            turns = self._waiting.pop(source)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[source] = turns  # behind the other sources
+            if not turn.done():  # its task was not cancelled
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next_turn, loop)

@@ -32,8 +32,8 @@ from services.gateway.text.template.sandbox import (
     BudgetExceeded,
     TemplateRefused,
 )
-from services.gateway.text.template.traced_text import MESSAGE, Traced, concat, origin_of
-from services.gateway.text.text_model import Message
+from services.gateway.text.template.traced_text import MESSAGE, OriginText, concat, origin_of
+from services.gateway.text.text_model import ChatMessage
 from services.ports.clock import Clock
 
 _STRFTIME: Final = re.compile(r"(%[-_0^#]?[A-Za-z%]|[^%])*")
@@ -117,7 +117,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self.depends_on_time = "strftime_now" in source
 
-    def render(self, messages: Sequence[Message], *, max_chars: int) -> Rendered:
+    def render(self, messages: Sequence[ChatMessage], *, max_chars: int) -> Rendered:
         """Return the text up to the assistant's turn.
 
         Raises InvalidInput when the template rejects the messages or exceeds its budget, FailedPrecondition
@@ -152,12 +152,12 @@ class ChatTemplate:
             ) from exc
         return self._control.guarded(text)
 
-    def _message(self, message: Message) -> dict[str, str]:
+    def _message(self, message: ChatMessage) -> dict[str, str]:
         # Templates older than the role ``developer`` use its former name.
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        found: dict[str, str] = {"role": role, "content": Traced(message.content)}
+        found: dict[str, str] = {"role": role, "content": OriginText(message.content)}
         if message.name:
-            found["name"] = Traced(message.name)
+            found["name"] = OriginText(message.name)
         return found
 
 

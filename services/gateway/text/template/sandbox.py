@@ -5,7 +5,7 @@ doubling by ``~``, ``'%999999999d'``, padding and nested loops. Here loop steps 
 a budget, most of them before the operation, and widths are bounded, so that a template that computes too much
 ends with an error of its own. The budget need not catch everything: the kernel bounds the process that
 renders. An allow-list defines what a template may call. Templates come from model versions alone; their
-messages come from clients, as ``Traced`` text.
+messages come from clients, as ``OriginText`` text.
 
 Not offered, since the same messages must give the same text: ``random`` and ``lipsum``. Also not offered:
 ``autoescape`` and everything that needs further files.
@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
-from services.gateway.text.template.traced_text import Traced, concat, join, replaced, settled
+from services.gateway.text.template.traced_text import OriginText, concat, join, replaced, settled
 
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_LIST_ITEMS: Final = 100_000
@@ -50,7 +50,7 @@ _PICKING_FILTERS: Final = frozenset(
     )
 )
 _PADDING_METHODS: Final = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
-_EXACT: Final = (str, Traced)  # texts that keep their origin through operators and methods
+_EXACT: Final = (str, OriginText)  # texts that keep their origin through operators and methods
 _NOT_OFFERED: Final = frozenset(("encode", "format", "format_map"))
 # fmt: on
 _STR_METHODS: Final = frozenset(

@@ -1,10 +1,10 @@
 """Text that records which of its characters come from a message, while a chat template computes with it.
 
-A ``Traced`` string equals, measures and compares as its plain string, so a template makes the same decisions
-and writes the same text. It also has an ``origin`` of the same length, one letter per character. Cuts, joins
-and replacements keep the origin exactly. For any other operation ``settled`` derives it by a second run on
-masked text. Where that is not possible, all of the result counts as a message's: no operation loses the
-origin.
+An ``OriginText`` string equals, measures and compares as its plain string, so a template makes the same
+decisions and writes the same text. It also has an ``origin`` of the same length, one letter per character.
+Cuts, joins and replacements keep the origin exactly. For any other operation ``settled`` derives it by a
+second run on masked text. Where that is not possible, all of the result counts as a message's: no operation
+loses the origin.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TEMPLATE: Final = "t"
 _MASK: Final = "\ufdd0"
 
 
-class Traced(str):
+class OriginText(str):
     """A string with its origin, even without a character from a message."""
 
     __slots__ = ("_origin",)
     _origin: str
 
-    def __new__(cls, text: str, origin: str = "") -> Traced:
+    def __new__(cls, text: str, origin: str = "") -> OriginText:
         """Without an origin, all of the text comes from a message."""
         found = super().__new__(cls, text)
         found._origin = origin or MESSAGE * len(found)
@@ -37,10 +37,10 @@ class Traced(str):
         return self
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
-        return Traced(super().__getitem__(key), self._origin[key])
+        return OriginText(super().__getitem__(key), self._origin[key])
 
     def __iter__(self) -> Iterator[str]:
-        return map(Traced, super().__iter__(), self._origin)
+        return map(OriginText, super().__iter__(), self._origin)
 
     def __add__(self, other: Any) -> str:
         # Text that is marked as safe escapes the text that it is added to.
@@ -51,7 +51,7 @@ class Traced(str):
         return join("", (other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> str:
-        return Traced(super().__mul__(count), self._origin * count)
+        return OriginText(super().__mul__(count), self._origin * count)
 
     __rmul__ = __mul__
 
@@ -115,12 +115,12 @@ class TracedMarkup(Markup):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return Traced(super().__str__())
+        return OriginText(super().__str__())
 
 
 def origin_of(text: str) -> str:
     """Return one letter per character: ``MESSAGE`` or ``TEMPLATE``."""
-    if isinstance(text, Traced):
+    if isinstance(text, OriginText):
         return text._origin
     return (MESSAGE if isinstance(text, TracedMarkup) else TEMPLATE) * len(text)
 
@@ -131,7 +131,7 @@ def join(separator: str, parts: Iterable[str]) -> str:
     joined = str.join(separator, texts)
     if {str}.issuperset(map(type, (separator, *texts))):
         return joined
-    return Traced(joined, origin_of(separator).join(map(origin_of, texts)))
+    return OriginText(joined, origin_of(separator).join(map(origin_of, texts)))
 
 
 def replaced(text: str, old: str, new: str, count: SupportsIndex = -1) -> str:
@@ -147,7 +147,7 @@ def concat(parts: Iterable[str]) -> str:
 
 
 def settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return ``run(*args, **kwargs)``; text in it that may contain a message's characters is ``Traced``."""
+    """Return ``run(*args, **kwargs)``; text that may contain a message's characters is ``OriginText``."""
     result = run(*args, **kwargs)
     if not _has_plain_text(result):
         return result
@@ -167,13 +167,13 @@ class _UnknownError(Exception):
 def _has_plain_text(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_plain_text, value))
-    return isinstance(value, str) and not isinstance(value, Traced | TracedMarkup)
+    return isinstance(value, str) and not isinstance(value, OriginText | TracedMarkup)
 
 
 def _is_traced(value: Any) -> bool:
     """Return whether a value contains text of a message. Raises _UnknownError."""
     if isinstance(value, str):
-        return isinstance(value, Traced | TracedMarkup) and MESSAGE in origin_of(value)
+        return isinstance(value, OriginText | TracedMarkup) and MESSAGE in origin_of(value)
     if isinstance(value, tuple | list):
         found = [_is_traced(item) for item in value]  # every item, since one may be unknown
         return any(found)
@@ -188,7 +188,7 @@ def _masked(value: Any) -> Any:
     """Return the value with each character that comes from a message replaced by the mask."""
     if isinstance(value, TracedMarkup):
         return Markup(_MASK * len(value))
-    if isinstance(value, Traced):
+    if isinstance(value, OriginText):
         return "".join([_MASK if where == MESSAGE else char for char, where in value.pairs()])
     if isinstance(value, dict):
         return {_masked(key): _masked(item) for key, item in value.items()}
@@ -210,7 +210,7 @@ def _settled(result: Any, masked: Any) -> Any:
     if isinstance(result, Markup):
         return TracedMarkup(result)
     if not isinstance(masked, str) or len(masked) != len(result):
-        return Traced(result)
+        return OriginText(result)
     if any(mark not in (_MASK, char) for char, mark in zip(result, masked, strict=True)):
-        return Traced(result)
-    return Traced(result, "".join([MESSAGE if mark == _MASK else TEMPLATE for mark in masked]))
+        return OriginText(result)
+    return OriginText(result, "".join([MESSAGE if mark == _MASK else TEMPLATE for mark in masked]))

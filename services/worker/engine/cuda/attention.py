@@ -2,7 +2,7 @@
 
 A step's integers travel to the device in one copy. Steps in which every row attends by itself are padded
 to the next of ``batch_sizes``, so that a captured graph fits them (``cuda/graphs``): rows of padding have no
-keys, their own key and value go to a slot that nobody owns.
+keys; their own key and value go to a slot outside of every block table.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Padding:
 
 
 def plan_step(spans: Spans, cutting: Cutting, *, block_size: int) -> StepPlan:
-    """Return what the kernels of a step are told.
+    """Return the arguments of a step's kernels.
 
     Where cutting is exact every row is a decode: the same kernel then computes a position, whether it is
     prefilled or decoded.
@@ -183,7 +183,7 @@ def padded_columns_of(
 ) -> list[Integers]:
     """Return the columns of a padded step. Whatever has no fixed size stands last."""
     decodes, rows = plan.decodes, shape.rows
-    # A padded query row is its own: what is written there is read by nobody.
+    # A padded query row is its own: its output is never read.
     query_row = np.concatenate((decodes.query_row, np.arange(len(slots), rows, dtype=np.int32)))
     sized = [
         Pieces(padded(each.row, size), padded(each.start, size), padded(each.end, size), each.first)

@@ -1,4 +1,4 @@
-"""The port between the engine, which knows sequences, and what computes tokens."""
+"""The port between the engine, which schedules sequences, and the executor, which computes tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.worker.engine.sequence import SequenceState
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Samples:
     """One token per sampling row. ``logprobs`` and ``errors`` are by row; the token of an error is void."""
 
     tokens: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
 
@@ -89,7 +89,7 @@ class Runner(Protocol):
 class Executor(Protocol):
     """Runs batches in the order in which they come, perhaps while its caller does something else.
 
-    From ``submit`` until ``collect`` returns, nobody changes what of a batch's sequences it was made of.
+    From ``submit`` until ``collect`` returns, the caller must not change the sequences of the batch.
     """
 
     @property

@@ -1,7 +1,7 @@
 """One decoder for the Llama, Mistral, Qwen2 and Qwen3 families; what differs is in ``ModelConfig``.
 
-The rows of a step belong to many sequences, one after the other, without padding. Only attention knows
-which row is whose.
+The rows of a step belong to many sequences, one after the other, without padding. Only attention
+separates the rows by sequence.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.worker.engine.execute.executor import Batch, Samples
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 
 STRIDE = 7919  # a prime, so that the tokens of a stream differ from one position to the next
 
@@ -35,14 +35,14 @@ class NullExecutor:
         self._due_s = clock()
 
     def run(self, batch: Batch) -> Samples:
-        """Return one token per sampling row, never an end-of-sequence id: lengths are those asked for."""
+        """Return one token per sampling row, never an end-of-sequence id: no output ends early."""
         vocab_size = self._vocab_size
         sampled = batch.sampled
         tokens = [(s.key + (len(s.tokens) - s.prompt_tokens) * STRIDE) % vocab_size for s in sampled]
         if not self._eos_ids.isdisjoint(tokens):
             tokens = [self._not_eos(token) for token in tokens]
         logprobs = {
-            row: TokenLogprobs(0.0, [], [])
+            row: SampledLogprobs(0.0, [], [])
             for row, s in enumerate(sampled)
             if s.sampling.logprobs is not None
         }

@@ -1,6 +1,6 @@
 """What a decoder computes with, attention apart. ``Operators`` is the seam, ``TorchOperators`` runs anywhere.
 
-Whoever implements it states how far a row's result depends on the rows that are computed with it.
+Each implementation states how far a row's result depends on the rows that are computed with it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Operators(Protocol):
 
 
 class TorchOperators:
-    """A row's result depends on its company where ``Linear`` says so, and nowhere else."""
+    """A row's result depends on the other rows only where ``Linear`` states it."""
 
     def __init__(self, *, kv_heads: int, eps: float) -> None:
         self._kv_heads = kv_heads

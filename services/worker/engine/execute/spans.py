@@ -23,7 +23,7 @@ Table = npt.NDArray[np.int32]
 class Span:
     """``rows`` rows of a step from ``first_row`` on are one sequence's tokens, the last at ``length`` - 1.
 
-    ``blocks`` is its block table; ``contiguous`` says that the blocks are consecutive.
+    ``blocks`` is its block table; ``contiguous``: the blocks are consecutive.
     """
 
     first_row: int

@@ -45,8 +45,8 @@ class TorchExecutor:
         rebuild: Callable[[bool], tuple[Forward, Attention]] | None = None,
         runs_ahead: bool = False,
     ) -> None:
-        """``rebuild`` makes decoder and attention anew, where what they keep depends on the pool's size; told
-        true, with all that is otherwise made at its first use."""
+        """``rebuild`` makes decoder and attention again where their buffers depend on the pool's size; with
+        true it also makes what is otherwise made at its first use."""
         self.runs_ahead = runs_ahead
         self._rebuild = rebuild
         self._decoder = decoder
@@ -118,7 +118,7 @@ class TorchExecutor:
     def _known(self, rows: StepRows) -> torch.Tensor:
         """Return the tokens [rows], those that are unknown on the host from the batch before.
 
-        A sample that failed there gives token 0: nobody will look at what comes of it.
+        A sample that failed there gives token 0, whose result is discarded.
         """
         tokens = torch.from_numpy(rows.tokens)
         if not (rows.tokens < 0).any():

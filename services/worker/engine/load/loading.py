@@ -286,7 +286,7 @@ def _longest(config: EngineConfig, model: ModelConfig) -> int:
 def _ready(
     config: EngineConfig, vocab_size: int, longest: int, block_bytes: int, *, weight_bytes: int
 ) -> Ready:
-    """Return what the agent is told; a context that the KV pool cannot hold is not promised."""
+    """Return the event for the agent; its context length is at most what the KV pool holds."""
     blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
     if not 0 < blocks <= MAX_KV_BLOCKS:
         raise BadEngineConfig(

@@ -134,7 +134,7 @@ def meter_for(device: str) -> MemoryMeter:
 
 
 def own_bytes() -> int:
-    """Return the anonymous memory of this process; where the system does not tell, its greatest so far."""
+    """Return the anonymous memory of this process, or its greatest where only that is reported."""
     try:
         _, resident, shared, *_ = _STATM.read_text().split()
     except OSError:

@@ -26,7 +26,7 @@ MOST_PAIRS: Final = 1 << 24  # of queries and keys in a chunk that torch attends
 
 
 def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int) -> Iterator[Batch]:
-    """Yield batches that take as much memory as any within the limits, all rows asking for all there is.
+    """Yield batches that take as much memory as any within the limits, each row with every sampling feature.
 
     As many tokens as the budget has, and as many sampling rows as there are sequences; with speculation, as
     many sampling rows as proposals make; and where attention holds memory that grows with the contexts of

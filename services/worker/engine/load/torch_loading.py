@@ -42,7 +42,7 @@ def load_weights_of(
 ) -> Weights:
     """Return the weights on the configured device. Raises BadCheckpoint, BadEngineConfig.
 
-    ``report`` is told the phases "operators", which may compile for some time, and "weights".
+    ``report`` receives the phases "operators", which may compile for some time, and "weights".
     """
     if config.threads:
         torch.set_num_threads(config.threads)

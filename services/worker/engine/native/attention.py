@@ -1,7 +1,7 @@
 """Causal attention over paged KV in C++, for any mix of decodes, proposals to verify and prefill chunks.
 
 A row's result is the same to the last bit in whatever span, chunk and batch it is computed, wherever its
-blocks lie and with any number of threads: ``source/attention.h`` says why. NaN in another sequence's KV, or
+blocks lie and with any number of threads (see ``source/attention.h``). NaN in another sequence's KV, or
 in what a block held before, does not reach it: keys beyond a row's own are neither summed nor weighed.
 """
 

@@ -29,7 +29,7 @@ from services.runtime.process.folders import folder_variables
 SOURCE: Final = Path(__file__).parent / "source"
 MAIN: Final = "operators.cc"
 COMPILERS: Final = ("g++", "c++", "clang++")
-# No contraction: the source says where products and sums fuse, and every path has to do the same.
+# No contraction: the source defines where products and sums fuse, and every path has to do the same.
 FLAGS: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 X86: Final = frozenset({"x86_64", "AMD64", "i686"})
 NATIVE: Final = "native"
@@ -43,7 +43,7 @@ OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class BuildFailed(Exception):
-    """There is no library; the message says why."""
+    """There is no library; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_above(folder: Path) -> None:
-    """Nobody but root and this user can put another in the place of the resolved folder, or it raises."""
+    """Raise unless only root and this user can replace the resolved folder."""
     for parent in folder.parents:
         owner, mode = owner_of(parent)
         if owner not in (0, os.geteuid()) or (mode & OTHERS_WRITE and not mode & stat.S_ISVTX):
@@ -173,7 +173,7 @@ def _compile(compiler: str, library: Path, toolchain: Toolchain, source: Path, e
 
 
 def _run(command: Sequence[str], ends_s: float) -> str:
-    """Return what the command said. Raises BuildFailed; what is cut short ends with its children."""
+    """Return the output of the command. Raises BuildFailed; after its time it ends with its children."""
     left_s = ends_s - time.monotonic()
     if left_s <= 0.0:
         raise BuildFailed("no time is left for it")

@@ -3,7 +3,7 @@
 An image has no compiler: ``python -m services.worker.engine.native.prebuilt`` fills ``FOLDER`` while it is
 built. A library's name is its level and a digest of source, flags and the OpenMP runtime's content, so one
 that was made for another source or another torch is not found. The folder and its files belong to root or to
-this user, nobody else can write to them or replace them, and each file ends with its digest.
+this user, no other user can write or replace them, and each file ends with its digest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class CpuLevel:
     """``name`` is the compilers' ``-march``, ``features`` what Linux calls those that it presumes."""
 
     name: str
@@ -51,16 +51,16 @@ class Level:
 _V2: Final = frozenset(["cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"])
 _V3: Final = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
 _V4: Final = _V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
-_X86_64: Final = (Level("x86-64-v4", _V4), Level("x86-64-v3", _V3), Level("x86-64-v2", _V2))
-_ARM_64: Final = (Level("armv8-a"),)
+_X86_64: Final = (CpuLevel("x86-64-v4", _V4), CpuLevel("x86-64-v3", _V3), CpuLevel("x86-64-v2", _V2))
+_ARM_64: Final = (CpuLevel("armv8-a"),)
 
 
-def levels_of(machine: str) -> Sequence[Level]:
+def levels_of(machine: str) -> Sequence[CpuLevel]:
     """Return the levels that libraries are made for on such a machine, the best first."""
     return {"x86_64": _X86_64, "aarch64": _ARM_64}.get(machine, ())
 
 
-def usable_levels(machine: str, cpuinfo: str) -> list[Level]:
+def usable_levels(machine: str, cpuinfo: str) -> list[CpuLevel]:
     """Return the levels whose code runs on the processor that ``/proc/cpuinfo`` describes, the best first."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     features = next((set(values.split()) for name, _, values in lines if name.strip() == "flags"), set())
@@ -105,7 +105,7 @@ def make(folder: Path, toolchain: Toolchain, source: Path = SOURCE) -> list[Path
     return made
 
 
-def _name(level: Level, openmp: Path | None, source: Path) -> str:
+def _name(level: CpuLevel, openmp: Path | None, source: Path) -> str:
     runtime = hashlib.sha256(openmp.read_bytes()).hexdigest() if openmp else ""
     return f"operators-{level.name}-{digest_of(source, *FLAGS, level.name, runtime)}.so"
 

@@ -9,19 +9,19 @@ from typing import Final
 from services.core.fleet import LONG_PROMPT_TOKENS
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.block_tables import extend
-from services.worker.engine.plan.sequence_sets import Places
+from services.worker.engine.plan.sequence_sets import SequenceSets
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState, Status
 
 _ORDER: Final = attrgetter("order")
 
 
-class Admission:
-    """Decides for the planner, in its places; who gives way is the planner's to preempt."""
+class StepAdmission:
+    """Decides which sequences get a seat; the planner preempts others for them."""
 
     def __init__(
         self,
-        places: Places,
+        places: SequenceSets,
         blocks: BlockPool,
         *,
         max_sequences: int,
@@ -43,9 +43,9 @@ class Admission:
         self._places.put(sequence, Status.PREEMPTED if sequence.preemptions else Status.WAITING)
 
     def head(self) -> SequenceState | None:
-        """Return the head of the line if it may start now, once those without credit gave way to it.
+        """Return the head of the line if it may start now, after preemption of those without credit.
 
-        Preempted ones go first and nobody overtakes, but for long prompts while as many of them as may
+        Preempted ones go first and none overtakes, except for long prompts while as many of them as may
         prefill do: those behind pass.
         """
         long = self._places.long_prefills < self._max_long_prefills
@@ -62,7 +62,7 @@ class Admission:
         return head if missing <= 0 or missing <= self._freed_for(head, missing) else None
 
     def fits(self, head: SequenceState) -> bool:
-        """Whether it has a seat and blocks without anybody giving way."""
+        """Whether a seat and blocks are free without preemption."""
         return self._places.seated < self._max_sequences and self._missing(head) <= 0
 
     def admit(self, head: SequenceState) -> list[tuple[int, int]]:

@@ -1,11 +1,11 @@
 """Paged KV blocks (PagedAttention, SOSP'23).
 
-A block is an index into the KV pool; whether it is held is known here, what it contains is the executor's.
+A block is an index into the KV pool; this module tracks its holders, the executor its content.
 Placement is next-fit and prefers the block after the last one: most sequences then lie in one run of
 consecutive blocks, which attention reads as a view instead of gathering it. Nothing depends on it.
 
-The pool grows and shrinks at its end. Blocks that are asked back are *closed*: whoever holds one keeps it,
-nobody gets one, and what is free at the end is given back.
+The pool grows and shrinks at its end. Blocks to be returned are *closed*: their holders keep
+them, no sequence receives one, and free ones at the end are returned.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _CLOSED: Final = 2  # free, and not to be allocated
 
 
 class OutOfBlocks(Exception):
-    """More blocks were asked for than are free; nothing was allocated."""
+    """More blocks were requested than are free; nothing was allocated."""
 
 
 class BlockPool(Protocol):
-    """What the planner needs of a pool. ``BlockManager`` says what each part holds."""
+    """What the planner needs of a pool. ``BlockManager`` documents each part."""
 
     @property
     def block_size(self) -> int: ...
@@ -83,7 +83,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int, *, after: int | None = None, expected: int = 0) -> list[int]:
-        """Return ``count`` blocks that nobody holds, in the order they are to be used.
+        """Return ``count`` blocks without a holder, in the order of their use.
 
         ``after`` is the block that the first one should follow; without it, or where that one is taken, a new
         run is placed where ``expected`` blocks are free in a row, so that the sequence can grow. Raises
@@ -122,11 +122,11 @@ class BlockManager:
 
     @property
     def is_closing(self) -> bool:
-        """Whether blocks that were asked back are still here."""
+        """Whether closed blocks are still held."""
         return self.blocks_open < self.blocks_total
 
     def holds_closed(self, table: Sequence[int]) -> bool:
-        """Whether one of the blocks was asked back."""
+        """Whether one of the blocks is closed."""
         return bool(table) and max(table) >= self.blocks_open
 
     def grow(self, blocks: int) -> None:

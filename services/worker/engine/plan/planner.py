@@ -1,8 +1,8 @@
-"""Continuous batching: which sequences run in the next step, and who gives way when KV is short.
+"""Continuous batching: which sequences run in the next step, and which are preempted when KV is short.
 
 Iteration-level scheduling (Orca, OSDI'22), decode first and prefill in chunks within a token budget
 (Sarathi-Serve, OSDI'24), preemption with recompute (PagedAttention, SOSP'23). ``policy/prefill_share.py``
-says how the prefills of a step share its budget, ``policy/prefill_budget.py`` how large that is. One writer:
+divides the budget of a step between its prefills, ``policy/prefill_budget.py`` sets its size. One writer:
 the engine.
 """
 
@@ -14,10 +14,10 @@ from operator import attrgetter
 from typing import Final
 
 from services.worker.engine.execute.executor import Batch, Chunk
-from services.worker.engine.plan.admission import Admission
+from services.worker.engine.plan.admission import StepAdmission
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.block_tables import clear, cut, extend
-from services.worker.engine.plan.sequence_sets import Places
+from services.worker.engine.plan.sequence_sets import SequenceSets
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.prefix.shared_prefill import claims
 from services.worker.engine.sequence import SequenceState, Status
@@ -65,8 +65,8 @@ class Planner:
         self._limits = limits
         self._budget = budget
         self._reuse = reuse
-        self._places = Places()
-        self._admission = Admission(
+        self._places = SequenceSets()
+        self._admission = StepAdmission(
             self._places,
             blocks,
             max_sequences=limits.max_sequences,
@@ -101,7 +101,7 @@ class Planner:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether the next step decodes and nothing else: nobody prefills, nobody can start."""
+        """Whether the next step decodes only: none prefills, none can start."""
         if self._places.prefilling or self._places.returning or self._blocks.is_closing:
             return False
         return bool(self._places.decoding) and self._admission.head() is None
@@ -127,10 +127,10 @@ class Planner:
 
         The batch computes at most ``token_budget`` tokens. Of sequences with credit the older take blocks
         from the younger, never the reverse, so the oldest always moves and everything finishes; those
-        without credit give way to all of them, so that a slow reader holds nobody up. Whoever has a place
+        without credit are preempted for any of them, so that a slow reader delays no other. Each with a seat
         prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
         wait behind a long one and a long one is never starved. While the pool shrinks, one holder of blocks
-        beyond its end gives way in each plan.
+        beyond its end is preempted in each plan.
         """
         self._seat_returning()
         handed_back = [*self._give_closed_back(), *self._grow()]
@@ -147,7 +147,7 @@ class Planner:
     def with_proposals(self, batch: Batch, proposals: dict[int, list[int]]) -> Batch:
         """Return the batch with proposals by index in its decodes, and the blocks that they need reserved.
 
-        They take what is free, from nobody, and give it back with the step's commit: where blocks are short
+        They take only free blocks and return them with the step's commit: where blocks are short
         they are cut to what their sequence has.
         """
         size = self._blocks.block_size
@@ -215,8 +215,8 @@ class Planner:
         self._places.move(sequence, Status.HELD)
 
     def stall(self, sequence: SequenceState) -> None:
-        """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay while nobody
-        needs them."""
+        """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay until
+        another sequence needs them."""
         self._places.move(sequence, Status.STALLED)
 
     def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
@@ -248,7 +248,7 @@ class Planner:
     # --- blocks --------------------------------------------------------------------------------------
 
     def _closed_holders(self) -> list[SequenceState]:
-        """Return those that hold a block which the pool asked back."""
+        """Return those that hold a closed block."""
         if not self._blocks.is_closing:
             return []
         return [sequence for sequence in self._places.holders() if self._blocks.holds_closed(sequence.blocks)]
@@ -277,7 +277,7 @@ class Planner:
         return handed_back
 
     def _victim(self) -> SequenceState:
-        """Return who gives way to a decode: one that waits for its reader, else the youngest of all.
+        """Return the sequence to preempt for a decode: one that waits for its reader, else the youngest.
 
         Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
         """
@@ -305,7 +305,7 @@ class Planner:
         return False
 
     def _make_room(self, head: SequenceState, handed_back: list[SequenceState]) -> bool:
-        """Let those without credit give way, the youngest first, until ``head`` fits; whether it does."""
+        """Preempt those without credit, the youngest first, until ``head`` fits; return whether it does."""
         while not self._admission.fits(head):
             if not self._places.stalled:
                 return False

@@ -1,6 +1,6 @@
-"""The size of an engine's KV pool: what was asked for, carried out between two steps.
+"""The size of an engine's KV pool: requests are carried out between two steps.
 
-Blocks are asked back at once and given back when nobody holds them; the memory behind them changes when the
+Blocks are closed at once and returned when they have no holder; the memory behind them changes when the
 last of them is free, once for each ``Resize``. Growing has memory before it has blocks.
 """
 
@@ -43,7 +43,7 @@ class PoolSize:
         if self._blocks.is_closing:
             return None
         wanted, total = self._wanted, self._blocks.blocks_total
-        size = max(wanted, total)  # ``least_blocks`` may be more than was asked for
+        size = max(wanted, total)  # ``least_blocks`` may be more than was requested
         try:
             self._have_memory(size)
         except MemoryError:

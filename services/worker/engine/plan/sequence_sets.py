@@ -6,7 +6,7 @@ from services.worker.engine.plan.wait_queue import WaitQueue
 from services.worker.engine.sequence import SequenceState, Status
 
 
-class Places:
+class SequenceSets:
     """Single writer: the planner. A sequence is in the place that its status names, and in no other.
 
     ``parked`` are by handle; as many as the agent submits without credit.

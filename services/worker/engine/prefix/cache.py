@@ -1,9 +1,9 @@
-"""KV of earlier sequences, kept by what it is the KV of.
+"""KV of earlier sequences, by the tokens that it belongs to.
 
 A whole block is keyed by its prefix (automatic prefix caching of vLLM, RadixAttention of SGLang): where it
 ends a prefix block of ``core.prefix`` by that one's name, else by the name before it and the tokens since. So
-keys are chained to the root of an isolation domain, and no domain finds another's. The names come from
-whoever tokenised the prompt, with the secret that roots are keyed by; what follows them is named here.
+keys are chained to the root of an isolation domain, and no domain finds another's. The gateway
+names the prompt's blocks with the secret that roots are keyed by; later blocks are named here.
 
 A cached block has a count of holders. Without one it stays until it is evicted, and counts as free.
 A sequence refers to a run of cached blocks at the beginning of its table, the rest is its own. It enters what
@@ -62,7 +62,7 @@ class PrefixCache:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that nobody holds; those that are cached are among them."""
+        """Blocks without a holder; cached ones are among them."""
         return self._blocks.blocks_free + self._idle
 
     @property
@@ -92,7 +92,7 @@ class PrefixCache:
         self._blocks.release(reversed(own))
 
     def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
-        """See ``BlockManager``. What is shared counts once, where nobody but these tables holds it.
+        """See ``BlockManager``. A shared block counts once, if only these tables hold it.
 
         The holders of a block hold what is before it: each chain is walked from its end, with as many holders
         as came that way, up to a block that has others. O(tables + freed blocks).
@@ -361,7 +361,7 @@ class PrefixCache:
         self._hold(block, is_new=True)
 
     def _ask(self, sequence: SequenceState, blocks: Sequence[int]) -> None:
-        """Count that the prompt was asked for; what of it is here remembers how often it was."""
+        """Count a request for the prompt; its cached blocks record the count."""
         if sequence.preemptions or not sequence.prefix_names:
             return
         each, asked = PREFIX_BLOCK_TOKENS // self.block_size, self._cached.asked
@@ -384,7 +384,7 @@ class PrefixCache:
             self._order.add(parent)
 
     def _withdraw(self, blocks: Collection[int]) -> None:
-        """Let nobody find these, nor what is after them; those without holders are free."""
+        """Remove these and their descendants from the index; those without holders are free."""
         cached = self._cached
         doomed = cached.below(blocks)
         idle = [block for block in doomed if not cached.refs[block]]

@@ -15,11 +15,11 @@ NOTHING: Final = -1  # the parent of a first block
 
 _OWN: Final = 0  # not cached: it has one holder, or none
 _WHOLE: Final = 1
-_TAIL: Final = 2  # a part of its slots is written; nobody holds it, but it may be copied from
-_WITHDRAWN: Final = 3  # cached no more, and gone when its last holder lets it go
+_TAIL: Final = 2  # a part of its slots is written; it has no holder, but may be copied from
+_WITHDRAWN: Final = 3  # no longer cached; free when its last holder releases it
 
 
-class Tail(NamedTuple):
+class PartialBlock(NamedTuple):
     """The tokens whose KV the first slots of ``block`` hold, after the prefix that it is kept under."""
 
     block: int
@@ -29,8 +29,8 @@ class Tail(NamedTuple):
 class CachedBlocks:
     """``find`` and ``tail`` look up, ``enter`` and ``remove`` change; what has children is not removed.
 
-    A block that is held has a parent that is held, by the same holders at least: so of the cached blocks that
-    nobody holds some are always leaves. ``refs``, ``parent``, ``children``, ``depth`` (blocks before it),
+    A block that is held has a parent that is held, by the same holders at least: so some cached blocks
+    without a holder are always leaves. ``refs``, ``parent``, ``children``, ``depth`` (blocks before it),
     ``root`` (of its chain: the isolation domain) and ``asked`` are by block number.
     """
 
@@ -45,7 +45,7 @@ class CachedBlocks:
         self.depth = array("i", bytes(4 * blocks))
         self.asked = bytearray(blocks)
         self._index: dict[int, int] = {}
-        self._tails: dict[int, Tail] = {}
+        self._tails: dict[int, PartialBlock] = {}
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 
@@ -56,12 +56,12 @@ class CachedBlocks:
         """Return the block whose prefix is named so."""
         return self._index.get(key)
 
-    def tail(self, parent: int, root: int) -> Tail | None:
+    def tail(self, parent: int, root: int) -> PartialBlock | None:
         """Return what is kept of a block after ``parent``, or at the beginning of a chain."""
         return self._tails.get(self._key[parent] if parent >= 0 else root)
 
     def is_own(self, block: int) -> bool:
-        """Whether its holder is the only one that knows it."""
+        """Whether it is not cached: only its holder refers to it."""
         return self._kind[block] == _OWN
 
     def is_whole(self, block: int) -> bool:
@@ -99,11 +99,11 @@ class CachedBlocks:
         self._kind[block] = _TAIL
         self._key[block] = key = self._key[parent] if parent >= 0 else root
         assert key not in self._tails, "a prefix has two tails"
-        self._tails[key] = Tail(block, tokens)
+        self._tails[key] = PartialBlock(block, tokens)
         self._link(block, parent, root)
 
     def remove(self, block: int) -> int:
-        """Forget a leaf that nobody holds; return its parent."""
+        """Remove a leaf without a holder; return its parent."""
         assert self.is_idle_leaf(block), f"block {block} is of use"
         parent = self.parent[block]
         self._unlist(block)

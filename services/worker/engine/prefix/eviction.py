@@ -1,10 +1,11 @@
-"""Which cached block goes first when KV is short.
+"""Which cached block is evicted first when KV is short.
 
-Greedy-Dual with frequency (GDSF: Cherkasova, HP Labs 1998; Young, 1994): a block that is let go lives until a
-deadline, ``now + value``, and the earliest deadline goes. Time counts evictions, so that one turnover of the
-pool is as many as it has blocks. The value is what the block costs to compute again times how often it was
-asked for before, in turnovers. What was asked for once has a sixteenth, and its eviction counts as much: such
-blocks go in the order of their last use, and a flood of prompts that nobody repeats evicts itself.
+Greedy-Dual with frequency (GDSF: Cherkasova, HP Labs 1998; Young, 1994): a released block stays
+until its deadline, ``now + value``, and the earliest deadline is evicted. Time counts evictions, so that one
+turnover of the pool is as many as it has blocks. The value is what the block costs to compute again
+times how often it was requested before, in turnovers. A block requested once
+has a sixteenth, and its eviction counts as much: such blocks are evicted in the order of their last use, and
+a flood of unrepeated prompts evicts itself.
 
 A block costs the dense part of the model, the same at every position, and attention over what is before it,
 which grows with the position. Only leaves are candidates: the end of a chain goes before its beginning.
@@ -100,12 +101,12 @@ class EvictionOrder:
             del self._domains[root]
 
     def let_go(self, block: int) -> None:
-        """Nobody holds a block any more."""
+        """A block lost its last holder."""
         self._let_go[block] = self._now
         self._idle_since[block] = self._evictions
 
     def add(self, block: int) -> None:
-        """A block became a leaf that nobody holds."""
+        """A block became a leaf without a holder."""
         self._deadline[block] = deadline = self._let_go[block] + self._value(block)
         domain = self._domains[self._cached.root[block]]
         heappush(self._heap, (deadline, block))
@@ -148,7 +149,7 @@ class EvictionOrder:
             assert own.get(root, set()) <= candidates, "an idle leaf is not in its domain"
 
     def _value(self, block: int) -> int:
-        """Return the evictions that a block outlives, in units: cost times earlier asks, in turnovers."""
+        """Return the evictions that a block outlives, in units: cost times earlier requests, in turnovers."""
         cost = _UNITS + _UNITS * self._cached.depth[block] // self._half
         before = min(self._cached.asked[block], MOST) - 1
         return self._blocks * cost * (_UNITS * before if before > 0 else 1) // _UNITS

@@ -1,7 +1,7 @@
-"""How often names were asked for lately, in bounded memory.
+"""How often names were requested lately, in bounded memory.
 
 A count-min sketch that is halved from time to time (TinyLFU, Einziger et al., ACM TOS 2017). Names are hashes
-already, so their bits are the positions. An ask counts two, so that what was asked for once outlives one
+already, so their bits are the positions. A request counts two, so that a name requested once outlives one
 halving.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Final
 
-MOST: Final = 15  # asks; more count as these
+MOST: Final = 15  # requests; more count as these
 _FULL: Final = 2 * MOST
 _HALVED: Final = bytes(count // 2 for count in range(256))
-_COLUMNS_PER_ASK: Final = 8  # so that one in fifty unasked names is taken for an asked one at worst
+_COLUMNS_PER_ASK: Final = 8  # at most one in fifty names is counted by collision alone
 
 
 class FrequencySketch:
-    """Two bytes for each of ``8 * history`` columns; after ``history`` asks every count is halved."""
+    """Two bytes for each of ``8 * history`` columns; after ``history`` requests every count is halved."""
 
     def __init__(self, history: int) -> None:
         self._history = max(1, history)
@@ -27,7 +27,7 @@ class FrequencySketch:
         self._asks = 0
 
     def ask(self, name: int) -> int:
-        """Count one ask; return how often the name was asked for, this time included."""
+        """Count one request; return how often the name was requested, this one included."""
         mask, low, high = self._mask, self._low, self._high
         left, right = name & mask, (name >> 32) & mask
         first, second = low[left], high[right]
@@ -44,7 +44,7 @@ class FrequencySketch:
         return (least + 1) // 2
 
     def asked(self, name: int) -> int:
-        """Return how often the name was asked for lately; never less than it was, but for halvings."""
+        """Return how often the name was requested lately; never an underestimate, halvings apart."""
         return (min(self._low[name & self._mask], self._high[(name >> 32) & self._mask]) + 1) // 2
 
     def _halve(self) -> None:

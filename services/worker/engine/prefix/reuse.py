@@ -32,7 +32,7 @@ class PrefixReuse(Protocol):
         """Return the blocks that ``attach`` would give it."""
 
     def attach(self, sequence: SequenceState) -> Attached:
-        """Give a sequence that starts what is there. Whoever asked for it is remembered."""
+        """Attach the cached KV to a sequence that starts, and count the request."""
 
     def advance(self, sequence: SequenceState) -> None:
         """Move a prefilling sequence past what others have computed since it started: ``computed`` rises,
@@ -54,7 +54,7 @@ class PrefixReuse(Protocol):
         """Enter all that a sequence has computed, before its blocks are released."""
 
     def discard(self, sequence: SequenceState) -> None:
-        """Let nobody find what a sequence has computed: it may be wrong."""
+        """Remove what a sequence has computed from the index: it may be wrong."""
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Return the names of prefix blocks that came and went since the call before."""

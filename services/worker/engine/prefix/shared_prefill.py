@@ -12,10 +12,10 @@ from services.worker.policy.prefill_share import Claim
 def claims(
     prefilling: Sequence[SequenceState], reuse: PrefixReuse | None
 ) -> tuple[list[SequenceState], list[Claim]]:
-    """Return who computes in this step, and what each claims; the others wait for what one of them computes.
+    """Return which sequences compute in this step, and what each claims; the others wait for one of them.
 
-    That one is whoever is done first, with the place in line of the oldest that waits for it. Who waits is
-    decided anew each step, from what is computed by then, so a sequence that goes away holds nobody up.
+    That one is the first to finish, with the place in line of the oldest that waits for it. Each step decides
+    again which wait, from what is computed by then, so the end of a sequence delays no other.
     """
     leaders: dict[int, SequenceState] = {}
     oldest: dict[int, tuple[int, int]] = {}

@@ -35,7 +35,7 @@ from services.worker.engine.sample.sampling_rows import (
     SamplingRows,
 )
 from services.worker.engine.validation import MAX_LOGPROBS
-from services.worker.engine_protocol import TokenLogprobs
+from services.worker.engine_protocol import SampledLogprobs
 
 TILE: Final = 128  # tokens whose weights are summed at once
 CANDIDATES: Final = 128  # how many of the greatest logits top-p looks at first
@@ -51,8 +51,8 @@ class Sampled:
     """The samples of a step, perhaps still being computed on the device.
 
     ``tokens`` [rows] are NO_TOKEN where a row has none. Of the rows in ``logged``, ``own`` [logged] is the
-    log-probability of the token, ``top`` are the greatest and their tokens [logged, width]; ``wanted`` says
-    how many of these are told. ``copied``: all is on the host once this event of a CUDA stream is over.
+    log-probability of the token, ``top`` are the greatest and their tokens [logged, width]; ``wanted`` is
+    how many of these are reported. ``copied``: all is on the host once this event of a CUDA stream is over.
     """
 
     tokens: torch.Tensor
@@ -87,7 +87,7 @@ class Sampled:
         columns = zip(self.logged, self.wanted, self.own.tolist(), ids, values, strict=True)
         return Samples(
             chosen,
-            {row: TokenLogprobs(own, top[:count], best[:count]) for row, count, own, top, best in columns},
+            {row: SampledLogprobs(own, top[:count], best[:count]) for row, count, own, top, best in columns},
             errors,
         )
 

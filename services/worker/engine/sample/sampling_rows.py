@@ -22,7 +22,7 @@ Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.uint8]
 
-# What a row asks for besides the greatest logit.
+# What a row needs besides the greatest logit.
 DRAWN: Final = 1
 FILTERED: Final = 2
 BIASED: Final = 4
@@ -70,7 +70,7 @@ def columns_of(sequences: Iterable[SequenceState]) -> SamplingColumns:
 
 
 def flags_of(sampling: Sampling, limits: OutputLimits) -> int:
-    """Return the bits of what a sequence asks for."""
+    """Return the bits of the features that a sequence needs."""
     drawn = sampling.temperature > 0
     return (
         DRAWN * drawn

@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes tokens, and the part of the step that asks for them."""
+"""Speculative decoding: the proposers of tokens, and the part of the step that calls them."""

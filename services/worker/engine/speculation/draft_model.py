@@ -27,14 +27,14 @@ class _Draft:
     state: SequenceState
     followed: int = 0
     most: int = 0
-    used: int = 0  # the turn in which it was last asked
+    used: int = 0  # the turn of its last request
 
 
 class DraftModel:
     """Implements ``Proposer``. ``runner`` is the draft's; its KV blocks are those of ``blocks``.
 
     A sequence whose text the draft has not computed yet catches up within a part of ``token_budget`` a step,
-    and proposes once it is there. Where its blocks are short the draft forgets who was asked least lately.
+    and proposes once it is there. Where blocks are short the draft drops the least recently used sequence.
     """
 
     def __init__(self, runner: Runner, *, blocks: BlockPool, max_model_len: int, token_budget: int) -> None:

@@ -52,7 +52,7 @@ class PromptLookup:
 class SuffixIndex:
     """Where each run of ``GRAM`` tokens of one text began, for its last ``WINDOW`` tokens.
 
-    The text is only ever appended to. It is read into the index when it is asked, each token once.
+    The text is only ever appended to. A query reads new text into the index, each token once.
     """
 
     def __init__(self) -> None:

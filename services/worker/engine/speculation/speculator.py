@@ -1,4 +1,4 @@
-"""The part of a step that speculates: the policy says how many tokens to propose, the proposer which ones.
+"""The part of a step that speculates: the policy sets how many tokens to propose, the proposer which ones.
 
 Proposals are verified: where operators are exact, nothing here changes a token of the output. What it decides
 is time.

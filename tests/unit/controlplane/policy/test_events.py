@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controlplane.placement_events import PLACED, UNPLACED, news_of
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.policy.events import MAX_MESSAGE_CHARS, Observed, happenings, kind_of
-from services.controlplane.policy.rate import TokenBucket
+from services.controlplane.policy.events import (
+    MAX_MESSAGE_CHARS,
+    Observed,
+    TokenBucket,
+    events_between,
+    kind_of,
+)
+from services.controlplane.reconciler import PLACED, UNPLACED, placement_events_of
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
@@ -56,7 +61,7 @@ def worker(*versions: LoadedVersion, draining: bool = False) -> Worker:
 def reasons(key: str, before: Observed | None, after: Observed | None) -> list[str]:
     old = {} if before is None else {key: before}
     new = {} if after is None else {key: after}
-    return [one.reason for one in happenings(old, new, (key,))]
+    return [one.reason for one in events_between(old, new, (key,))]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_each_change_has_its_reason(
 
 
 def test_a_failure_says_the_figures_and_the_attempt() -> None:
-    (one,) = happenings({}, {WORKERS + "w0": worker(FAILED)}, (WORKERS + "w0",))[1:]
+    (one,) = events_between({}, {WORKERS + "w0": worker(FAILED)}, (WORKERS + "w0",))[1:]
     assert (one.resource, one.warning) == ("d", True)
     assert one.message == "aaaaaaaaaaaa on w0: attempt 1 failed: DOES_NOT_FIT too big"
 
@@ -127,39 +132,39 @@ def test_a_node_is_drained_once_its_last_version_is_gone() -> None:
     held = Assignment("w0", (AssignedVersion("d", "m", OLD),))
     state: dict[str, Observed] = {NODES + "w0": node, ASSIGNMENTS + "w0": held, WORKERS + "w0": worker(READY)}
     unassigned: dict[str, Observed] = state | {ASSIGNMENTS + "w0": Assignment("w0")}
-    told = happenings(state, unassigned, (ASSIGNMENTS + "w0",))
+    told = events_between(state, unassigned, (ASSIGNMENTS + "w0",))
     assert [one.reason for one in told] == ["VERSION_UNASSIGNED"], "its last sequences still run"
     gone = unassigned | {WORKERS + "w0": worker()}
-    assert [one.reason for one in happenings(unassigned, gone, (WORKERS + "w0",))] == ["NODE_DRAINED"]
+    assert [one.reason for one in events_between(unassigned, gone, (WORKERS + "w0",))] == ["NODE_DRAINED"]
 
 
 def test_secrets_and_hashes_are_in_no_message() -> None:
     key = replace(KEY, secret_hash="e" * 64)
-    for one in happenings({KEYS + "k": KEY}, {KEYS + "k": key}, (KEYS + "k",)):
+    for one in events_between({KEYS + "k": KEY}, {KEYS + "k": key}, (KEYS + "k",)):
         assert "e" * 64 not in one.message
 
 
 @given(st.text(min_size=1))
 def test_messages_are_bounded(text: str) -> None:
     failed = replace(FAILED, message=text * 1000)
-    for one in happenings({}, {WORKERS + "w0": worker(failed)}, (WORKERS + "w0",)):
+    for one in events_between({}, {WORKERS + "w0": worker(failed)}, (WORKERS + "w0",)):
         assert len(one.message) <= MAX_MESSAGE_CHARS
 
 
 def test_what_cannot_be_placed_is_told_when_it_begins_and_when_it_ends() -> None:
     short = Unplaced("d", 1, (("w0", "no_memory: needs 9 MiB, 1 of 5 MiB are free"), ("w1", "cordoned")))
-    told, news = news_of({}, [short], "d")
+    told, news = placement_events_of({}, [short], "d")
     assert [one.reason for one in news] == [UNPLACED]
     assert "1 no_memory (w0 needs 9 MiB, 1 of 5 MiB are free)" in news[0].message
     moved = replace(
         short, rejected=(("w0", "no_memory: needs 9 MiB, 2 of 5 MiB are free"), ("w1", "cordoned"))
     )
-    assert news_of(told, [moved], "d") == (told, ()), "figures that move are no news"
-    _, news = news_of(told, [replace(short, rejected=(("w0", "cordoned"),))], "d")
+    assert placement_events_of(told, [moved], "d") == (told, ()), "figures that move are no news"
+    _, news = placement_events_of(told, [replace(short, rejected=(("w0", "cordoned"),))], "d")
     assert [one.reason for one in news] == [UNPLACED], "another reason is"
-    assert [one.reason for one in news_of(told, [], "d")[1]] == [PLACED]
-    assert news_of({"d": ""}, [short], "d")[1] == (), "an earlier leader told it"
-    assert news_of(told, [], ()) == ({}, ()), "one that was deleted is not placed"
+    assert [one.reason for one in placement_events_of(told, [], "d")[1]] == [PLACED]
+    assert placement_events_of({"d": ""}, [short], "d")[1] == (), "an earlier leader told it"
+    assert placement_events_of(told, [], ()) == ({}, ()), "one that was deleted is not placed"
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

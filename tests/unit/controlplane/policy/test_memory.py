@@ -28,7 +28,16 @@ from services.core.records import (
 )
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.policy import lifecycle
-from services.worker.policy.lifecycle import Discard, Drain, Fetch, Load, Phase, Slot, Undrain, wanted
+from services.worker.policy.lifecycle import (
+    CancelRemoval,
+    Discard,
+    DrainVersion,
+    Fetch,
+    LoadVersion,
+    Slot,
+    VersionPhase,
+    wanted,
+)
 
 MIB = 2**20
 KV_WISH = 64 * MIB
@@ -66,16 +75,19 @@ class Agent:
         match action:
             case Fetch(version):
                 self.slots[version.version_digest] = Slot(
-                    version, Phase.FETCHED, has_files=True, unbooked=True
+                    version, VersionPhase.FETCHED, has_files=True, unbooked=True
                 )
-            case Load(digest):
+            case LoadVersion(digest):
                 self.load(digest)
-            case Drain(digest):
+            case DrainVersion(digest):
                 self.slots[digest] = replace(
-                    self.slots[digest], phase=Phase.DRAINING, running=self.rng.randrange(2), drain_until_s=1.0
+                    self.slots[digest],
+                    phase=VersionPhase.DRAINING,
+                    running=self.rng.randrange(2),
+                    drain_until_s=1.0,
                 )
-            case Undrain(digest):
-                self.slots[digest] = replace(self.slots[digest], phase=Phase.READY)
+            case CancelRemoval(digest):
+                self.slots[digest] = replace(self.slots[digest], phase=VersionPhase.READY)
             case Discard(digest):
                 self.ledger.release(digest)
                 del self.slots[digest]
@@ -88,16 +100,16 @@ class Agent:
         try:
             grant = self.ledger.grant(digest, weight_bytes=weights, kv_bytes=KV_WISH, min_kv_bytes=KV_LEAST)
         except DoesNotFit:
-            self.slots[digest] = replace(slot, phase=Phase.BROKEN, needed_bytes=weights + KV_LEAST)
+            self.slots[digest] = replace(slot, phase=VersionPhase.BROKEN, needed_bytes=weights + KV_LEAST)
         else:
             self.slots[digest] = replace(
-                slot, phase=Phase.READY, granted_bytes=grant.bytes, unbooked=False, needed_bytes=0
+                slot, phase=VersionPhase.READY, granted_bytes=grant.bytes, unbooked=False, needed_bytes=0
             )
 
     def crash(self, digest: str) -> None:
         self.ledger.release(digest)
         self.slots[digest] = replace(
-            self.slots[digest], phase=Phase.BROKEN, granted_bytes=0, unbooked=True, restarting=True
+            self.slots[digest], phase=VersionPhase.BROKEN, granted_bytes=0, unbooked=True, restarting=True
         )
 
     def record(self) -> Worker:
@@ -105,8 +117,8 @@ class Agent:
         return Worker(self.worker_id, "x", memory_bytes=self.total, versions=tuple(loaded))
 
     def loaded(self, digest: str, slot: Slot) -> LoadedVersion:
-        starved = slot.phase is Phase.BROKEN and slot.needed_bytes > 0
-        state = {Phase.READY: VersionState.READY, Phase.DRAINING: VersionState.DRAINING}.get(
+        starved = slot.phase is VersionPhase.BROKEN and slot.needed_bytes > 0
+        state = {VersionPhase.READY: VersionState.READY, VersionPhase.DRAINING: VersionState.DRAINING}.get(
             slot.phase, VersionState.FAILED if starved else VersionState.LOADING
         )
         grant = self.ledger.held_by(digest)
@@ -167,7 +179,7 @@ class Fleet:
         return [
             agent.worker_id
             for agent in self.agents
-            if digest in agent.slots and agent.slots[digest].phase is Phase.READY
+            if digest in agent.slots and agent.slots[digest].phase is VersionPhase.READY
         ]
 
     def unplaced(self) -> list[Unplaced]:
@@ -226,10 +238,10 @@ def test_what_its_equals_can_spare_is_room_and_nobody_has_to_go_for_it() -> None
         memory = MemoryView(worker, [*held, new], {"dn": free})
         assert memory.free_bytes(but="dn", rank=priority.rank) == free
         assert no_memory(memory, new) == ""
-        assert memory.yielding(new) == ()
+        assert memory.evictions_for(new) == ()
     urgent = AssignedVersion("new", "m", "dn", priority=Priority.INTERACTIVE)
     more = MemoryView(worker, [*held, urgent], {"dn": 91})
-    assert more.yielding(urgent) == (("db", 80),), "what is left of it when it has shrunk"
+    assert more.evictions_for(urgent) == (("db", 80),), "what is left of it when it has shrunk"
 
 
 def test_nothing_yields_when_it_would_not_help() -> None:
@@ -288,7 +300,7 @@ def test_a_worker_that_states_no_memory_has_no_bound() -> None:
     version = AssignedVersion("a", "m", "d")
     memory = MemoryView(Worker("w", "x"), (version,), {"d": 1 << 50})
     assert no_memory(memory, version) == ""
-    assert memory.yielding(version) == ()
+    assert memory.evictions_for(version) == ()
 
 
 # --- whatever the fleet looks like -----------------------------------------------------------------
@@ -339,7 +351,7 @@ def _check_rest(world: Fleet) -> None:
         assert len(set(names)) == len(names), "two replicas of one deployment on a worker"
         for version in held:
             slot = agent.slots[version.version_digest]
-            if slot.phase is Phase.READY:
+            if slot.phase is VersionPhase.READY:
                 continue
             assert slot.needed_bytes, f"{version.deployment} waits for nothing: {slot}"
             lower = sum(

@@ -9,8 +9,8 @@ from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import IntegrityError
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Finished
-from services.gateway.idempotency.broadcast import Audience
-from services.gateway.idempotency.ownership import Tenure
+from services.gateway.idempotency.broadcast import FollowerBroadcast
+from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_codec import encode, end_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -33,37 +33,37 @@ PORTS = KeyedPorts(
 )
 
 
-def tenure_of(audience: Audience) -> Tenure:
-    return Tenure(Hold(RecordKey("acme", "0" * 32), "g", 1), PORTS, audience, lambda: None)
+def ownership_of(broadcast: FollowerBroadcast) -> RecordOwnership:
+    return RecordOwnership(Hold(RecordKey("acme", "0" * 32), "g", 1), PORTS, broadcast, lambda: None)
 
 
 def test_the_last_piece_waits_for_what_follows_it() -> None:
-    tenure = tenure_of(Audience(16, lambda follower, withdrawn: None))
-    tenure.on_tokens(0, 0, [1, 2], "a", ())
-    assert not tenure.due(CLOCK.monotonic_s())
-    tenure.on_tokens(0, 2, [3], "b", ())
-    assert tenure.due(CLOCK.monotonic_s())
-    _, pieces = tenure.begin_write()
+    ownership = ownership_of(FollowerBroadcast(16, lambda follower, withdrawn: None))
+    ownership.on_tokens(0, 0, [1, 2], "a", ())
+    assert not ownership.due(CLOCK.monotonic_s())
+    ownership.on_tokens(0, 2, [3], "b", ())
+    assert ownership.due(CLOCK.monotonic_s())
+    _, pieces = ownership.begin_write()
     assert [list(piece.ids) for piece in pieces[0]] == [[1, 2]]
-    assert not tenure.due(CLOCK.monotonic_s()), "one write at a time"
-    tenure.end_write(pieces, None)
-    assert tenure.due(CLOCK.monotonic_s()), "what was not answered is written again"
-    tenure.begin_write()
-    tenure.end_write(pieces, Written.KEPT)
-    assert not tenure.due(CLOCK.monotonic_s())
+    assert not ownership.due(CLOCK.monotonic_s()), "one write at a time"
+    ownership.end_write(pieces, None)
+    assert ownership.due(CLOCK.monotonic_s()), "what was not answered is written again"
+    ownership.begin_write()
+    ownership.end_write(pieces, Written.KEPT)
+    assert not ownership.due(CLOCK.monotonic_s())
 
 
 async def test_nothing_is_written_behind_a_run_that_ended() -> None:
-    tenure = tenure_of(Audience(16, lambda follower, withdrawn: None))
-    tenure.on_tokens(0, 0, [1], "a", ())
-    tenure.on_tokens(0, 1, [2], "b", ())
-    assert tenure.due(CLOCK.monotonic_s())
-    await tenure.close()
-    assert not tenure.due(CLOCK.monotonic_s())
+    ownership = ownership_of(FollowerBroadcast(16, lambda follower, withdrawn: None))
+    ownership.on_tokens(0, 0, [1], "a", ())
+    ownership.on_tokens(0, 1, [2], "b", ())
+    assert ownership.due(CLOCK.monotonic_s())
+    await ownership.close()
+    assert not ownership.due(CLOCK.monotonic_s())
 
 
 def test_a_record_without_a_beginning_is_no_answer() -> None:
-    reader = RecordReader(Audience(16, lambda follower, withdrawn: None))
+    reader = RecordReader(FollowerBroadcast(16, lambda follower, withdrawn: None))
     end = end_in(Finished((), Usage(1, 1), StageClock(received_unix_us=0)))
     with pytest.raises(IntegrityError):
         reader.take([encode([end])])

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished
-from services.gateway.idempotency.follower import Follower
+from services.gateway.idempotency.follower import RecordFollower
 from services.gateway.idempotency.record_codec import (
+    AcceptedTerms,
     Degraded,
     End,
-    Failure,
     Output,
-    Pin,
+    RecordedFailure,
     Resumed,
     decode,
     degraded_out,
@@ -148,11 +148,11 @@ def test_pieces_of_a_choice_are_one_entry() -> None:
 
 def test_entries_survive_their_encoding() -> None:
     entries = (
-        Pin("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5, (Degraded("output_capped", "9", "4", 0.7),)),
+        AcceptedTerms("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5, (Degraded("output_capped", "9", "4", 0.7),)),
         Resumed(),
         Output(1, 2, 3, [4, 5], "ü\0", logprobs_in(piece(0, 2).logprobs)),
         end_in(END),
-        Failure("INVALID_INPUT", "no", {"field": "x"}),
+        RecordedFailure("INVALID_INPUT", "no", {"field": "x"}),
     )
     found = decode(encode(entries))
     assert found[0] == entries[0]
@@ -166,14 +166,14 @@ def test_entries_survive_their_encoding() -> None:
 
 def test_a_record_of_a_release_without_degrading_is_read() -> None:
     old = msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5]])
-    assert decode(old) == (Pin("r", "m", "d", 1, 7, 3, 4, 5),)
+    assert decode(old) == (AcceptedTerms("r", "m", "d", 1, 7, 3, 4, 5),)
 
 
 def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
     changes = [["output_capped", "9", "4", 0.7, "more"], ["colder", "1.0", "0.5", 0.9]]
-    (pin,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, "more"]]))
-    assert isinstance(pin, Pin)
-    assert degraded_out(pin.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
+    (terms,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, "more"]]))
+    assert isinstance(terms, AcceptedTerms)
+    assert degraded_out(terms.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
 
 
 @given(st.binary(max_size=64))
@@ -216,7 +216,7 @@ def test_a_follower_stays_within_its_windows_and_hears_all(
     pieces: list[int], window: int, client: int | None, steps: list[str]
 ) -> None:
     log, sink, left = RecordLog(), Sink(), []
-    follower = Follower(
+    follower = RecordFollower(
         sink, log, window_tokens=window, client_window=client, leave=lambda found, _: left.append(found)
     )
     made, taken, allowed = 0, 0, client

@@ -37,10 +37,9 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.faces.grpc.messages import accepted_message
-from services.gateway.idempotency.record_codec import Pin, degraded_in
-from services.gateway.idempotency.types import Resume
 from services.gateway.policy.degrade import (
     Degradation,
     DegradationKind,
@@ -49,9 +48,9 @@ from services.gateway.policy.degrade import (
     output_cap,
     smaller_model,
 )
-from services.gateway.requests.admission import RunTerms
-from services.gateway.requests.completion import Completion
+from services.gateway.requests.admission import Resume, RunTerms
 from services.gateway.requests.request import Admitted
+from services.gateway.requests.streaming import Completion
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
@@ -256,8 +255,7 @@ async def test_what_is_given_under_a_key_is_written_down_as_it_is_given(gateway:
 
 async def test_what_goes_on_is_not_degraded_anew(gateway: Gateway) -> None:
     gateway.pressure[DIGEST] = 1.0
-    pin = Pin("req_1", "chat-small", DIGEST, 1, 7, 3, 50, 1)
-    found, written = await admitted(gateway, Resume(pin, ()))
+    found, written = await admitted(gateway, Resume(PinnedVersion(DIGEST, 1), (), ()))
     assert (found.spec.model, found.spec.limits.max_tokens) == ("chat-small", 50)
     assert written == [(found.spec, ())]
 
@@ -266,8 +264,8 @@ async def test_what_was_degraded_goes_on_so_without_pressure(gateway: Gateway, f
     """Also for a key that is only for the model that was asked for: it may use that, so it may hear this."""
     narrow = ApiKey(Meta("alpha"), KeyRole.TENANT, "h", tenant="acme", models=("chat-small",))
     fleet.keys.put(KEYS + "alpha", narrow)
-    pin = Pin("req_1", "chat-tiny", SMALL, 1, 7, 3, 10, 1, degraded_in([SMALLER, CAPPED]))
-    found, _ = await admitted(gateway, Resume(pin, ()), model="chat-tiny", max_output_tokens=10)
+    resume = Resume(PinnedVersion(SMALL, 1), (), (SMALLER, CAPPED))
+    found, _ = await admitted(gateway, resume, model="chat-tiny", max_output_tokens=10)
     assert found.degradations == (SMALLER, CAPPED)
     assert (found.spec.version_digest, found.spec.limits.max_tokens) == (SMALL, 10)
 

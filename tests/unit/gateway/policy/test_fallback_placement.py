@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.core.fleet import PoolMember
 from services.core.generation import NotAdmittedReason
 from services.gateway.fallback import CLOSED_S, GUESS_S, MAX_DENIED, FallbackSettings, GatewayFallback
-from services.gateway.policy.fallback_placement import Need, Placed, choose_alone, may_take, takes
+from services.gateway.policy.fallback_placement import Need, Placed, choose_by_snapshot, may_take, takes
 from tests.support.place_specs import PLACE_SPEC
 
 SETTINGS = FallbackSettings(after_s=1.5, max_age_s=60.0, predicted_output_tokens=32)
@@ -69,15 +69,15 @@ def test_a_full_worker_may_have_room_by_now_but_for_what_was_placed_since(
 def test_of_two_drawn_the_one_with_more_room_is_taken() -> None:
     pair = [member("w1", room=800), member("w2", room=400)]
     need = Need(16, 16)
-    assert {choose_alone(need, pair, {}, Random(seed)) for seed in range(20)} == {pair[0]}
+    assert {choose_by_snapshot(need, pair, {}, Random(seed)) for seed in range(20)} == {pair[0]}
     placed = {"w1": Placed(40, 1)}
-    assert {choose_alone(need, pair, placed, Random(seed)) for seed in range(20)} == {pair[1]}
+    assert {choose_by_snapshot(need, pair, placed, Random(seed)) for seed in range(20)} == {pair[1]}
 
 
 def test_the_worker_with_most_room_does_not_take_all() -> None:
     many = [member(f"w{index}", room=160 + 16 * index) for index in range(8)]
     rng = Random(1)
-    taken = [choose_alone(Need(16, 16), many, {}, rng) for _ in range(200)]
+    taken = [choose_by_snapshot(Need(16, 16), many, {}, rng) for _ in range(200)]
     assert len(set(taken)) == 7, "each but the smallest wins some draw"
 
 

@@ -1,5 +1,8 @@
 """Placing again is bounded, backs off, and leaves alone what cannot help."""
 
+import pytest
+
+from services.core import errors
 from services.core.generation import NotAdmittedReason
 from services.gateway.policy.retry import (
     MAX_LOSSES,
@@ -10,6 +13,7 @@ from services.gateway.policy.retry import (
     RetryBudget,
     after_loss,
     after_refusal,
+    ends_record,
 )
 
 
@@ -65,3 +69,35 @@ def test_requests_and_time_fill_the_budget_to_its_bound() -> None:
     assert budget.take(0.0) > 0.0
     budget.request_began(1000.0)
     assert budget.balance == 5.0
+
+
+PASSING = (
+    errors.NoWorkerAvailable,
+    errors.QueueTimeout,
+    errors.StreamBroken,
+    errors.Draining,
+    errors.StoreUnavailable,
+    errors.DeadlineExceeded,
+    errors.RequestCancelled,
+    errors.SlowReader,
+    errors.ConcurrencyExceeded,
+    errors.RequestRateExceeded,
+    errors.InternalError,
+    errors.PermissionDenied,
+    errors.Unauthenticated,
+)
+FINAL = (errors.InvalidInput, errors.PromptTooLong, errors.VersionGone, errors.IntegrityError)
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_another_run_may_fare_better(kind: type[errors.FairwayError]) -> None:
+    assert not ends_record(kind("x"))
+
+
+@pytest.mark.parametrize("kind", FINAL)
+def test_a_retry_would_fail_in_the_same_way(kind: type[errors.FairwayError]) -> None:
+    assert ends_record(kind("x"))
+
+
+def test_what_says_when_to_retry_is_no_result() -> None:
+    assert not ends_record(errors.FailedPrecondition("x", retry_after_s=1.0))

@@ -21,16 +21,14 @@ from services.core.errors import (
 )
 from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.idempotency.record_codec import Pin
-from services.gateway.idempotency.types import Resume
-from services.gateway.requests.admission import RunTerms
+from services.gateway.requests.admission import Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Texts, Tokens
+from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
@@ -62,8 +60,8 @@ class CountedTexts:
         self._texts.unload(version_digest)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
-    ) -> Tokens:
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
         self.encoded += 1
         await self.gate.wait()
         return await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
@@ -232,9 +230,7 @@ async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gatew
         await gateway.ask()
     admission = gateway.service._admission
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
-    terms = RunTerms(
-        gateway.received(), 20.0, resume=Resume(Pin("req_1", "chat-small", DIGEST, 1, 7, 3, 2, 1), ())
-    )
+    terms = RunTerms(gateway.received(), 20.0, resume=Resume(PinnedVersion(DIGEST, 1), (), ()))
     telemetry = GatewayTelemetry().begin(terms.received)
     admitted = await admission.admit(who(), generation, telemetry.timer(), terms, telemetry)
     await gateway.limiter.settle(admitted.reservation, Usage(1, 1))

@@ -1,7 +1,7 @@
 """A request ends in exactly one terminal event, whatever its workers do, and frees what it held."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -26,7 +26,6 @@ from services.core.generation import (
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.choice import RunContext
 from services.gateway.requests.request import Admitted, Request
-from services.gateway.requests.stage_timer import StageTimer
 from services.ports.limiter import Limits, Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
@@ -170,13 +169,13 @@ class Harness:
         self.request = Request(
             Received(CLOCK.monotonic_s(), 1, "req_1"),
             self.sink,
-            limiter=self.limiter,
+            settle=self.limiter.settle,
             clock=CLOCK,
             supervisor=self.supervisor,
             new_incident=lambda: "inc_7",
         )
 
-    async def admit(self, timer: StageTimer) -> Admitted:
+    async def admit(self) -> Admitted:
         context = RunContext(
             placement=self.placement,
             workers=self.workers,
@@ -195,8 +194,13 @@ class Harness:
         )
         return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)
 
+    async def serve(self, admit: Callable[[], Awaitable[Admitted]], timeout_s: float) -> None:
+        async with self.request.until_end(timeout_s):
+            self.request.check_cancelled()
+            await self.request.run(await admit())
+
     def start(self, timeout_s: float = 5.0) -> asyncio.Task[None]:
-        task = self.supervisor.spawn("request", self.request.run(self.admit, timeout_s))
+        task = self.supervisor.spawn("request", self.serve(self.admit, timeout_s))
         self.request.bind(task)
         return task
 
@@ -411,10 +415,10 @@ class Panic(BaseException):
 async def test_a_bug_becomes_an_incident_not_a_text(bug: BaseException) -> None:
     harness = Harness(emit(1, None))
 
-    async def broken(timer: StageTimer) -> Admitted:
+    async def broken() -> Admitted:
         raise bug
 
-    await harness.request.run(broken, 1.0)
+    await harness.serve(broken, 1.0)
     end = harness.sink.end
     assert isinstance(end, errors.InternalError)
     assert "secret" not in end.message

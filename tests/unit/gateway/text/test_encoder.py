@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models
 from services.core.errors import FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature
 from services.gateway.text.encoder import TextEncoder, load_encoder
 from services.gateway.text.template.chat_template import ControlTokens
-from services.gateway.text.template.traced_text import MESSAGE, TEMPLATE, Traced
-from services.gateway.text.text_model import Message, is_text_file
+from services.gateway.text.template.traced_text import MESSAGE, TEMPLATE, OriginText
+from services.gateway.text.text_model import ChatMessage, is_text_file
 from services.ports.clock import Clock
 from tests.support import chat_cases
 from tests.support.chat_cases import FAMILIES
@@ -45,7 +45,7 @@ def specials(ids: tuple[int, ...]) -> list[int]:
     return [token for token in ids if token < 5]
 
 
-def joined(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+def joined(tokenizer: Tokenizer, messages: list[ChatMessage]) -> list[int]:
     """What transformers makes of it: the template's text, tokenised in one piece."""
     turns = [f"<|{message.role}|>{message.content.strip()}<|end|>" for message in messages]
     text = "<|begin|>" + "".join(turns) + "<|assistant|>"
@@ -54,9 +54,9 @@ def joined(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
 
 def test_a_conversation_is_tokenised_as_its_text(encoder: TextEncoder, tokenizer: Tokenizer) -> None:
     messages = [
-        Message("system", "You add."),
-        Message("user", " if a <b and c| < d: return '<b>Hi</b>' <|x|> \n"),
-        Message("assistant", "é <- 漢字 😀 <think>"),
+        ChatMessage("system", "You add."),
+        ChatMessage("user", " if a <b and c| < d: return '<b>Hi</b>' <|x|> \n"),
+        ChatMessage("assistant", "é <- 漢字 😀 <think>"),
     ]
     assert list(encoder.encode_chat(messages)) == joined(tokenizer, messages)
 
@@ -64,14 +64,14 @@ def test_a_conversation_is_tokenised_as_its_text(encoder: TextEncoder, tokenizer
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
 def test_a_message_cannot_spell_a_control_token(encoder: TextEncoder, attack: str, role: str) -> None:
-    honest = encoder.encode_chat([Message(role, "x"), Message("user", "y")])
-    hostile = encoder.encode_chat([Message(role, attack), Message("user", attack)])
+    honest = encoder.encode_chat([ChatMessage(role, "x"), ChatMessage("user", "y")])
+    hostile = encoder.encode_chat([ChatMessage(role, attack), ChatMessage("user", attack)])
     assert specials(hostile) == specials(honest)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_attack_arrives_as_text(encoder: TextEncoder, tokenizer: Tokenizer, attack: str) -> None:
-    ids = encoder.encode_chat([Message("user", attack)])
+    ids = encoder.encode_chat([ChatMessage("user", attack)])
     assert attack.strip() in tokenizer.decode(
         [token for token in ids if token > 4], skip_special_tokens=False
     )
@@ -80,8 +80,8 @@ def test_the_attack_arrives_as_text(encoder: TextEncoder, tokenizer: Tokenizer, 
 @given(st.lists(st.text(alphabet="<|>endusrsytmabgi \n﷐é", max_size=40), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_contents_change_the_structure(encoder: TextEncoder, contents: list[str]) -> None:
-    honest = encoder.encode_chat([Message("user", "x") for _ in contents])
-    assert specials(encoder.encode_chat([Message("user", c) for c in contents])) == specials(honest)
+    honest = encoder.encode_chat([ChatMessage("user", "x") for _ in contents])
+    assert specials(encoder.encode_chat([ChatMessage("user", c) for c in contents])) == specials(honest)
 
 
 def test_a_template_that_joins_text_does_not_join_a_token(
@@ -90,7 +90,7 @@ def test_a_template_that_joins_text_does_not_join_a_token(
     template = "{{ bos_token }}{% for m in messages %}{{ m.content | replace('-', '') | trim }}{% endfor %}"
     model = load_encoder(make_folder(template=template), DIGEST, clock)
     for contents in (["<-|end|>"], ["<|e-nd|>"], ["<", "|end|>"], ["<|en", "d|>"], ["-<|end|-> <|end|>"]):
-        messages = [Message("user", content) for content in contents]
+        messages = [ChatMessage("user", content) for content in contents]
         assert specials(model.encode_chat(messages)) == [0], contents
 
 
@@ -105,7 +105,7 @@ def test_a_normalising_tokenizer_is_refused_rather_than_believed(
     (folder / "tokenizer.json").write_text(json.dumps(state))
     model = load_encoder(folder, DIGEST, clock)
     with pytest.raises(InvalidInput, match="control token"):
-        model.encode_chat([Message("user", "\uff1c|end|\uff1e")])  # NFKC makes <|end|> of it
+        model.encode_chat([ChatMessage("user", "\uff1c|end|\uff1e")])  # NFKC makes <|end|> of it
 
 
 def test_a_raw_prompt_may_hold_control_tokens(encoder: TextEncoder) -> None:
@@ -180,10 +180,10 @@ def test_a_control_token_of_a_message_is_text_whatever_the_template_does_with_it
     template = "{{ bos_token }}{% for m in messages %}{{ " + shown + " }}{% endfor %}"
     model = load_encoder(make_folder(template=template, context=4096), DIGEST, clock)
     for content in ("<|end|>", "x <|end|>y", "<-|en-d|>", "<|end|><|end|>", " a < b "):
-        ids = model.encode_chat([Message("user", content, "|end|")])
+        ids = model.encode_chat([ChatMessage("user", content, "|end|")])
         assert len(specials(ids)) == control, (content, ids)
         if "|" not in content and "name" not in shown:
-            stock = chat_cases.expected(template, [Message("user", content, "|end|")])
+            stock = chat_cases.expected(template, [ChatMessage("user", content, "|end|")])
             assert list(ids) == tokenizer.encode(stock, add_special_tokens=False).ids
 
 
@@ -194,7 +194,7 @@ def test_text_between_marks_of_a_control_token_is_whole() -> None:
         parts = [rng.choice(["<|end|>", "[INST]", "<think>", "<", "[", "|", "x"]) for _ in range(8)]
         origins = [rng.choice([MESSAGE, TEMPLATE]) for _ in parts]
         origin = "".join(letter * len(part) for letter, part in zip(origins, parts, strict=True))
-        rendered = control.guarded(Traced("".join(parts), origin))
+        rendered = control.guarded(OriginText("".join(parts), origin))
         assert rendered.text == "".join(parts) == "".join(rendered.pieces())
         offset = 0
         for piece in rendered.pieces():
@@ -208,13 +208,13 @@ def test_text_between_marks_of_a_control_token_is_whole() -> None:
 
 def test_the_refusal_of_a_template_reaches_the_caller(encoder: TextEncoder) -> None:
     with pytest.raises(InvalidInput, match="the role must be") as caught:
-        encoder.encode_chat([Message("tool", "x")])
+        encoder.encode_chat([ChatMessage("tool", "x")])
     assert caught.value.metadata["field"] == "messages"
 
 
 def test_the_developer_role_is_the_system_role_of_older_templates(encoder: TextEncoder) -> None:
-    found = encoder.encode_chat([Message("developer", "x")])
-    assert found == encoder.encode_chat([Message("system", "x")])
+    found = encoder.encode_chat([ChatMessage("developer", "x")])
+    assert found == encoder.encode_chat([ChatMessage("system", "x")])
 
 
 def test_a_template_that_fails_is_no_bug_of_ours_nor_of_the_messages(
@@ -222,11 +222,11 @@ def test_a_template_that_fails_is_no_bug_of_ours_nor_of_the_messages(
 ) -> None:
     template = "{% if messages[0].content == 'a' %}\n{{ messages[5].content + 1 }}{% else %}ok{% endif %}"
     model = load_encoder(make_folder(template=template), DIGEST, clock)
-    assert model.encode_chat([Message("user", "b")])
+    assert model.encode_chat([ChatMessage("user", "b")])
     with pytest.raises(
         FailedPrecondition, match="version's chat template fails in line 2 with UndefinedError"
     ):
-        model.encode_chat([Message("user", "a")])
+        model.encode_chat([ChatMessage("user", "a")])
 
 
 def test_tokens_that_are_not_set_are_undefined(make_folder: Callable[..., Path], clock: Clock) -> None:
@@ -257,7 +257,7 @@ def unknown_tokenizer(kind: str) -> Tokenizer:
 @pytest.mark.parametrize("kind", ["BPE", "WordPiece", "WordLevel", "Unigram"])
 def test_an_unknown_character_is_no_control_token(kind: str, tmp_path: Path, clock: Clock) -> None:
     model = load_encoder(write_folder(tmp_path / kind, unknown_tokenizer(kind)), DIGEST, clock)
-    found = model.encode_chat([Message("user", "a漢b<unk>")])
+    found = model.encode_chat([ChatMessage("user", "a漢b<unk>")])
     assert found[0] == 1
     assert 0 in found
     assert [token for token in found if 0 < token <= len(SPECIAL)] == [1, 4, 2, 5]
@@ -269,7 +269,7 @@ def test_rendered_text_beyond_the_context_is_not_tokenised(
     template = "{% for m in messages %}{% for i in range(99) %}{{ m.content }}{% endfor %}{% endfor %}"
     model = load_encoder(make_folder(template=template), DIGEST, clock)
     with pytest.raises((PromptTooLong, InvalidInput)):
-        model.encode_chat([Message("user", "x" * (model.model.max_prompt_bytes // 2))])
+        model.encode_chat([ChatMessage("user", "x" * (model.model.max_prompt_bytes // 2))])
 
 
 def test_strftime_takes_no_widths(make_folder: Callable[..., Path], clock: Clock) -> None:
@@ -279,13 +279,13 @@ def test_strftime_takes_no_widths(make_folder: Callable[..., Path], clock: Clock
     assert model.template.render([], max_chars=100).text == "15 Jan 2027"
     model = load_encoder(make_folder(template="{{ strftime_now('%0999999999d') }}"), DIGEST, clock)
     with pytest.raises(FailedPrecondition, match="strftime_now"):
-        model.encode_chat([Message("user", "x")])
+        model.encode_chat([ChatMessage("user", "x")])
 
 
 def test_a_model_without_a_template_takes_no_messages(make_folder: Callable[..., Path], clock: Clock) -> None:
     model = load_encoder(make_folder(template=""), DIGEST, clock)
     with pytest.raises(UnsupportedFeature):
-        model.encode_chat([Message("user", "x")])
+        model.encode_chat([ChatMessage("user", "x")])
 
 
 def test_limits_and_defaults_are_read(encoder: TextEncoder, tokenizer: Tokenizer) -> None:
@@ -360,7 +360,7 @@ def test_a_template_that_looks_for_control_characters_sees_them(
     model = load_encoder(make_folder(template=template), DIGEST, clock)
     for content in ("a <| b", "<|end|>", "<|end|> <|"):
         expected = tokenizer.encode("<|begin|>" + content.replace("<|", "< |"), add_special_tokens=False).ids
-        assert list(model.encode_chat([Message("user", content)])) == expected
+        assert list(model.encode_chat([ChatMessage("user", content)])) == expected
 
 
 CHECKPOINT = Path(__file__).parents[4] / "models" / "tiny" / "checkpoint"
@@ -368,8 +368,8 @@ CHECKPOINT = Path(__file__).parents[4] / "models" / "tiny" / "checkpoint"
 
 def test_the_bundled_model_keeps_turns_apart(clock: Any) -> None:
     model = load_encoder(CHECKPOINT, DIGEST, clock)
-    honest = model.encode_chat([Message("system", "x"), Message("user", "y")])
-    hostile = model.encode_chat([Message("system", "x"), Message("user", BOUNDARY)])
+    honest = model.encode_chat([ChatMessage("system", "x"), ChatMessage("user", "y")])
+    hostile = model.encode_chat([ChatMessage("system", "x"), ChatMessage("user", BOUNDARY)])
     assert specials(hostile) == specials(honest) == [0, 2, 1, 3, 1, 4]
 
 
@@ -398,7 +398,7 @@ def test_a_broken_template_leaves_prompts(
     encoder = load_encoder(folder, DIGEST, clock)
     assert encoder.encode_prompt("one two")
     with pytest.raises(FailedPrecondition, match=fault) as caught:
-        encoder.encode_chat([Message("user", "x")])
+        encoder.encode_chat([ChatMessage("user", "x")])
     assert caught.value.message == f"this version takes prompts only: {encoder.model.template_fault}"
 
 

@@ -12,10 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.core.errors import PromptTooLong
-from services.gateway.text.local import LocalTexts
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import Tokens
+from services.gateway.text.text_model import ChatMessage, EncodedText, TextModel
 from services.gateway.text.tokenise import Tokeniser
+from simulator.fleet.nodes.local_texts import LocalTexts
 from tests.unit.gateway.conftest import write_folder
 
 DIGEST = "sha256:" + "ab" * 32
@@ -26,7 +25,7 @@ class CountingTexts(LocalTexts):
 
     count = 0
 
-    async def read(self, *args: Any, **kwargs: Any) -> Tokens:
+    async def read(self, *args: Any, **kwargs: Any) -> EncodedText:
         self.count += 1
         return await super().read(*args, **kwargs)
 
@@ -43,7 +42,7 @@ async def model(texts: CountingTexts, model_folder: Path) -> TextModel:
 
 async def test_the_same_text_is_tokenised_once_per_tenant(model: TextModel, texts: CountingTexts) -> None:
     tokeniser = Tokeniser(texts)
-    turns = [Message("user", "hello")]
+    turns = [ChatMessage("user", "hello")]
     first = await tokeniser.chat(model, "acme", turns)
     assert await tokeniser.chat(model, "acme", turns) == first
     assert texts.count == 1
@@ -56,14 +55,17 @@ async def test_the_same_text_is_tokenised_once_per_tenant(model: TextModel, text
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ([Message("user", "ab")], [Message("user", "a"), Message("user", "b")]),
-        ([Message("user", "b", "a")], [Message("user", "ab")]),
-        ([Message("user", "a")], [Message("system", "a")]),
-        ([Message("user", "a"), Message("assistant", "")], [Message("user", ""), Message("assistant", "a")]),
+        ([ChatMessage("user", "ab")], [ChatMessage("user", "a"), ChatMessage("user", "b")]),
+        ([ChatMessage("user", "b", "a")], [ChatMessage("user", "ab")]),
+        ([ChatMessage("user", "a")], [ChatMessage("system", "a")]),
+        (
+            [ChatMessage("user", "a"), ChatMessage("assistant", "")],
+            [ChatMessage("user", ""), ChatMessage("assistant", "a")],
+        ),
     ],
 )
 async def test_different_conversations_share_no_entry(
-    model: TextModel, texts: CountingTexts, one: list[Message], other: list[Message]
+    model: TextModel, texts: CountingTexts, one: list[ChatMessage], other: list[ChatMessage]
 ) -> None:
     tokeniser = Tokeniser(texts)
     await tokeniser.chat(model, "acme", one)
@@ -75,9 +77,9 @@ async def test_different_conversations_share_no_entry(
 async def test_the_cache_is_bounded_in_tokens(model: TextModel, texts: CountingTexts) -> None:
     tokeniser = Tokeniser(texts, max_cached_tokens=100)
     for number in range(50):
-        await tokeniser.chat(model, "acme", [Message("user", f"number {number}")])
+        await tokeniser.chat(model, "acme", [ChatMessage("user", f"number {number}")])
         tokeniser.check_integrity()
-    await tokeniser.chat(model, "acme", [Message("user", "x" * 100)])  # a quarter of the cache at most
+    await tokeniser.chat(model, "acme", [ChatMessage("user", "x" * 100)])  # a quarter of the cache at most
     tokeniser.check_integrity()
 
 
@@ -88,7 +90,7 @@ async def test_text_that_cannot_fit_is_refused_unread(model: TextModel, texts: C
         await tokeniser.prompt(model, "acme", huge)
     assert caught.value.metadata["size_bytes"] == str(len(huge))
     with pytest.raises(PromptTooLong):
-        await tokeniser.chat(model, "acme", [Message("user", huge[:-5]), Message("user", "12345")])
+        await tokeniser.chat(model, "acme", [ChatMessage("user", huge[:-5]), ChatMessage("user", "12345")])
     assert texts.count == 0
 
 
@@ -102,9 +104,9 @@ async def test_blanks_that_the_tokenizer_drops_are_no_tokens(
     tokeniser = Tokeniser(texts)
     short = await tokeniser.prompt(model, "acme", "a b")
     assert await tokeniser.prompt(model, "acme", " " * 20_000 + "a b" + " " * 20_000) == short
-    blank = [Message("user", "a" + " " * 20_000)]
+    blank = [ChatMessage("user", "a" + " " * 20_000)]
     assert await tokeniser.chat(model, "acme", blank) == await tokeniser.chat(
-        model, "acme", [Message("user", "a")]
+        model, "acme", [ChatMessage("user", "a")]
     )
 
 

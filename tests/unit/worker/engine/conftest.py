@@ -19,7 +19,7 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits
-from services.worker.engine_protocol import EngineConfig, Submit, TokenLogprobs
+from services.worker.engine_protocol import EngineConfig, SampledLogprobs, Submit
 from tests.support.engine_agent import Agent
 from tests.support.submits import make_submit
 
@@ -75,7 +75,7 @@ class CheckingExecutor:
         ]
         errors = {row: self.errors[s.handle] for row, s in enumerate(sampled) if s.handle in self.errors}
         logprobs = {
-            row: TokenLogprobs(-0.5, [], [])
+            row: SampledLogprobs(-0.5, [], [])
             for row, s in enumerate(sampled)
             if s.sampling.logprobs is not None
         }
@@ -250,7 +250,7 @@ def load_engine(operators_cache: Path) -> Callable[..., Engine]:
 class Outcome:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     prefill_tokens: int = 0
     resumes: int = 0
 

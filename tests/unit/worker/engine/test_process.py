@@ -26,12 +26,12 @@ from services.worker.engine_protocol import (
     Cancel,
     Credit,
     EngineConfig,
-    Heartbeat,
+    EngineHeartbeat,
     LoadFailed,
     Progress,
     Ready,
+    SampledLogprobs,
     Shutdown,
-    TokenLogprobs,
     encode,
 )
 from tests.support.engine_agent import PATIENCE_S, ROOT, Agent
@@ -74,7 +74,7 @@ def test_credit_holds_a_stream_and_lets_it_go(start: Any, submit: Any) -> None:
     agent.send(submit(0, [1], 9, credit=3))
     assert len([token for step in agent.until(lambda step: step.step == 3) for token in step.tokens]) == 3
     beat = agent.receive()  # nothing to step: the loop says that it lives
-    assert isinstance(beat, Heartbeat)
+    assert isinstance(beat, EngineHeartbeat)
     assert (beat.running, beat.waiting, beat.kv_blocks_used) == (1, 0, 1)
     agent.send(Credit([0], [9]))
     steps = agent.until(lambda step: 0 in step.finished)
@@ -118,7 +118,7 @@ def test_an_idle_engine_beats_and_does_not_spin(start: Any) -> None:
     before = cpu_s(agent.process.pid)
     started_s = time.monotonic()
     beats.append(agent.receive())
-    assert all(isinstance(beat, Heartbeat) for beat in beats)
+    assert all(isinstance(beat, EngineHeartbeat) for beat in beats)
     assert 0.5 < time.monotonic() - started_s < 10.0
     assert cpu_s(agent.process.pid) - before < 0.2
 
@@ -342,7 +342,7 @@ def test_a_stream_goes_on_in_another_process_to_the_last_bit(
     assert _output(second, 1) == (tokens[17:], logprobs[17:])
 
 
-def _output(agent: Agent, handle: int) -> tuple[list[int], list[TokenLogprobs]]:
+def _output(agent: Agent, handle: int) -> tuple[list[int], list[SampledLogprobs]]:
     """Return the tokens and log-probabilities of one sequence, once it has ended by its length."""
     steps = agent.until(lambda step: handle in step.finished)
     assert steps[-1].finished[handle] == "length", steps[-1].errors

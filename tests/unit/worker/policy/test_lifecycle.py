@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from services.core.records import AssignedVersion, Priority
 from services.worker.policy.lifecycle import (
     Action,
+    CancelRemoval,
     Discard,
-    Drain,
+    DrainVersion,
     Fetch,
-    Load,
-    Phase,
-    Retire,
+    LoadVersion,
+    RetireVersion,
     Slot,
-    Undrain,
+    VersionPhase,
     backoff_s,
     plan,
     wanted,
@@ -40,7 +40,7 @@ slots = st.lists(
     st.builds(
         Slot,
         version=versions,
-        phase=st.sampled_from(Phase),
+        phase=st.sampled_from(VersionPhase),
         running=st.integers(0, 2),
         has_files=st.booleans(),
         retry_at_s=st.sampled_from((0.0, NOW_S + 10)),
@@ -50,7 +50,7 @@ slots = st.lists(
         restarting=st.booleans(),
     ).map(
         lambda slot: replace(
-            slot, has_files=slot.has_files or slot.phase not in (Phase.FETCHING, Phase.BROKEN)
+            slot, has_files=slot.has_files or slot.phase not in (VersionPhase.FETCHING, VersionPhase.BROKEN)
         )
     ),
     max_size=3,
@@ -63,36 +63,36 @@ def apply(state: dict[str, Slot], action: Action, now_s: float) -> None:
     match action:
         case Fetch(version):
             before = state.get(version.version_digest)
-            assert before is None or before.phase is Phase.BROKEN
-            state[version.version_digest] = Slot(version, Phase.FETCHING)
-        case Load(digest):
+            assert before is None or before.phase is VersionPhase.BROKEN
+            state[version.version_digest] = Slot(version, VersionPhase.FETCHING)
+        case LoadVersion(digest):
             assert state[digest].has_files
-            assert state[digest].phase in (Phase.FETCHED, Phase.BROKEN)
-            state[digest] = replace(state[digest], phase=Phase.LOADING)
-        case Drain(digest):
-            assert state[digest].phase in (Phase.READY, Phase.RETIRING)
-            state[digest] = replace(state[digest], phase=Phase.DRAINING, drain_until_s=now_s + 5)
-        case Retire(digest):
-            assert state[digest].phase is Phase.READY
-            state[digest] = replace(state[digest], phase=Phase.RETIRING, idle_since_s=now_s)
-        case Undrain(digest):
-            assert state[digest].phase in (Phase.RETIRING, Phase.DRAINING)
-            state[digest] = replace(state[digest], phase=Phase.READY)
+            assert state[digest].phase in (VersionPhase.FETCHED, VersionPhase.BROKEN)
+            state[digest] = replace(state[digest], phase=VersionPhase.LOADING)
+        case DrainVersion(digest):
+            assert state[digest].phase in (VersionPhase.READY, VersionPhase.RETIRING)
+            state[digest] = replace(state[digest], phase=VersionPhase.DRAINING, drain_until_s=now_s + 5)
+        case RetireVersion(digest):
+            assert state[digest].phase is VersionPhase.READY
+            state[digest] = replace(state[digest], phase=VersionPhase.RETIRING, idle_since_s=now_s)
+        case CancelRemoval(digest):
+            assert state[digest].phase in (VersionPhase.RETIRING, VersionPhase.DRAINING)
+            state[digest] = replace(state[digest], phase=VersionPhase.READY)
         case Discard(digest):
-            assert state[digest].phase is not Phase.STOPPING
-            state[digest] = replace(state[digest], phase=Phase.STOPPING)
+            assert state[digest].phase is not VersionPhase.STOPPING
+            state[digest] = replace(state[digest], phase=VersionPhase.STOPPING)
 
 
 def pass_time(state: dict[str, Slot]) -> None:
     for digest, slot in list(state.items()):
         match slot.phase:
-            case Phase.RETIRING if slot.running:
+            case VersionPhase.RETIRING if slot.running:
                 state[digest] = replace(slot, running=slot.running - 1)
-            case Phase.FETCHING:
-                state[digest] = replace(slot, phase=Phase.FETCHED, has_files=True)
-            case Phase.LOADING:
-                state[digest] = replace(slot, phase=Phase.READY, unbooked=False)
-            case Phase.STOPPING:
+            case VersionPhase.FETCHING:
+                state[digest] = replace(slot, phase=VersionPhase.FETCHED, has_files=True)
+            case VersionPhase.LOADING:
+                state[digest] = replace(slot, phase=VersionPhase.READY, unbooked=False)
+            case VersionPhase.STOPPING:
                 del state[digest]
 
 
@@ -117,7 +117,7 @@ def test_every_state_converges_and_then_stays(assigned: list[AssignedVersion], o
     assert {digest: slot.version.executor for digest, slot in state.items()} == {
         digest: version.executor for digest, version in desired.items() if not version.retiring
     }
-    assert all(slot.phase is Phase.READY for slot in state.values())
+    assert all(slot.phase is VersionPhase.READY for slot in state.values())
     assert plan(desired, list(state.values()), now_s) == ()
 
 
@@ -129,40 +129,44 @@ def test_running_sequences_are_not_cut_short(assigned: list[AssignedVersion], ob
     for action in plan(desired, observed, NOW_S):
         if isinstance(action, Discard):
             slot = phases[action.version_digest]
-            assert slot.phase is not Phase.READY
-            assert slot.phase is not Phase.DRAINING or slot.running == 0 or slot.drain_until_s <= NOW_S
+            assert slot.phase is not VersionPhase.READY
+            assert slot.phase is not VersionPhase.DRAINING or slot.running == 0 or slot.drain_until_s <= NOW_S
 
 
 def test_what_retires_leaves_once_nothing_was_placed_for_a_while() -> None:
     version = AssignedVersion("x", "m", "d1", retiring=True)
-    slot = Slot(version, Phase.READY, running=1, has_files=True)
-    assert plan({"d1": version}, [slot], NOW_S, retire_s=35.0) == (Retire("d1"),)
-    slot = replace(slot, phase=Phase.RETIRING, idle_since_s=NOW_S)
+    slot = Slot(version, VersionPhase.READY, running=1, has_files=True)
+    assert plan({"d1": version}, [slot], NOW_S, retire_s=35.0) == (RetireVersion("d1"),)
+    slot = replace(slot, phase=VersionPhase.RETIRING, idle_since_s=NOW_S)
     assert plan({"d1": version}, [slot], NOW_S + 3600, retire_s=35.0) == (), "a sequence runs"
     slot = replace(slot, running=0)
     assert plan({"d1": version}, [slot], NOW_S + 34.9, retire_s=35.0) == ()
     assert plan({"d1": version}, [slot], NOW_S + 35.0, retire_s=35.0) == (Discard("d1"),)
-    assert plan({"d1": replace(version, retiring=False)}, [slot], NOW_S, retire_s=35.0) == (Undrain("d1"),)
-    assert plan({}, [slot], NOW_S, retire_s=35.0) == (Drain("d1"),), "its deployment was deleted"
+    assert plan({"d1": replace(version, retiring=False)}, [slot], NOW_S, retire_s=35.0) == (
+        CancelRemoval("d1"),
+    )
+    assert plan({}, [slot], NOW_S, retire_s=35.0) == (DrainVersion("d1"),), "its deployment was deleted"
 
 
 def test_an_engine_that_dies_while_it_retires_is_started_again_for_what_it_had() -> None:
     version = AssignedVersion("x", "m", "d1", retiring=True)
-    slot = Slot(version, Phase.BROKEN, has_files=True, restarting=True, idle_since_s=NOW_S)
-    assert plan({"d1": version}, [slot], NOW_S + 1, retire_s=35.0) == (Load("d1"),)
+    slot = Slot(version, VersionPhase.BROKEN, has_files=True, restarting=True, idle_since_s=NOW_S)
+    assert plan({"d1": version}, [slot], NOW_S + 1, retire_s=35.0) == (LoadVersion("d1"),)
     assert plan({"d1": version}, [slot], NOW_S + 40, retire_s=35.0) == (Discard("d1"),)
     assert plan({"d1": version}, [], NOW_S, retire_s=35.0) == (), "nothing loads it anew"
 
 
 def test_a_version_before_that_lost_its_engine_has_its_memory_again_first() -> None:
     old, new = AssignedVersion("x", "m", "d1", served=True), AssignedVersion("x", "m", "d2")
-    crashed = Slot(old, Phase.BROKEN, has_files=True, restarting=True, unbooked=True, retry_at_s=NOW_S + 1)
-    waiting = Slot(new, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=5)
+    crashed = Slot(
+        old, VersionPhase.BROKEN, has_files=True, restarting=True, unbooked=True, retry_at_s=NOW_S + 1
+    )
+    waiting = Slot(new, VersionPhase.BROKEN, has_files=True, unbooked=True, needed_bytes=5)
     both = {"d1": old, "d2": new}
     assert plan(both, [crashed, waiting], NOW_S, free_bytes=9) == ()
-    assert plan(both, [crashed, waiting], NOW_S + 1, free_bytes=9) == (Load("d1"),)
-    loading = replace(crashed, phase=Phase.LOADING, unbooked=False)
-    assert plan(both, [loading, waiting], NOW_S + 2, free_bytes=9) == (Load("d2"),)
+    assert plan(both, [crashed, waiting], NOW_S + 1, free_bytes=9) == (LoadVersion("d1"),)
+    loading = replace(crashed, phase=VersionPhase.LOADING, unbooked=False)
+    assert plan(both, [loading, waiting], NOW_S + 2, free_bytes=9) == (LoadVersion("d2"),)
 
 
 def test_a_version_that_another_deployment_wants_does_not_retire() -> None:
@@ -171,68 +175,74 @@ def test_a_version_that_another_deployment_wants_does_not_retire() -> None:
 
 
 def test_what_frees_memory_comes_first() -> None:
-    old = Slot(AssignedVersion("x", "m", "d9"), Phase.BROKEN)
+    old = Slot(AssignedVersion("x", "m", "d9"), VersionPhase.BROKEN)
     actions = plan(wanted([AssignedVersion("x", "m", "d1")]), [old], NOW_S)
     assert [type(action) for action in actions] == [Discard, Fetch]
 
 
 def test_a_broken_version_waits_for_its_time() -> None:
     version = AssignedVersion("x", "m", "d1")
-    slot = Slot(version, Phase.BROKEN, has_files=True, retry_at_s=NOW_S + 1)
+    slot = Slot(version, VersionPhase.BROKEN, has_files=True, retry_at_s=NOW_S + 1)
     assert plan({"d1": version}, [slot], NOW_S) == ()
-    assert plan({"d1": version}, [slot], NOW_S + 1) == (Load("d1"),)
+    assert plan({"d1": version}, [slot], NOW_S + 1) == (LoadVersion("d1"),)
     assert plan({"d1": version}, [replace(slot, has_files=False)], NOW_S + 1) == (Fetch(version),)
 
 
 def test_a_final_failure_is_not_tried_again() -> None:
     version = AssignedVersion("x", "m", "d1")
-    slot = Slot(version, Phase.BROKEN, has_files=True, final=True)
+    slot = Slot(version, VersionPhase.BROKEN, has_files=True, final=True)
     assert plan({"d1": version}, [slot], NOW_S) == ()
     assert plan({}, [slot], NOW_S) == (Discard("d1"),)
 
 
 def test_what_does_not_fit_waits_for_memory_and_not_for_time() -> None:
     version = AssignedVersion("x", "m", "d1")
-    slot = Slot(version, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=10, retry_at_s=NOW_S + 99)
+    slot = Slot(
+        version, VersionPhase.BROKEN, has_files=True, unbooked=True, needed_bytes=10, retry_at_s=NOW_S + 99
+    )
     assert plan({"d1": version}, [slot], NOW_S, free_bytes=9) == ()
     assert plan({"d1": version}, [slot], NOW_S + 100, free_bytes=9) == ()
-    assert plan({"d1": version}, [slot], NOW_S, free_bytes=10) == (Load("d1"),)
+    assert plan({"d1": version}, [slot], NOW_S, free_bytes=10) == (LoadVersion("d1"),)
 
 
 def test_who_waits_for_memory_waits_until_all_of_it_is_given_back() -> None:
     version = AssignedVersion("x", "m", "d1")
-    slot = Slot(version, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
+    slot = Slot(version, VersionPhase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
     assert plan({"d1": version}, [slot], NOW_S, free_bytes=10, giving_back=True) == ()
-    assert plan({"d1": version}, [replace(slot, phase=Phase.FETCHED)], NOW_S, giving_back=True) == (
-        Load("d1"),
+    assert plan({"d1": version}, [replace(slot, phase=VersionPhase.FETCHED)], NOW_S, giving_back=True) == (
+        LoadVersion("d1"),
     )
 
 
 LOW = AssignedVersion("low", "m", "low", priority=Priority.BATCH)
 HIGH = AssignedVersion("high", "m", "high", priority=Priority.INTERACTIVE)
-COMING = Slot(LOW, Phase.FETCHED, has_files=True, unbooked=True)
+COMING = Slot(LOW, VersionPhase.FETCHED, has_files=True, unbooked=True)
 
 
 def loads(*slots: Slot, free_bytes: int = 0) -> list[str]:
     actions = plan(wanted([LOW, HIGH]), slots, NOW_S, free_bytes=free_bytes)
-    return [action.version_digest for action in actions if isinstance(action, Load)]
+    return [action.version_digest for action in actions if isinstance(action, LoadVersion)]
 
 
 def test_a_lower_priority_is_not_loaded_into_memory_that_a_higher_one_is_about_to_have() -> None:
-    high = Slot(HIGH, Phase.FETCHED, has_files=True, unbooked=True)
+    high = Slot(HIGH, VersionPhase.FETCHED, has_files=True, unbooked=True)
     assert loads(COMING, high) == ["high"]
-    assert loads(COMING, replace(high, phase=Phase.LOADING)) == []
-    assert loads(COMING, replace(high, phase=Phase.LOADING, unbooked=False, granted_bytes=5)) == ["low"]
-    assert loads(COMING, replace(high, phase=Phase.BROKEN, restarting=True, retry_at_s=NOW_S + 9)) == []
-    assert loads(COMING, replace(high, phase=Phase.FETCHING, has_files=False)) == ["low"]
+    assert loads(COMING, replace(high, phase=VersionPhase.LOADING)) == []
+    assert loads(COMING, replace(high, phase=VersionPhase.LOADING, unbooked=False, granted_bytes=5)) == [
+        "low"
+    ]
+    assert (
+        loads(COMING, replace(high, phase=VersionPhase.BROKEN, restarting=True, retry_at_s=NOW_S + 9)) == []
+    )
+    assert loads(COMING, replace(high, phase=VersionPhase.FETCHING, has_files=False)) == ["low"]
 
 
 def test_a_higher_priority_that_cannot_be_helped_holds_nobody_up() -> None:
-    high = Slot(HIGH, Phase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
+    high = Slot(HIGH, VersionPhase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
     assert loads(COMING, high, free_bytes=9) == ["low"]
     assert loads(COMING, replace(high, needed_bytes=0, final=True)) == ["low"]
     assert loads(COMING, replace(high, needed_bytes=0, retry_at_s=NOW_S + 9)) == ["low"]
-    leaving = Slot(AssignedVersion("old", "m", "old"), Phase.STOPPING, granted_bytes=5)
+    leaving = Slot(AssignedVersion("old", "m", "old"), VersionPhase.STOPPING, granted_bytes=5)
     assert loads(COMING, leaving, high, free_bytes=9) == [], "what is leaving makes the room"
 
 

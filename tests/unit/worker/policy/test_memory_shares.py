@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.agent.memory_ledger import SLAB_BYTES
-from services.worker.policy.memory_shares import Share, kv_targets
+from services.worker.policy.memory_shares import MemoryShare, kv_targets
 
 MIB = 2**20
 WISH = 256 * MIB
-FIRST = Share("first", 1, 50 * MIB, 6 * MIB, WISH, WISH)
-SECOND = Share("second", 1, 50 * MIB, 16 * MIB, WISH)
+FIRST = MemoryShare("first", 1, 50 * MIB, 6 * MIB, WISH, WISH)
+SECOND = MemoryShare("second", 1, 50 * MIB, 16 * MIB, WISH)
 
 
 def slabs(count: int) -> int:
@@ -60,19 +60,19 @@ amounts = st.integers(0, 40).map(lambda mib: mib * 5 * MIB + 12345)
 
 
 @st.composite
-def devices(draw: st.DrawFn) -> tuple[int, list[Share]]:
+def devices(draw: st.DrawFn) -> tuple[int, list[MemoryShare]]:
     """Some versions that run within a total, and some that wait."""
     shares = []
     for number in range(draw(st.integers(1, 5))):
         wished = draw(amounts) + 1
         kv = draw(st.one_of(st.just(0), st.integers(1, wished)))
         least = draw(st.integers(1, kv or wished))
-        shares.append(Share(f"v{number}", draw(st.integers(0, 2)), draw(amounts), least, wished, kv))
+        shares.append(MemoryShare(f"v{number}", draw(st.integers(0, 2)), draw(amounts), least, wished, kv))
     held = sum(share.fixed_bytes + share.kv_bytes for share in shares if share.kv_bytes)
     return held + draw(amounts), shares
 
 
-def carried_out(shares: list[Share], targets: dict[str, int]) -> list[Share]:
+def carried_out(shares: list[MemoryShare], targets: dict[str, int]) -> list[MemoryShare]:
     """Everybody got what the plan says; pools are whole blocks of some kilobytes."""
     return [
         replace(share, kv_bytes=max(share.least_bytes, targets[share.owner] // 4096 * 4096))
@@ -84,7 +84,7 @@ def carried_out(shares: list[Share], targets: dict[str, int]) -> list[Share]:
 
 @settings(max_examples=400, deadline=None)
 @given(devices())
-def test_whatever_the_device(device: tuple[int, list[Share]]) -> None:
+def test_whatever_the_device(device: tuple[int, list[MemoryShare]]) -> None:
     total, shares = device
     targets = kv_targets(total, shares)
     by_owner = {share.owner: share for share in shares}
@@ -109,7 +109,9 @@ def test_whatever_the_device(device: tuple[int, list[Share]]) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(devices())
-def test_it_comes_to_rest_and_nobody_ever_shrinks_for_what_grew(device: tuple[int, list[Share]]) -> None:
+def test_it_comes_to_rest_and_nobody_ever_shrinks_for_what_grew(
+    device: tuple[int, list[MemoryShare]],
+) -> None:
     total, shares = device
     before = carried_out(shares, kv_targets(total, shares))
     for _ in range(4):
@@ -123,7 +125,7 @@ def test_it_comes_to_rest_and_nobody_ever_shrinks_for_what_grew(device: tuple[in
 
 @settings(max_examples=200, deadline=None)
 @given(devices())
-def test_who_waits_in_vain_could_not_be_helped(device: tuple[int, list[Share]]) -> None:
+def test_who_waits_in_vain_could_not_be_helped(device: tuple[int, list[MemoryShare]]) -> None:
     total, shares = device
     targets = kv_targets(total, shares)
     for one in shares:

@@ -8,7 +8,7 @@ from services.core.records import AssignedVersion
 from services.ports.clock import Clock
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import Progress
-from services.worker.policy.lifecycle import Phase
+from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_slot import SlotContext, VersionSlot
 from services.worker.telemetry import WorkerTelemetry
@@ -32,7 +32,7 @@ def test_each_step_is_reported_once() -> None:
     slot = VersionSlot(AssignedVersion("chat", "chat", "sha256:" + "0" * 64), context)
     slot._on_progress(Progress("operators", 0.0))
     assert slot.message == "", "it does not load yet"
-    slot.phase = Phase.LOADING
+    slot.phase = VersionPhase.LOADING
     woken.clear()
     slot._on_progress(Progress("operators", 0.0))
     slot._on_progress(Progress("operators", 0.001))

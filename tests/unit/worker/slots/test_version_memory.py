@@ -7,7 +7,7 @@ import pytest
 from services.core.errors import DoesNotFit
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import Ready
-from services.worker.policy.memory_shares import Share
+from services.worker.policy.memory_shares import MemoryShare
 from services.worker.slots.version_memory import VersionMemory
 
 MIB = 2**20
@@ -56,12 +56,12 @@ def test_what_did_not_fit_asks_for_what_it_was_told() -> None:
 def test_a_shrink_is_booked_when_the_engine_answered() -> None:
     ledger = MemoryLedger(100 * MIB)
     memory = running(ledger)
-    assert memory.share(1, movable=True) == Share("v1", 1, 30 * MIB, 5 * MIB, 64 * MIB, 32 * MIB)
+    assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 5 * MIB, 64 * MIB, 32 * MIB)
     assert memory.aim(16 * MIB) == 32
     assert memory.gives_back
     assert memory.aim(24 * MIB) is None, "one at a time"
     assert ledger.free_bytes == 38 * MIB, "it has it still"
-    assert memory.share(1, movable=True) == Share("v1", 1, 30 * MIB, 16 * MIB, 16 * MIB, 16 * MIB)
+    assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 16 * MIB, 16 * MIB, 16 * MIB)
     memory.resized(40)
     assert (memory.gives_back, ledger.free_bytes) == (False, 50 * MIB), "as much as it says"
 
@@ -75,7 +75,7 @@ def test_growth_is_booked_before_the_engine_is_asked() -> None:
     memory.resized(64)
     assert ledger.free_bytes == 38 * MIB, "the device had no memory"
     assert memory.aim(48 * MIB) is None, "it is not asked again before it starts again"
-    assert memory.share(1, movable=True) == Share("v1", 1, 30 * MIB, 32 * MIB, 32 * MIB, 32 * MIB)
+    assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 32 * MIB, 32 * MIB, 32 * MIB)
     memory.release()
     memory = running(ledger)
     ledger.grant("other", weight_bytes=30 * MIB, kv_bytes=1)
@@ -88,6 +88,6 @@ def test_an_engine_that_is_gone_has_no_share_but_a_claim() -> None:
     memory = running(ledger)
     memory.aim(16 * MIB)
     memory.release()
-    assert memory.share(2, movable=True) == Share("v1", 2, 30 * MIB, 16 * MIB, 64 * MIB)
+    assert memory.share(2, movable=True) == MemoryShare("v1", 2, 30 * MIB, 16 * MIB, 64 * MIB)
     assert memory_of(ledger).share(1, movable=True) is None
     assert memory.aim(16 * MIB) is None

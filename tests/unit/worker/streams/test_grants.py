@@ -6,21 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import Grant, NotAdmittedReason
-from services.worker.streams.grants import WINDOW, GrantBook
+from services.worker.streams.grants import WINDOW, GrantFence
 
 
 def grant(sequence: int, *, epoch: int = 3, incarnation: int = 5) -> Grant:
     return Grant("w", "a:1", incarnation, epoch, sequence, 1, 5.0, "sha256:x")
 
 
-def book() -> GrantBook:
-    made = GrantBook()
+def book() -> GrantFence:
+    made = GrantFence()
     made.registered(5)
     return made
 
 
 def test_only_grants_for_this_life_count() -> None:
-    grants = GrantBook()
+    grants = GrantFence()
     assert grants.check(grant(1, incarnation=0)) is NotAdmittedReason.STALE_INCARNATION
     grants.registered(5)
     assert grants.check(grant(1)) is None

@@ -12,7 +12,7 @@ from services.core.generation import FinishReason, NotAdmittedReason, SequenceEn
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import ReportIdentity, take_snapshot
-from services.worker.streams.live_sequence import LiveSequence, SlotState
+from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from tests.unit.worker.bench import Bench
 
@@ -48,9 +48,9 @@ class Reader:
             self.ends.update(frame.finished)
 
 
-def live(bench: Bench) -> dict[str, list[LiveSequence]]:
+def live(bench: Bench) -> dict[str, list[WorkerSequence]]:
     """Return the running sequences by tenant."""
-    found: dict[str, list[LiveSequence]] = {}
+    found: dict[str, list[WorkerSequence]] = {}
     for sequence in bench.table.sequences():
         if sequence.slot is SlotState.RUNNING:
             found.setdefault(sequence.spec.tenant_id, []).append(sequence)

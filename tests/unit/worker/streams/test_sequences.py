@@ -217,7 +217,7 @@ def test_a_held_back_beginning_comes_out_at_the_end(bench: Bench, reader: Reader
 def test_logprobs_carry_the_tokens_texts(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(logprobs=2))
     for _ in range(2):
-        bench.stepped({1: A}, logprobs={1: wire.TokenLogprobs(-0.5, [A, EOS], [-0.5, -1.5])})
+        bench.stepped({1: A}, logprobs={1: wire.SampledLogprobs(-0.5, [A, EOS], [-0.5, -1.5])})
     (frame,) = reader.read()
     assert list(frame.logprobs) == [0]
     first, second = frame.logprobs[0]
@@ -255,7 +255,7 @@ def test_a_stop_string_ends_a_run_where_it_is_complete(bench: Bench, reader: Rea
 
 def test_logprobs_of_several_tokens_come_in_their_order(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec(logprobs=0))
-    entries = [wire.TokenLogprobs(-value, [], []) for value in (0.5, 1.5, 2.5)]
+    entries = [wire.SampledLogprobs(-value, [], []) for value in (0.5, 1.5, 2.5)]
     bench.ran([(1, A), (1, B), (1, C)], logprobs={1: entries}, finished={1: "length"})
     (frame,) = reader.read()
     assert [(entry.token, entry.sampled) for entry in frame.logprobs[0]] == [

@@ -12,14 +12,15 @@ from services.core import errors
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
 from services.gateway.faces.openai.answers import (
+    AnswerHead,
     Frames,
-    Identity,
     chat_logprobs,
     completion_logprobs,
     whole_answer,
 )
 from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.requests import Wanted
+from services.gateway.requests.streaming import Completion
 
 ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b")
 
@@ -31,7 +32,7 @@ def wanted(dialect: Any = "chat", **changes: Any) -> Wanted:
     return Wanted(dialect, **{**values, **changes})
 
 
-IDENTITY = Identity("req_1", 1_800_000_000, "m", "sha256:" + "ab" * 32)
+IDENTITY = AnswerHead("req_1", 1_800_000_000, "m", "sha256:" + "ab" * 32)
 
 
 def frame(data: bytes) -> Any:
@@ -104,20 +105,19 @@ def test_of_two_tokens_with_one_text_the_likelier_stays() -> None:
     assert completion_logprobs([twin], 0).top_logprobs == [{"\ufffd": -1.0}]
 
 
-class Whole:
-    def __init__(self, texts: list[str], logprobs: list[list[TokenLogprobs]]) -> None:
-        self.accepted = Accepted("r", "m", IDENTITY.version_digest, 1, 1, 3)
-        self.texts, self.logprobs = texts, logprobs
-        results = tuple(
-            ChoiceResult(n, FinishReason.LENGTH if n else FinishReason.STOP, "", 2) for n in range(len(texts))
-        )
-        self.finished = Finished(results, Usage(3, 2 * len(texts), 0), StageClock(0))
+def whole(texts: list[str], logprobs: list[list[TokenLogprobs]]) -> Completion:
+    results = tuple(
+        ChoiceResult(n, FinishReason.LENGTH if n else FinishReason.STOP, "", 2) for n in range(len(texts))
+    )
+    finished = Finished(results, Usage(3, 2 * len(texts), 0), StageClock(0))
+    accepted = Accepted("r", "m", IDENTITY.version_digest, 1, 1, 3)
+    return Completion(accepted, texts, [[] for _ in texts], logprobs, finished)
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:
     want = wanted("completions", generations=(None, None), choices=2, stream=False)
     answer = json.loads(
-        whole_answer(want, [Whole(["a", "b"], [[], []]), Whole(["c", "d"], [[], []])], 7, "req_1")
+        whole_answer(want, [whole(["a", "b"], [[], []]), whole(["c", "d"], [[], []])], 7, "req_1")
     )
     assert [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]] == [
         (0, "a", "stop"),
@@ -130,7 +130,7 @@ def test_choices_of_several_prompts_are_numbered_through() -> None:
 
 
 def test_a_whole_chat_answer() -> None:
-    answer = json.loads(whole_answer(wanted(logprobs=True), [Whole(["hi"], [[ENTRY]])], 7, "req_1"))
+    answer = json.loads(whole_answer(wanted(logprobs=True), [whole(["hi"], [[ENTRY]])], 7, "req_1"))
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hi", "refusal": None}
     assert answer["choices"][0]["logprobs"]["refusal"] is None

@@ -10,7 +10,7 @@ import pytest
 
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens, Rendered
-from services.gateway.text.text_model import Message
+from services.gateway.text.text_model import ChatMessage
 from tests.support import chat_cases
 from tests.support.chat_cases import EXPRESSIONS, FAMILIES, HARMLESS, HOSTILE, STATEMENTS, TOKENS, Refused
 from tests.unit.gateway.conftest import SPECIAL, FakeClock
@@ -23,11 +23,11 @@ def compiled(source: str) -> ChatTemplate:
     return ChatTemplate(source, control=CONTROL, tokens=TOKENS, clock=FakeClock())
 
 
-def render(source: str, messages: Sequence[Message]) -> Rendered:
+def render(source: str, messages: Sequence[ChatMessage]) -> Rendered:
     return compiled(source).render(messages, max_chars=10**6)
 
 
-def same_as_transformers(source: str, messages: Sequence[Message]) -> Rendered | None:
+def same_as_transformers(source: str, messages: Sequence[ChatMessage]) -> Rendered | None:
     """Return what was rendered, None where the template refuses or fails, after a comparison of it."""
     wanted: str | Exception
     try:
@@ -64,7 +64,7 @@ def test_families_write_what_they_write_in_transformers(name: str) -> None:
 def test_expressions_write_what_they_write_in_transformers(expression: str) -> None:
     source = "{% set ms = messages %}{% set c = ms[0].content %}a{{ " + expression + " }}b"
     for content in HARMLESS + HOSTILE:
-        messages = [Message("user", content), Message("assistant", "b < a", "bob")]
+        messages = [ChatMessage("user", content), ChatMessage("assistant", "b < a", "bob")]
         found = same_as_transformers(source, messages)
         if found is not None and content in HARMLESS:
             assert not found.cuts
@@ -74,7 +74,7 @@ def test_expressions_write_what_they_write_in_transformers(expression: str) -> N
 def test_statements_write_what_they_write_in_transformers(statement: str) -> None:
     source = "{% set ms = messages %}{% set c = ms[0].content %}a" + statement + "b"
     for content in HARMLESS + HOSTILE:
-        same_as_transformers(source, [Message("user", content), Message("tool", "b < a")])
+        same_as_transformers(source, [ChatMessage("user", content), ChatMessage("tool", "b < a")])
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.gateway.faces.openai.turns import BEGUN_PER_TURN, Turns
+from services.gateway.faces.openai.server import BEGUN_PER_TURN, PacedApp
 
 
 class App:
@@ -28,13 +28,13 @@ async def _nothing(*_: object) -> Any:
     return None
 
 
-def _request(app: Turns, host: str) -> asyncio.Task[None]:
+def _request(app: PacedApp, host: str) -> asyncio.Task[None]:
     return asyncio.create_task(app({"client": (host, 1)}, _nothing, _nothing))
 
 
 async def _run(hosts: list[str]) -> list[tuple[int, str]]:
     app = App()
-    turns = Turns(app)
+    turns = PacedApp(app)
     counting = asyncio.create_task(app.count_turns())
     await asyncio.gather(*(_request(turns, host) for host in hosts))
     counting.cancel()
@@ -62,7 +62,7 @@ async def test_a_source_with_one_request_does_not_wait_for_those_of_others() -> 
 
 async def test_a_request_that_is_cancelled_takes_no_turn() -> None:
     app = App()
-    turns = Turns(app)
+    turns = PacedApp(app)
     tasks = [_request(turns, "10.0.0.1") for _ in range(100)]
     await asyncio.sleep(0)
     for task in tasks[BEGUN_PER_TURN:90]:

@@ -8,8 +8,7 @@ from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
 from services.gateway.text.encoder import TextEncoder, load_encoder
-from services.gateway.text.text_model import Message, TextModel
-from services.gateway.text.texts import OpenFolder, Tokens
+from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel
 from services.ports.clock import Clock
 
 
@@ -34,8 +33,8 @@ class LocalTexts:
         self._encoders.pop(version_digest, None)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[Message], *, size_bytes: int
-    ) -> Tokens:
+        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+    ) -> EncodedText:
         encoder = self._encoders.get(model.version_digest)
         if encoder is None:
             raise Unavailable("the version was given up", retry_after_s=0.0)
@@ -44,4 +43,4 @@ class LocalTexts:
             ids = await loop.run_in_executor(self._executor, encoder.encode_prompt, text)
         else:
             ids = await loop.run_in_executor(self._executor, encoder.encode_chat, text)
-        return Tokens(len(ids), ids if len(ids) <= model.max_context_tokens else ())
+        return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.core.generation import Usage
-from services.gateway.idempotency import pending_ends as unwritten
-from services.gateway.idempotency.pending_ends import UnwrittenEndings
+from services.gateway.idempotency import record_writer
+from services.gateway.idempotency.record_writer import PendingRecordEnds
 from services.gateway.idempotency.run import KeyedRun
 from services.gateway.idempotency.types import Ending
 from services.ports.idempotency import Hold, RecordKey
@@ -18,7 +18,7 @@ from tests.unit.gateway.idempotency.test_ownership import PORTS
 def ended(tenant: str, number: int) -> KeyedRun:
     key = RecordKey(tenant, f"{number:032x}")
     run = KeyedRun(key, "f", PORTS, cast_launch, lambda follower: None)
-    run.unwritten = Ending(Hold(key, "g", 1), b"", None, Usage(1, 1), True)
+    run.pending_end = Ending(Hold(key, "g", 1), b"", None, Usage(1, 1), True)
     return run
 
 
@@ -27,9 +27,9 @@ def cast_launch(*_: Any, **__: Any) -> Any:
 
 
 def test_a_tenant_with_more_than_its_share_loses_its_own_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unwritten, "MAX_UNWRITTEN", 8)
+    monkeypatch.setattr(record_writer, "MAX_PENDING_ENDS", 8)
     dropped: list[KeyedRun] = []
-    endings = UnwrittenEndings(PORTS, dropped.append)
+    endings = PendingRecordEnds(PORTS, dropped.append)
     theirs = [ended("beta", number) for number in range(4)]
     mine = [ended("acme", number) for number in range(10)]
     for run in (*theirs, *mine):
