@@ -60,7 +60,7 @@ from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector
 from services.registry.servable import require_servable
 from services.registry.sweep_fence import SweepFence
-from services.registry.verification import VerificationTurns, verify
+from services.registry.verification import VerificationLimiter, verify
 from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
 
 log = structlog.get_logger()
@@ -91,7 +91,7 @@ class RegistryService:
         self._requests = RequestLog(store)
         self._fence = SweepFence(store, clock)
         self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
-        self._turns = VerificationTurns()
+        self._turns = VerificationLimiter()
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored, each once, in the given order."""
@@ -105,7 +105,7 @@ class RegistryService:
         """
         if not 1 <= size_bytes <= CHUNK_BYTES:
             raise InvalidInput(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="header.size_bytes")
-        await self._blobs.put(digest, _timely(digest, data), size_bytes)
+        await self._blobs.put(digest, with_idle_timeout(digest, data), size_bytes)
 
     def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a chunk from an offset on. Raises NotFound."""
@@ -361,7 +361,7 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
         yield body[start : start + 256 * 1024]
 
 
-async def _timely(digest: str, data: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def with_idle_timeout(digest: str, data: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the sender's bytes, with a time limit between pieces; the blob store verifies them."""
     while True:
         try:

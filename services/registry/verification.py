@@ -25,7 +25,7 @@ class _Publisher:
     waiting: int = 0
 
 
-class VerificationTurns:
+class VerificationLimiter:
     """Limits verifications to ``PARALLEL`` at once and one per publisher, so that no publisher blocks the
     others."""
 

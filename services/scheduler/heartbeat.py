@@ -17,7 +17,7 @@ from services.scheduler.fleet.view import FleetView
 
 PER_POOL: Final = 64
 MAX_MEMBERS: Final = 1024  # in one frame, over all pools
-MAX_TOLD: Final = 8192  # in one heartbeat, over all gateways: about 25 ms of the leader's core
+MAX_LISTED: Final = 8192  # in one heartbeat, over all gateways: about 25 ms of the leader's core
 
 
 class Members(NamedTuple):

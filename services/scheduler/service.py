@@ -97,7 +97,7 @@ class SchedulerService:
                 self._term = None
                 if self._telemetry is not None:
                     self._telemetry.term_ended()
-                term.end(NoLeader("this scheduler leads no longer", retry_after_s=1.0))
+                term.end(NoLeader("this scheduler is no longer the leader", retry_after_s=1.0))
                 log.info("scheduler.term_ended", epoch=epoch)
 
     def new_term(self, epoch: int) -> Term:
@@ -127,7 +127,7 @@ class SchedulerService:
         now = Now(self._clock.monotonic_s(), self._clock.unix_s())
         found = pools_of(term.queue, term.fleet, now, tenant=tenant)
         page, following = page_of(found, lambda pool: pool.version_digest, size=size, token=token)
-        told = tuple(
+        shown = tuple(
             replace(
                 pool,
                 pressure_ratio=term.overload.pressure(pool.version_digest).pressure_ratio,
@@ -135,7 +135,7 @@ class SchedulerService:
             )
             for pool in page
         )
-        return term.epoch, told, following
+        return term.epoch, shown, following
 
     def explain(self, request_id: str) -> tuple[int, tuple[PlacementDecision, ...], float]:
         """Return the epoch, the stored decisions of the request, and the time after which every decision is
@@ -157,7 +157,7 @@ class SchedulerService:
         TicketExpired where the gateway's clock is far behind."""
         ticket = check_ticket(self._ticket_key, spec.ticket, self._clock.unix_s())
         if ticket.tenant_id != spec.tenant_id or ticket.request_id != spec.request_id:
-            raise PermissionDenied("the placement ticket is another request's")
+            raise PermissionDenied("the placement ticket belongs to another request")
 
     def arrival_unix_us(self, spec: PlaceSpec) -> int:
         """Return the arrival within a plausible range, so that a gateway's clock gains little priority."""
@@ -166,7 +166,7 @@ class SchedulerService:
 
     def _leading(self) -> Term:
         if self._term is None:
-            raise NoLeader("this scheduler does not lead", retry_after_s=1.0)
+            raise NoLeader("this scheduler is not the leader", retry_after_s=1.0)
         return self._term
 
 

@@ -170,9 +170,9 @@ async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> sched
         async with asyncio.timeout(_HELLO_S):
             first = await anext(requests)
     except (StopAsyncIteration, TimeoutError):
-        raise InvalidInput("a gateway says hello first", field="hello") from None
+        raise InvalidInput("a gateway must send hello first", field="hello") from None
     if not first.HasField("hello") or first.places or first.HasField("cancel"):
-        raise InvalidInput("a gateway says hello first, and nothing else", field="hello")
+        raise InvalidInput("a gateway's first message must contain only hello", field="hello")
     return first.hello
 
 
@@ -195,7 +195,7 @@ async def _read_places(
 ) -> None:
     async for message in requests:
         if message.HasField("hello"):
-            raise InvalidInput("a gateway says hello once", field="hello")
+            raise InvalidInput("a gateway must send hello only once", field="hello")
         bounds.check_but(message, "places")
         if message.places:
             stream.submit([place_from_proto(place) for place in _within_bounds(message.places, stream)])
@@ -209,7 +209,7 @@ async def _read_reports(
     expected = 1
     async for message in requests:
         if message.report != expected:
-            raise InvalidInput(f"report {message.report} came where {expected} was due", field="report")
+            raise InvalidInput(f"report {message.report} received, {expected} expected", field="report")
         expected += 1
         stream.report(message.report, report_from_proto(message))
 

@@ -25,9 +25,9 @@ from services.ports.clock import Clock
 from services.scheduler.explain.decision_log import DecisionLog
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.health.review import Judge, ServingCount
+from services.scheduler.health.review import HealthReview, ServingCount
 from services.scheduler.health.worker_health import FleetHealth, HealthPolicy, WorkerStanding
-from services.scheduler.heartbeat import MAX_TOLD, Fleet, members_of, sample_of
+from services.scheduler.heartbeat import MAX_LISTED, Fleet, members_of, sample_of
 from services.scheduler.overload.pool_load import Overload
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.placement.choose import PlacementProfile
@@ -109,7 +109,9 @@ class Term:
             decisions=decisions,
         )
         self.overload.settle = self.queue.run_pass
-        self._judge = Judge(self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry)
+        self._health_review = HealthReview(
+            self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry
+        )
         self._clock = clock
         self._rng = rng
         self._beat_s = clock.monotonic_s() + settings.beat_s
@@ -189,7 +191,7 @@ class Term:
             old.end(Conflict("this gateway opened another stream", gateway_id=gateway_id))
             self._leave(old)
         if len(self._sessions) >= self.settings.max_gateways:
-            raise OverQuota(f"{len(self._sessions)} gateways are connected; no more are taken")
+            raise OverQuota(f"{len(self._sessions)} gateways are connected, which is the limit")
         self._numbers += 1
         session = GatewaySession(self._numbers, wake, gateway_id, zone)
         self._sessions[session.number] = session
@@ -208,7 +210,7 @@ class Term:
     def open_reporter(self, wake: Callable[[], None]) -> WorkerSession:
         """Return a worker's stream. Later streams have larger numbers."""
         if len(self._reporters) >= 2 * self.settings.fleet.max_workers:
-            raise OverQuota(f"{len(self._reporters)} workers are connected; no more are taken")
+            raise OverQuota(f"{len(self._reporters)} workers are connected, which is the limit")
         self._numbers += 1
         reporter = WorkerSession(self._numbers, wake)
         self._reporters[reporter.number] = reporter
@@ -255,7 +257,7 @@ class Term:
             self._apply(self._inbox.popleft(), now_s)
         self.queue.touch(self.fleet.expire(now_s))
         if now_s >= self.health.due_s():
-            self._judge.look(now_s)
+            self._health_review.run(now_s)
         self.queue.run_pass(now_s)
         self.queue.expire(now_s)
         self.queue.run_pass(now_s)  # expired placements may have blocked others
@@ -392,7 +394,7 @@ class Term:
         self._beat_s = now_s + self.settings.beat_s
         pressures = self.overload.pressures()
         fleet = self._members_now() if self._sessions else {}
-        left = MAX_TOLD
+        left = MAX_LISTED
         for session in sorted(self._sessions.values(), key=lambda found: found.told_s):
             session.pressures = pressures
             if left > 0 and (members := sample_of(fleet, self._rng)):

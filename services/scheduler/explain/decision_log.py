@@ -37,7 +37,7 @@ from services.scheduler.queue.waiting import QueuedPlacement
 
 MAX_RANKED: Final = 16  # workers in one answer
 MAX_FOUND: Final = 4096  # sequences of one report that are recorded as found
-MAX_TOLD: Final = 64  # placements in one answer, the newest
+MAX_EXPLAINED: Final = 64  # placements in one answer, the newest
 _RECORD_BYTES: Final = 1536
 _RANKED_BYTES: Final = 512
 _NAMED_BYTES: Final = 64
@@ -63,7 +63,7 @@ class _Record:
     looks: int = 0  # attempts, without the short ones
     looks_without_room: int = 0  # of these
     looks_giving_way: int = 0  # of these
-    short_looks: int = 0
+    short_attempts: int = 0
     bypassed: int = 0
     counter: float = 0.0
     query: PlaceQuery | None = None  # without the names of the prompt's blocks at the end
@@ -74,7 +74,11 @@ class _Record:
     def catch_up(self) -> None:
         item = self.item
         if item is not None:
-            self.short_looks, self.bypassed, self.counter = item.short_looks, item.bypassed, item.counter
+            self.short_attempts, self.bypassed, self.counter = (
+                item.short_attempts,
+                item.bypassed,
+                item.counter,
+            )
 
     def close(self, outcome: str, now_s: float) -> None:
         self.catch_up()
@@ -136,7 +140,7 @@ class DecisionLog:
     def left(self, spec: PlaceSpec) -> None:
         """The placement has left the queue; ``ended`` records the outcome."""
 
-    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
+    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False) -> None:
         """Record an attempt to choose a worker for the placement."""
         record = self._open.get((item.spec.request_id, item.spec.choice))
         if record is None:
@@ -151,7 +155,7 @@ class DecisionLog:
             record.chosen = found
         if isinstance(found, NoWorker) and _lacks_room(found):
             record.looks_without_room += 1
-        elif gives_way:
+        elif over_share:
             record.looks_giving_way += 1
 
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
@@ -191,9 +195,9 @@ class DecisionLog:
     # --- queries of operators ---------------------------------------------------------------------
 
     def explain(self, request_id: str) -> tuple[PlacementDecision, ...]:
-        """Return the stored decisions of the request, oldest first; only the newest ``MAX_TOLD``."""
+        """Return the stored decisions of the request, oldest first; only the newest ``MAX_EXPLAINED``."""
         now_s = self._clock.monotonic_s()
-        found = self._by_request.get(request_id, [])[-MAX_TOLD:]
+        found = self._by_request.get(request_id, [])[-MAX_EXPLAINED:]
         return tuple(self._told(record, now_s) for record in found)
 
     def check_integrity(self) -> None:
@@ -309,8 +313,8 @@ class DecisionLog:
             wait_s=max(0.0, ended_s - record.queued_s),
             outcome=record.outcome,
             worker_id=record.worker_id,
-            looks=record.looks + record.short_looks,
-            looks_without_room=record.looks_without_room + record.short_looks,
+            looks=record.looks + record.short_attempts,
+            looks_without_room=record.looks_without_room + record.short_attempts,
             looks_giving_way=record.looks_giving_way,
             bypassed=record.bypassed,
             counter_tokens=record.counter,

@@ -53,23 +53,25 @@ class Roster:
             if len(self.workers) >= self._limits.max_workers or (
                 not known and len(self._sequences) >= 16 * self._limits.max_workers
             ):
-                raise OverQuota(f"there are {len(self.workers)} workers; no more are taken")
+                raise OverQuota(f"there are {len(self.workers)} workers, which is the limit")
             self._sequences.setdefault(report.worker_id, 0)
             worker = WorkerState(report.worker_id, report.incarnation, stream)
             self.workers[report.worker_id] = worker
         elif report.incarnation < worker.incarnation:
-            raise Conflict(f"a newer life of worker {report.worker_id} reports", worker_id=report.worker_id)
+            raise Conflict(
+                f"a newer incarnation of worker {report.worker_id} reports", worker_id=report.worker_id
+            )
         elif stream < worker.stream:
             raise Conflict(f"worker {report.worker_id} opened a newer stream", worker_id=report.worker_id)
         return worker
 
-    def heard(
+    def record_report(
         self, worker: WorkerState, stream: int, report: ReportSnapshot, epoch: int, now_s: float
     ) -> None:
         """Record a report on this stream to the leader of ``epoch``."""
         self._streams.pop(worker.stream, None)
         self._streams[stream] = worker.worker_id
-        worker.heard_of(stream, report, epoch, now_s)
+        worker.record_report(stream, report, epoch, now_s)
         self._silent.pop(worker.worker_id, None)
         self._talking.pop(worker.worker_id, None)
         self._talking[worker.worker_id] = None
@@ -82,7 +84,7 @@ class Roster:
         worker.connected = False
         return worker
 
-    def fall_silent(self, now_s: float) -> WorkerState | None:
+    def next_silent(self, now_s: float) -> WorkerState | None:
         """Return a worker that missed its report deadline and mark it silent; None when there is none."""
         worker = self._oldest(self._talking)
         if worker is None or now_s - worker.report_s < self._limits.silence_s:
@@ -92,7 +94,7 @@ class Roster:
         self._silent[worker.worker_id] = None
         return worker
 
-    def longest_silent(self, now_s: float) -> WorkerState | None:
+    def next_to_remove(self, now_s: float) -> WorkerState | None:
         """Return a worker that has been silent long enough to be removed; None when there is none."""
         worker = self._oldest(self._silent)
         return worker if worker is not None and now_s - worker.report_s >= self._limits.forget_s else None

@@ -44,7 +44,6 @@ from services.core.generation import Grant
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
 from services.scheduler.fleet.limits import FleetLimits
-from services.scheduler.fleet.prices import price_pool
 from services.scheduler.fleet.roster import Roster
 from services.scheduler.fleet.worker import (
     Outstanding,
@@ -68,6 +67,7 @@ from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
 from services.scheduler.policy.step_time import Measured, StepTimes, WorkerKind
 
+_PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
 _NO_POOL: Final = no_worker(NO_REJECTIONS)
 
@@ -149,7 +149,7 @@ class FleetView:
         whole = worker.number < 0 or stream != worker.stream or report.incarnation != worker.incarnation
         if report.incarnation > worker.incarnation:
             self._forget_grants(worker)
-        self._roster.heard(worker, stream, report, self.epoch, now_s)
+        self._roster.record_report(worker, stream, report, self.epoch, now_s)
         if worker.honours:
             for sequence in report.grants_seen:
                 self._settle(worker, sequence)
@@ -250,7 +250,7 @@ class FleetView:
         sequence = self._roster.next_sequence(worker_id)
         chain = query.prefix_hashes
         if self.shared.free_blocks_on(worker_id, digest, chain, demand.prompt_tokens):
-            self.shared.lean(worker_id, chain, sequence)
+            self.shared.attach(worker_id, chain, sequence)
         else:
             chain = ()
         grant = self._counted(
@@ -312,17 +312,17 @@ class FleetView:
                 self._settle(worker, sequence)
                 self._refresh(worker, (lapsed.digest,))
                 changed[lapsed.digest] = None
-        while (worker := self._roster.fall_silent(now_s)) is not None:
+        while (worker := self._roster.next_silent(now_s)) is not None:
             self._refresh(worker, worker.pools)
             changed.update(dict.fromkeys(worker.pools))
-        while (worker := self._roster.longest_silent(now_s)) is not None:
+        while (worker := self._roster.next_to_remove(now_s)) is not None:
             assert not worker.outstanding, "a worker is forgotten before its last grant lapsed"
             self._forget(worker)
         self.prefixes.advance(now_s)
         if self.step_times.advance(now_s):  # the models changed: compare prices again
             for digest, seats in self._pools.items():
                 workers = [self._workers[worker_id] for worker_id in seats.all()]
-                price_pool(digest, workers, self.step_times)
+                _set_cost_ratios(digest, workers, self.step_times)
                 seats.forget_candidates()
         return tuple(changed)
 
@@ -409,7 +409,7 @@ class FleetView:
         if settled is None:
             return False
         self._outstanding -= 1
-        self.shared.let_go(worker.worker_id, settled.chain, sequence)
+        self.shared.detach(worker.worker_id, settled.chain, sequence)
         sums = worker.sums[settled.digest]
         sums.add(settled, -1)
         if not sums.grants:
@@ -445,7 +445,7 @@ class FleetView:
         """Drop the outstanding grants: a new incarnation of the worker rejects them."""
         self._outstanding -= len(worker.outstanding)
         worker.outstanding.clear()
-        self.shared.let_all_go(worker.worker_id)
+        self.shared.detach_all(worker.worker_id)
         worker.sums.clear()
 
     def _forget(self, worker: WorkerState) -> None:
@@ -456,3 +456,18 @@ class FleetView:
         self.prefixes.drop(worker.worker_id)
         self.shared.drop(worker.worker_id)
         self._roster.forget(worker)
+
+
+def _set_cost_ratios(digest: str, workers: Iterable[WorkerState], step_times: StepTimes) -> None:
+    """Set each worker's ratio for the version: the cheapest price over its own, 1 while its own is
+    unknown."""
+    prices = [(worker, _price_of(worker, digest, step_times)) for worker in workers]
+    cheapest = min((price for _, price in prices if price), default=0.0)
+    for worker, price in prices:
+        worker.cost_ratios[digest] = cheapest / price if price else 1.0
+
+
+def _price_of(worker: WorkerState, digest: str, step_times: StepTimes) -> float:
+    """Return the price of a step of mixed work on the worker; 0 when unknown."""
+    model = step_times.model(WorkerKind(worker.device_type, digest))
+    return worker.cost_per_hour * model.seconds(*_PRICED_STEP)

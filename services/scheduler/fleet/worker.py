@@ -84,7 +84,7 @@ class WorkerState:
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
 
-    def heard_of(self, stream: int, report: ReportSnapshot, epoch: int, now_s: float) -> None:
+    def record_report(self, stream: int, report: ReportSnapshot, epoch: int, now_s: float) -> None:
         """Apply the fields of a report to the leader of ``epoch`` that concern the worker itself."""
         self.incarnation, self.stream = report.incarnation, stream
         self.address, self.zone, self.draining = report.address, report.zone, report.draining

@@ -33,7 +33,7 @@ class ServingCount:
         the version while none was found to serve."""
         return self._counts.get(digest, 0) or len(self._fleet.candidates(digest))
 
-    def look(self) -> None:
+    def run(self) -> None:
         """Count again."""
         self._counts = {
             digest: sum(one.serving for one in self._fleet.candidates(digest).values())
@@ -41,7 +41,7 @@ class ServingCount:
         }
 
 
-class Judge:
+class HealthReview:
     """Bars slow and failing workers, readmits others, and sheds overdue placements."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Judge:
         self._serving = serving
         self._telemetry = telemetry
 
-    def look(self, now_s: float) -> None:
+    def run(self, now_s: float) -> None:
         """Run one review."""
         found = self._health.tick(self._reachable_workers, now_s)
         for barring in found.barrings:
@@ -69,8 +69,8 @@ class Judge:
                 self._queue.touch((barring.digest,))
         self._shed_overdue(now_s)
         self._overload.keep(self._fleet.versions)
-        self._serving.look()
-        self._tell(found)
+        self._serving.run()
+        self._report(found)
 
     def _shed_overdue(self, now_s: float) -> None:
         """Refuse placements that can no longer be served in time."""
@@ -81,20 +81,20 @@ class Judge:
                     break
                 self._queue.evict(*victim, now_s)
 
-    def _tell(self, found: Ticked) -> None:
+    def _report(self, found: Ticked) -> None:
         """Log and count each change."""
-        for news in found.ejections:
+        for changed in found.ejections:
             log.warning(
                 "worker.health_changed",
-                worker_id=news.change.worker_id,
-                version_digest=news.digest,
-                state=news.change.after.value,
-                before=news.change.before.value,
-                slowness_ratio=round(news.change.ratio, 2),
-                why=news.change.why,
+                worker_id=changed.change.worker_id,
+                version_digest=changed.digest,
+                state=changed.change.after.value,
+                before=changed.change.before.value,
+                slowness_ratio=round(changed.change.ratio, 2),
+                why=changed.change.why,
             )
             if self._telemetry is not None:
-                self._telemetry.health_changed("ejection", news.change.after.value)
+                self._telemetry.health_changed("ejection", changed.change.after.value)
         for change in found.circuits:
             log.warning("circuit.changed", kind=change.kind, name=change.name, state=change.state.value)
             if self._telemetry is not None:

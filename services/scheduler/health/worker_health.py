@@ -76,7 +76,7 @@ class Barring:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolNews:
+class PoolHealthChange:
     digest: str
     change: EjectionChange
 
@@ -86,7 +86,7 @@ class Ticked:
     """The changes of one tick: pools barred or readmitted, and health changes to log."""
 
     barrings: tuple[Barring, ...] = ()
-    ejections: tuple[PoolNews, ...] = ()
+    ejections: tuple[PoolHealthChange, ...] = ()
     circuits: tuple[CircuitChange, ...] = ()
 
 
@@ -225,10 +225,10 @@ class FleetHealth:
         for circuits in self._circuits:
             self._news += [circuits.change(key) for key in circuits.advance(now_s)]
         barrings: list[Barring] = []
-        ejections: list[PoolNews] = []
+        ejections: list[PoolHealthChange] = []
         for digest, pool in self._pools.items():
             members = serving(digest)
-            ejections += [PoolNews(digest, found) for found in pool.ejection.tick(members, now_s)]
+            ejections += [PoolHealthChange(digest, found) for found in pool.ejection.tick(members, now_s)]
             barred = self._barred(pool, members, now_s)
             for worker_id in {**pool.barred, **barred}:
                 if barred.get(worker_id) != pool.barred.get(worker_id):

@@ -313,13 +313,13 @@ def _shed_error(model: str, rank: ShedRank, wait_s: float, later_s: float) -> Fa
     what = f"{model} is overloaded: the wait is {wait_s:.1f} s"
     if rank is ShedRank.OVER_QUOTA:
         return OverCommitment(
-            f"{what}, and the tenant uses more than its committed rate; come back in {later_s:.1f} s",
+            f"{what}, and the tenant uses more than its committed rate; retry in {later_s:.1f} s",
             retry_after_s=later_s,
             model=model,
             wait_s=f"{wait_s:.3f}",
         )
     return Overloaded(
-        f"{what}, and {rank.name.lower()} requests are given up first; come back in {later_s:.1f} s",
+        f"{what}, and {rank.name.lower()} requests are rejected first; retry in {later_s:.1f} s",
         retry_after_s=later_s,
         model=model,
         wait_s=f"{wait_s:.3f}",
@@ -329,7 +329,7 @@ def _shed_error(model: str, rank: ShedRank, wait_s: float, later_s: float) -> Fa
 def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) -> DeadlineUnmeetable:
     return DeadlineUnmeetable(
         f"{spec.model} would begin it in {wait_s:.1f} s, after its deadline in {limit_s:.1f} s; allow more "
-        f"time, or come back in {later_s:.1f} s",
+        f"time, or retry in {later_s:.1f} s",
         retry_after_s=later_s,
         model=spec.model,
         wait_s=f"{wait_s:.3f}",
@@ -338,8 +338,8 @@ def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) 
 
 def _failing(spec: PlaceSpec, later_s: float) -> VersionFailing:
     return VersionFailing(
-        f"workers are lost under most requests for {spec.model}; only a few are let through, to see whether "
-        f"that is over: come back in {later_s:.1f} s",
+        f"most requests for {spec.model} end with the loss of their worker; only a few are admitted, to test "
+        f"whether this continues: retry in {later_s:.1f} s",
         retry_after_s=later_s,
         model=spec.model,
     )

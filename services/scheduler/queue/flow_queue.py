@@ -1,9 +1,9 @@
 """Flow queue: the waiting placements, one queue per model version, and the pass that grants them.
 
 Ownership: from ``submit`` to its outcome the queue owns a placement, under (gateway session, placement id).
-``submit`` ends in exactly one of a ``Granted``, a ``PlacementRefused``, or a withdrawal by its gateway, which
-gets no outcome. A grant is stored until it was returned or has expired, so that a cancellation that crosses
-it returns the room.
+``submit`` ends in exactly one of a ``Granted``, a ``PlacementRefused``, or a withdrawal by its gateway,
+which gets no outcome. A grant is stored until it was returned or has expired, so that a cancellation that
+crosses it returns the room.
 
 Only changed versions are processed: a pass tries a version's queue in order, skips a bounded number of
 placements without room, and ends as soon as the remaining room is too small for any placement.
@@ -56,7 +56,7 @@ from services.scheduler.queue.waiting import (
 from services.scheduler.queue.walk import QueueWalk
 from services.scheduler.telemetry import GRANTED, WITHDRAWN, QueueObserver, Unobserved
 
-_MAX_TOOK_SLOT: Final = 4096
+_MAX_RECLAIMED: Final = 4096
 _LOOKS_FOR_SLOTS: Final = 4
 _NO_DEADLINE_US: Final = round(NO_DEADLINE_S * MICROSECONDS)
 
@@ -98,7 +98,7 @@ class FlowQueue:
         self._outcomes: list[tuple[int, Outcome]] = []
         self._numbers = 0
         # Placements granted the slot of another tenant, newest last.
-        self._took_slot: dict[tuple[str, int], None] = {}
+        self._reclaimed: dict[tuple[str, int], None] = {}
         # Offset of the arrival clock from the monotonic clock, as far as arrivals show it.
         self._ahead_us = -math.inf
         self._hold_s = fleet.limits.grant_ttl_s + fleet.limits.transit_margin_s
@@ -131,7 +131,7 @@ class FlowQueue:
             error = InvalidInput("the placement id is in use on this stream", field="placement_id")
         else:
             self._ahead_us = max(self._ahead_us, arrival_unix_us - now_s * MICROSECONDS)
-            self.ledger.asked(spec)
+            self.ledger.submitted(spec)
             item = self._item(session, placement_id, spec, arrival_unix_us, now_s, zone=zone)
             error = self._full(item, now_s) or self._gate.admit(spec, item.predicted_tokens, now_s)
             if error is None:
@@ -240,11 +240,11 @@ class FlowQueue:
             return
         room = self._room(digest)
         if not room.serving:
-            self._tell_unserved(pool, digest, now_s)
+            self._report_unserved(pool, digest, now_s)
         sharing = self._fleet.shared.any_in(digest)
         walk = QueueWalk(pool.earmarks, self._fleet.candidates(digest), self._order)
         for item in pool.order.in_order(self._unix_us(now_s)):
-            if not room.serving or walk.looked_past >= self._order.lookahead:
+            if not room.serving or walk.skipped >= self._order.lookahead:
                 break
             if pool.is_hopeless(room, sharing=sharing):
                 break
@@ -254,14 +254,14 @@ class FlowQueue:
             value = item.counter = pool.order.value(item)
             query = walk.query(item, value)
             restricted = query is not item.query
-            gives_way = self.ledger.gives_way(digest, item.priority, item.tenant)
-            if gives_way:
-                query = structs.replace(query, gives_way=True)
+            over_share = self.ledger.over_share(digest, item.priority, item.tenant)
+            if over_share:
+                query = structs.replace(query, over_share=True)
             found = self._try(item, query, digest, room)
             if found is NO_ROOM:
-                item.short_looks += 1
-            if found is not NO_ROOM or item.short_looks == 1:
-                self._decisions.decided(item, found, gives_way=gives_way)
+                item.short_attempts += 1
+            if found is not NO_ROOM or item.short_attempts == 1:
+                self._decisions.decided(item, found, over_share=over_share)
             if isinstance(found, Chosen):
                 self._grant(item, pool, found, now_s)
                 walk.granted(found.worker_id)
@@ -284,14 +284,14 @@ class FlowQueue:
         for item in islice(pool.order.in_order(self._unix_us(now_s)), most):
             spec = item.spec
             key = spec.request_id, spec.choice
-            if key in self._took_slot or not self.ledger.is_below_share(digest, item.tenant, item.weight):
+            if key in self._reclaimed or not self.ledger.is_below_share(digest, item.tenant, item.weight):
                 continue
             query = walk.query(item, pool.order.value(item))
             found = self._fleet.choose_yielding(digest, query, item.priority.rank, self._profile, self._rng)
             if isinstance(found, Chosen):
-                self._took_slot[key] = None
-                if len(self._took_slot) > _MAX_TOOK_SLOT:
-                    del self._took_slot[next(iter(self._took_slot))]
+                self._reclaimed[key] = None
+                if len(self._reclaimed) > _MAX_RECLAIMED:
+                    del self._reclaimed[next(iter(self._reclaimed))]
                 self._grant(item, pool, found, now_s)
 
     def _try(
@@ -305,7 +305,7 @@ class FlowQueue:
             return self._long_share_taken(digest)
         return self._fleet.choose(digest, query, self._profile, self._rng)
 
-    def _tell_unserved(self, pool: Pool, digest: str, now_s: float) -> None:
+    def _report_unserved(self, pool: Pool, digest: str, now_s: float) -> None:
         """Record why no worker serves the version, for the placements that would be tried first; none is
         tried."""
         for item in islice(pool.order.in_order(self._unix_us(now_s)), self._order.lookahead):

@@ -22,19 +22,19 @@ _TEXTS: Final = {
     "ready": "not ready yet",
     "heard": "silent",
     "not_draining": "draining",
-    "not_ejected": "taken out as too slow",
+    "not_ejected": "ejected as too slow",
     "not_excluded": "excluded by the request",
     "fits_when_empty": "too small",
 }
 
 
 def queue_full(what: str, *, model: str, retry_after_s: float) -> QueueFull:
-    return QueueFull(f"{what} wait already; no more are taken", retry_after_s=retry_after_s, model=model)
+    return QueueFull(f"{what} are queued; the queue is full", retry_after_s=retry_after_s, model=model)
 
 
 def share_full(what: str, most: int, *, model: str, retry_after_s: float) -> ShareExceeded:
     return ShareExceeded(
-        f"{what} of this tenant wait already, and at most {most} may; wait until some have begun",
+        f"{what} of this tenant are queued already, the limit is {most}; wait until some have started",
         retry_after_s=retry_after_s,
         model=model,
         limit=most,
@@ -46,12 +46,12 @@ def timed_out(
 ) -> FairwayError:
     """Return the error of a placement whose time in the queue ended. ``found``: the result of a last
     attempt."""
-    waited = f"no worker took {spec.model} within {spec.queue_ttl_s:g} s: "
+    waited = f"no worker accepted a request for {spec.model} within {spec.queue_ttl_s:g} s: "
     if isinstance(found, NoWorker) and not found.waits_for_room:
         retry_after_s = max(retry_after_s, _LOADING_RETRY_S)
         return NoWorkerAvailable(waited + _missing(found), retry_after_s=retry_after_s, model=spec.model)
     return QueueTimeout(
-        f"{waited}{queued} placements wait for room",
+        f"{waited}{queued} placements are queued",
         retry_after_s=retry_after_s,
         model=spec.model,
         queued=queued,
@@ -70,7 +70,7 @@ def too_long(spec: PlaceSpec, candidates: Iterable[Candidate]) -> PromptTooLong:
     )
     return PromptTooLong(
         f"{spec.prompt_tokens} prompt tokens and at most {spec.max_output_tokens} output tokens exceed the "
-        f"{limit} that a worker of {spec.model} holds",
+        f"{limit} tokens of a worker of {spec.model}",
         field="prompt",
         prompt_tokens=spec.prompt_tokens,
         max_output_tokens=spec.max_output_tokens,

@@ -123,13 +123,13 @@ class ServiceLedger:
         """Return the KV, in tokens, that granted long prompts of the tenant hold in the pool."""
         return self._long.get((digest, tenant), 0)
 
-    def gives_way(self, digest: str, priority: Priority, tenant: str) -> bool:
+    def over_share(self, digest: str, priority: Priority, tenant: str) -> bool:
         """Return whether a waiting tenant exceeds its share, so that others are placed first."""
         held = self._held.get(digest)
         if held is None:
             return False
         account = self.shares(digest)[priority].find(tenant)
-        return account is not None and held[priority].gives_way(tenant, account.waiting)
+        return account is not None and held[priority].over_share(tenant, account.waiting)
 
     def is_below_share(self, digest: str, tenant: str, weight: float) -> bool:
         """Return whether a tenant may get one more sequence at the expense of others."""
@@ -138,7 +138,7 @@ class ServiceLedger:
 
     # --- grants -----------------------------------------------------------------------------------
 
-    def asked(self, spec: PlaceSpec) -> None:
+    def submitted(self, spec: PlaceSpec) -> None:
         """Count a submitted placement. One that left a worker unfinished and excludes no worker was
         preempted."""
         request = spec.request_id, spec.choice
@@ -207,7 +207,7 @@ class ServiceLedger:
             self._awaits, self._await_until_s = False, None
             for shares in self._pools.values():
                 for found in shares.values():
-                    found.await_no_more()
+                    found.stop_waiting()
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class ServiceLedger:
             self._charge(use, snapshot.worker_id)
         for digest, priority in dict.fromkeys((use.digest, use.priority) for use in snapshot.tenants):
             self.shares(digest)[priority].raise_floor()  # the next leader starts its tenants from it
-        counters = [told for use in snapshot.tenants if (told := self._counter(use))]
+        counters = [counter for use in snapshot.tenants if (counter := self._counter(use))]
         for last in snapshot.usage:
             self._left(last, snapshot.worker_id)
         return tuple(counters)
@@ -285,7 +285,7 @@ class ServiceLedger:
         account = shares.find(use.tenant)
         if account is None or account.base + account.served <= 0.0:
             return None
-        served = min(MAX_COUNTER_TOKENS, shares.tell(account))
+        served = min(MAX_COUNTER_TOKENS, shares.exported_counter(account))
         floor = min(MAX_COUNTER_TOKENS, shares.floor)
         return TenantCounter(use.tenant, use.digest, use.priority, served, floor)
 
@@ -317,7 +317,7 @@ class ServiceLedger:
             del self._requests[advance.request]
         shares = self._pools[advance.digest][advance.priority]
         shares.close(advance.tenant, advance.worker_id, advance.virtual, used_tokens=used_tokens)
-        self._let_go(advance)
+        self._release_held(advance)
         if advance.long_tokens:
             key = advance.digest, advance.tenant
             self._long[key] -= advance.long_tokens
@@ -332,7 +332,7 @@ class ServiceLedger:
             if priority.rank <= advance.priority.rank:
                 held.take(advance.tenant, weight)
 
-    def _let_go(self, advance: Advance) -> None:
+    def _release_held(self, advance: Advance) -> None:
         classes = self._held[advance.digest]
         for priority, held in classes.items():
             if priority.rank <= advance.priority.rank:

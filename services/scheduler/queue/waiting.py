@@ -35,7 +35,7 @@ class QueuedPlacement:
     bypassed: int = 0  # placements behind it that were granted on a worker that it may use
     earmark: str | None = None  # the worker on which nothing behind it starts before it
     tried: bool = False  # a pass has tried it
-    short_looks: int = 0  # attempts that found too little room on all workers
+    short_attempts: int = 0  # attempts that found too little room on all workers
     counter: float = 0.0  # of its tenant at the last attempt, before the grant is charged
 
     @property
@@ -98,19 +98,20 @@ class OpenGate:
 
 
 class DecisionObserver(Protocol):
-    """Receives the attempts to place a placement, to explain it later. Of the ``short_looks``, which are many
-    where many wait for room, it receives only the first."""
+    """Receives the attempts to place a placement, to explain it later.
 
-    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False) -> None:
-        """``gives_way``: only workers without a backlog were eligible, because the tenant holds more than its
-        share (``held_share``)."""
+    Of the ``short_attempts`` of a placement it receives only the first, because there may be many."""
+
+    def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False) -> None:
+        """``over_share``: only workers without a backlog were eligible, because the tenant holds more than
+        its share (``held_share``)."""
 
 
 class Undecided:
     """Ignores every decision."""
 
     def decided(
-        self, item: QueuedPlacement, found: Chosen | NoWorker, *, gives_way: bool = False
+        self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False
     ) -> None: ...
 
 

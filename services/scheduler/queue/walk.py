@@ -32,7 +32,7 @@ class QueueWalk:
         self._closed: dict[str, None] = {}
         self._held: dict[Priority, tuple[float, QueuedPlacement]] = {}
         self._usable: dict[Priority, tuple[str, ...]] = {}
-        self.looked_past = 0
+        self.skipped = 0
 
     def query(self, item: QueuedPlacement, value: float) -> PlaceQuery:
         """Return the query with the workers open to the placement; its own query when nothing restricts
@@ -47,7 +47,7 @@ class QueueWalk:
 
     def pass_by(self, item: QueuedPlacement, found: NoWorker, value: float, *, restricted: bool) -> None:
         """Skip a placement: it stays in the queue, and those behind it are tried."""
-        self.looked_past += 1
+        self.skipped += 1
         if not found.waits_for_room and not restricted:
             return  # it waits for no room, so others cannot take its room
         self._passed.append(item)

@@ -44,7 +44,7 @@ async def _serve(process: Process, connection: Connection, service: SchedulerSer
         elif isinstance(hello, ReportHello):
             await _Worker(process, connection, service).run()
         else:
-            error = InvalidInput("a gateway says hello first", field="hello")
+            error = InvalidInput("a gateway must send hello first", field="hello")
     except FairwayError as failure:
         error = failure
     except (Broken, Silent):
@@ -147,7 +147,7 @@ class _Worker(_Stream):
 
     def _take_over(self, message: NumberedReport) -> None:
         if message.number != self._expected:
-            raise InvalidInput(f"report {message.number} came where {self._expected} was due", field="report")
+            raise InvalidInput(f"report {message.number} received, {self._expected} expected", field="report")
         self._expected += 1
         self._stream.report(message.number, message.snapshot)
 

@@ -134,13 +134,13 @@ def test_who_is_new_under_a_new_leader_is_not_owed_the_old_ones_life() -> None:
 class LiftsToTheFloor(FairShares):
     """As if those that waited last had been served nothing that is not reported yet."""
 
-    def _lift_to(self, account: Account) -> float:
+    def _start_value(self, account: Account) -> float:
         self._last = None
-        return super()._lift_to(account)
+        return super()._start_value(account)
 
 
 class NoLift(FairShares):
-    def _lift_to(self, account: Account) -> float:
+    def _start_value(self, account: Account) -> float:
         return 0.0
 
 
@@ -233,7 +233,7 @@ def test_the_bound_catches_a_planted_bug(bug: str) -> None:
         whale_and_minnows(PLANTED[bug]).run(3000)
 
 
-def test_the_bound_catches_a_lift_to_the_floor_alone() -> None:
+def test_the_bound_catches_a_start_value_the_floor_alone() -> None:
     with pytest.raises(AssertionError, match="apart"):
         queues_that_run_dry(0, 47, plant_shares(LiftsToTheFloor)).run(60)
 

@@ -8,7 +8,7 @@ from random import Random
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.heartbeat import MAX_MEMBERS, MAX_TOLD, PER_POOL, members_of, sample_of
+from services.scheduler.heartbeat import MAX_LISTED, MAX_MEMBERS, PER_POOL, members_of, sample_of
 from services.scheduler.term import Term
 from services.scheduler.term_streams import GatewaySession
 from tests.unit.scheduler.model import SETTINGS, ManualClock
@@ -133,7 +133,7 @@ def test_many_gateways_are_told_in_turn_and_each_of_the_pressure_with_every_beat
             term.fleet.apply(number + 1, report(f"w{number}", POOL), clock.now_s)
         term.step()
         fresh = [number for number, session in enumerate(sessions) if session.members]
-        assert PER_POOL * len(fresh) <= MAX_TOLD
+        assert PER_POOL * len(fresh) <= MAX_LISTED
         assert all(session.pressures is not None for session in sessions)
         told += fresh
         for session in sessions:

@@ -53,16 +53,16 @@ def test_one_grant_leans_on_a_beginning_at_a_time() -> None:
     chain, longer = CHAINS[0][:3], CHAINS[0][:5]
     for worker in ("w0", "w1"):
         shared.change(worker, "v", longer, ())
-    shared.lean("w0", chain, 4)
+    shared.attach("w0", chain, 4)
     run = shared.run_of("v", longer, 1000)
     assert (run.tokens_on("w0"), run.tokens_on("w1")) == (0, 5 * 64)
     assert shared.leaning_on("w0") == (4,)
-    shared.let_go("w0", chain, 3)
+    shared.detach("w0", chain, 3)
     assert run.tokens_on("w0") == 0, "another grant's number"
-    shared.let_go("w0", chain, 4)
+    shared.detach("w0", chain, 4)
     assert run.tokens_on("w0") == 5 * 64
-    shared.lean("w0", chain, 5)
-    shared.let_all_go("w0")
+    shared.attach("w0", chain, 5)
+    shared.detach_all("w0")
     assert shared.leaning_on("w0") == ()
 
 

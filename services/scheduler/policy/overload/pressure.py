@@ -20,10 +20,9 @@ from typing import Final
 
 from services.core.records import Priority
 
-MAX_WAIT_S: Final = 300.0
-"""The longest wait that is told anybody."""
+MAX_WAIT_S: Final = 300.0  # the longest wait that is reported
+# The smallest share of a pool's rate that a class gets while placements of higher classes arrive.
 LEAST_LEFT_RATIO: Final = 0.1
-"""Of a pool's rate, what is left to a class for whatever of higher ones arrives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class PlaceQuery(Struct, frozen=True):
     zone: str = ""  # of its gateway; empty: unknown
     ttft_target_s: float | None = None  # None: no target
     # Its tenant holds more than its share, with more than that waiting (``held_share``).
-    gives_way: bool = False
+    over_share: bool = False
     shared: SharedRun = NOTHING_SHARED  # the part of the prompt that needs no room on workers that share it
 
 
@@ -121,13 +121,13 @@ def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
 
     def has_prefill_room(query: PlaceQuery, candidate: Candidate, uncached_tokens: int) -> bool:
         queued_tokens = candidate.queued_prefill_tokens
-        if queued_tokens <= (CHUNK_TOKENS if query.gives_way else policy.min_backlog_tokens):
+        if queued_tokens <= (CHUNK_TOKENS if query.over_share else policy.min_backlog_tokens):
             return True
         if uncached_tokens <= min(policy.min_backlog_tokens, query.demand.prompt_tokens // 2):
             return True  # computing it elsewhere would cost more than it adds here
         chunk_s = candidate.slowness_ratio * candidate.step_model.seconds(1, CHUNK_TOKENS, 0, 0)
         tokens_per_s = CHUNK_TOKENS / max(1e-9, chunk_s)
-        if query.gives_way and queued_tokens > policy.giving_way_backlog_s * tokens_per_s:
+        if query.over_share and queued_tokens > policy.giving_way_backlog_s * tokens_per_s:
             return False
         return length.has_prefill_room(queued_tokens, tokens_per_s, query.ttft_target_s, policy)
 

@@ -289,7 +289,7 @@ class PoolSeats:
                 and query.demand.prompt_tokens >= known.demand.prompt_tokens
                 and query.demand.worst_case_tokens >= known.demand.worst_case_tokens
                 and query.ttft_target_s == known.ttft_target_s
-                and query.gives_way >= known.gives_way
+                and query.over_share >= known.over_share
                 and known.excluded_workers in ((), query.excluded_workers)
             ):
                 return found

@@ -70,13 +70,13 @@ class SharedPrefixes:
                 self._leave(worker_id, name)
             self._drop_pool(worker_id, digest)
 
-    # --- grants that lean on a prefix -------------------------------------------------------------
+    # --- grants attached to a prefix -------------------------------------------------------------
 
-    def lean(self, worker_id: str, chain: Sequence[int], number: int) -> None:
-        """Let the grant of that number lean on its chain: it alone counts without the shared blocks."""
+    def attach(self, worker_id: str, chain: Sequence[int], number: int) -> None:
+        """Attach the grant of that number to its chain: it alone counts without the shared blocks."""
         self._leaning.setdefault(worker_id, {})[chain[0]] = number
 
-    def let_go(self, worker_id: str, chain: Sequence[int], number: int) -> None:
+    def detach(self, worker_id: str, chain: Sequence[int], number: int) -> None:
         """Release the prefix of a grant that is no longer outstanding."""
         leaning = self._leaning.get(worker_id)
         if leaning is not None and chain and leaning.get(chain[0]) == number:
@@ -84,12 +84,12 @@ class SharedPrefixes:
             if not leaning:
                 del self._leaning[worker_id]
 
-    def let_all_go(self, worker_id: str) -> None:
+    def detach_all(self, worker_id: str) -> None:
         """Release the prefixes of all grants of the worker."""
         self._leaning.pop(worker_id, None)
 
     def leaning_on(self, worker_id: str) -> Sequence[int]:
-        """Return the numbers of the grants that lean on prefixes of the worker."""
+        """Return the numbers of the grants attached to prefixes of the worker."""
         leaning = self._leaning.get(worker_id)
         return () if leaning is None else tuple(leaning.values())
 

@@ -47,7 +47,7 @@ class ServiceWeights:
 
 
 @dataclass(slots=True)
-class Tab:
+class AdvanceTotals:
     """Advances of one tenant on one worker, and the service reported since the first of them, in virtual
     tokens."""
 
@@ -72,13 +72,13 @@ class Account:
     served: float = 0.0  # charged by reports since then
     advanced: float = 0.0  # charged in advance by grants and not yet reported
     unweighted: float = 0.0  # reported before the weight was known
-    told: float | None = None  # counter of an earlier leader
-    lag: float = 0.0  # how far ``told`` was below that leader's floor
-    lifted: float = 0.0  # the part of ``base`` that was raised for lack of ``told``
+    restored: float | None = None  # counter of an earlier leader
+    lag: float = 0.0  # how far ``restored`` was below that leader's floor
+    raised: float = 0.0  # the part of ``base`` that was raised for lack of ``restored``
     waited: bool = False  # it has waited in this term
     waiting: int = 0
     listed: float = 0.0  # its value in the order
-    tabs: dict[str, Tab] = field(default_factory=dict)
+    tabs: dict[str, AdvanceTotals] = field(default_factory=dict)
 
     @property
     def settled(self) -> float:
@@ -94,10 +94,10 @@ class Account:
         return not self.waiting and not self.tabs
 
     @property
-    def awaited(self) -> bool:
+    def expected_back(self) -> bool:
         """It waited in an earlier term, if its counter was restored, and its gateways have not submitted
         again yet."""
-        return self.told is not None and not self.waited
+        return self.restored is not None and not self.waited
 
 
 class FairShares:
@@ -109,7 +109,7 @@ class FairShares:
 
     def __init__(self) -> None:
         self.floor = 0.0
-        self._told_floor = 0.0  # highest floor of an earlier leader
+        self._restored_floor = 0.0  # highest floor of an earlier leader
         self._awaits = False  # restored tenants may still submit again
         self._accounts: dict[str, Account] = {}
         self._order: list[tuple[float, int, Account]] = []
@@ -141,11 +141,11 @@ class FairShares:
         account.waiting += 1
         if account.waiting == 1:
             self.raise_floor()
-            lift = self._lift_to(account) - account.value
+            lift = self._start_value(account) - account.value
             if lift > 0.0:
                 account.base += lift
-                if account.told is None and not account.waited:
-                    account.lifted += lift
+                if account.restored is None and not account.waited:
+                    account.raised += lift
             account.waited = True
             self._list(account)
         return account
@@ -198,7 +198,7 @@ class FairShares:
         """Charge the expected cost of a grant ahead; return it in virtual tokens."""
         self.raise_floor()
         virtual = tokens / (account.weight or 1.0)
-        tab = account.tabs.setdefault(worker_id, Tab())
+        tab = account.tabs.setdefault(worker_id, AdvanceTotals())
         before = tab.open
         tab.advances += 1
         tab.expected += virtual
@@ -235,7 +235,7 @@ class FairShares:
         if self._order and not self._awaits:
             self.floor = max(self.floor, self._order[0][2].settled)
 
-    def tell(self, account: Account) -> float:
+    def exported_counter(self, account: Account) -> float:
         """Return the counter from which another leader may start the tenant, besides ``floor``: without
         advances. For a tenant with nothing waiting it is at least the floor."""
         settled = account.base + account.served
@@ -249,29 +249,29 @@ class FairShares:
         """
         self._awaits = True
         account = self._account(tenant)
-        if account.told is None or counter > account.told:
-            account.told, account.lag = counter, max(0.0, floor - counter)
-            account.base, account.lifted = account.base - account.lifted, 0.0
-            account.base = max(account.base, counter, self._told_floor - account.lag)
+        if account.restored is None or counter > account.restored:
+            account.restored, account.lag = counter, max(0.0, floor - counter)
+            account.base, account.raised = account.base - account.raised, 0.0
+            account.base = max(account.base, counter, self._restored_floor - account.lag)
             self._changed(account)
-        if floor > self._told_floor:
-            self._told_floor = floor
+        if floor > self._restored_floor:
+            self._restored_floor = floor
             self.floor = max(self.floor, floor)
             for found in self._accounts.values():
                 self._start_from(found, floor - found.lag)
 
-    def await_no_more(self) -> None:
+    def stop_waiting(self) -> None:
         """End the wait for restored tenants: those that waited in an earlier term have submitted again, or
         count as returning from idle later. After a ``restore`` the floor does not rise until this call,
         because the tenant with the smallest counter may not have submitted yet."""
         if self._awaits:
             self._awaits = False
             for account in self._accounts.values():
-                account.waited = account.waited or account.told is not None
+                account.waited = account.waited or account.restored is not None
 
     def _start_from(self, account: Account, start: float) -> None:
         if account.base < start:
-            account.lifted += start - account.base if account.told is None else 0.0
+            account.raised += start - account.base if account.restored is None else 0.0
             account.base = start
             self._changed(account)
 
@@ -288,11 +288,13 @@ class FairShares:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _lift_to(self, account: Account) -> float:
-        """Return the lowest value from which a returning tenant starts. An awaited tenant is not returning:
-        its distance behind the others of the earlier term is preserved."""
-        if account.awaited:
-            return self._told_floor - account.lag
+    def _start_value(self, account: Account) -> float:
+        """Return the lowest value from which a returning tenant starts.
+
+        A tenant that is expected back is not a returning one: its distance behind the others of the earlier
+        term is preserved."""
+        if account.expected_back:
+            return self._restored_floor - account.lag
         if self._order:
             return max(self.floor, self._order[0][0])
         return self.floor if self._last is None else max(self.floor, self._last.value)
@@ -353,6 +355,6 @@ class FairShares:
         )
         excess = len(self._accounts) - _KEPT_ACCOUNTS if len(self._accounts) >= MAX_ACCOUNTS else 0
         for index, (value, _, account) in enumerate(idle):
-            if (value <= self.floor and not account.awaited) or index < excess:
+            if (value <= self.floor and not account.expected_back) or index < excess:
                 del self._accounts[account.tenant]
         self._sweep_at = min(MAX_ACCOUNTS, _SPARE_ACCOUNTS + 2 * len(self._accounts))

@@ -64,7 +64,7 @@ class HeldShares:
             del self._held[tenant]
             self._weight = self._weight - held.weight if self._held else 0.0  # no rounding error remains
 
-    def gives_way(self, tenant: str, waiting: int) -> bool:
+    def over_share(self, tenant: str, waiting: int) -> bool:
         """Return whether the tenant holds more than its share, with more than its share ``waiting`` too."""
         held = self._held.get(tenant)
         if held is None or len(self._held) < 2:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from services.core.fleet import LONG_PROMPT_TOKENS
 
+# The placement filters that apply these limits. A placement that they reject waits as it does for KV room.
 FILTER_NAMES = frozenset({"has_long_prefill_slot", "has_prefill_room"})
-"""The placement's filters that apply these limits: one that was dropped by them waits as for room."""
 
 
 @dataclass(frozen=True, slots=True)

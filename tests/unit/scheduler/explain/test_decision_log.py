@@ -15,7 +15,7 @@ from services.core.fleet import ReportedSequence, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.rpc.convert.decisions import decision_to_proto
-from services.scheduler.explain.decision_log import MAX_FOUND, MAX_RANKED, MAX_TOLD, DecisionLog
+from services.scheduler.explain.decision_log import MAX_EXPLAINED, MAX_FOUND, MAX_RANKED, DecisionLog
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, PlacementProfile, choose
 from services.scheduler.policy.placement.kv_admission import demand_of
@@ -199,7 +199,7 @@ def test_an_answer_is_bounded_whatever_a_client_names_its_requests(log: Decision
         log.decided(waiting(spec), found)
         log.ended(spec, "GRANTED", 100.0, 100.0, "w1")
     told = log.explain("r1")
-    assert [one.attempt for one in told] == list(range(500 - MAX_TOLD, 500))
+    assert [one.attempt for one in told] == list(range(500 - MAX_EXPLAINED, 500))
     assert max(len(one.ranked) for one in told) == MAX_RANKED
     size_bytes = sum(decision_to_proto(one).ByteSize() for one in told)
     assert size_bytes < 1024 * 1024

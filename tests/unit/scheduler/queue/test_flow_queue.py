@@ -174,7 +174,7 @@ def test_bounds_of_pool_and_tenant_refuse_with_a_time_to_come_back() -> None:
     assert not set(other) & found.keys()
     for number in asked[2:]:
         assert isinstance(found[number], ShareExceeded)
-        assert "of this tenant wait already, and at most 2 may; wait until" in str(found[number])
+        assert "of this tenant are queued already, the limit is 2; wait until" in str(found[number])
     assert isinstance(found[third], QueueFull)
     assert all(isinstance(error, FairwayError) and error.retry_after_s for error in found.values())
 

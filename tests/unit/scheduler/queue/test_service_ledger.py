@@ -173,7 +173,7 @@ def test_the_last_word_on_a_sequence_teaches_the_prediction() -> None:
     level = rig.ledger.outputs.level(DIGEST)
     rig.grant("req_b")
     rig.report(left=usage("req_b", 5, ended=False))
-    rig.ledger.asked(replace(place_spec(), request_id="req_b"))
+    rig.ledger.submitted(replace(place_spec(), request_id="req_b"))
     assert rig.ledger.outputs.level(DIGEST) > level, "it was preempted"
 
 

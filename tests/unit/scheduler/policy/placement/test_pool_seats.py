@@ -88,7 +88,7 @@ queries = st.builds(
         demand_of, st.sampled_from([1, 50, 400, 900, 5000]), st.sampled_from([1, 200]), st.just(100)
     ),
     excluded_workers=st.lists(st.sampled_from(["w0", "w1", "w2", "gone"]), max_size=2).map(tuple),
-    gives_way=st.booleans(),
+    over_share=st.booleans(),
 )
 
 
@@ -162,7 +162,7 @@ def test_that_one_that_gives_way_finds_nobody_says_nothing_of_the_others() -> No
     for n in range(64):
         pool.put(replace(BASE, worker_id=f"w{n}", queued_prefill_tokens=1500))
     query = PlaceQuery(demand_of(1000, 10, 10))
-    polite = replace(query, gives_way=True)
+    polite = replace(query, over_share=True)
     assert isinstance(pool.seats.choose(polite, PROFILE, Random(1)), NoWorker)
     assert isinstance(pool.seats.choose(query, PROFILE, Random(1)), Chosen)
     assert isinstance(pool.seats.choose(polite, PROFILE, Random(1)), NoWorker)

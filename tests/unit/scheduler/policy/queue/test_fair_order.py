@@ -270,7 +270,7 @@ def told(shares: FairShares) -> FairShares:
     """The counters of a new leader, whose worker says what the old one told it."""
     found = type(shares)()
     for account in shares.accounts():
-        found.restore(account.tenant, shares.tell(account), floor=shares.floor)
+        found.restore(account.tenant, shares.exported_counter(account), floor=shares.floor)
     return found
 
 
@@ -299,7 +299,7 @@ def test_who_was_ahead_stays_ahead_by_as_much_whoever_asks_first(first: str, ask
         new.enter(tenant, 1.0)
     if asked_first:
         for account in old.accounts():
-            new.restore(account.tenant, old.tell(account), floor=old.floor)
+            new.restore(account.tenant, old.exported_counter(account), floor=old.floor)
     assert names(new) == ["behind", "ahead"]
     ahead, behind = new.find("ahead"), new.find("behind")
     assert ahead is not None
@@ -311,7 +311,7 @@ def test_who_was_ahead_stays_ahead_by_as_much_whoever_asks_first(first: str, ask
 def test_who_is_new_under_a_new_leader_starts_where_the_others_are(when: str) -> None:
     """Else it would be served alone until it had as much as they had in the whole life of the old leader."""
     old, new = two_apart(), Leader.shares()
-    words = [(account.tenant, old.tell(account)) for account in old.accounts()]
+    words = [(account.tenant, old.exported_counter(account)) for account in old.accounts()]
     if when == "before":
         new.enter("new", 1.0)
         new.charge("new", 10.0, "w0")
@@ -350,7 +350,7 @@ def test_who_is_awaited_is_not_forgotten_among_many_and_all_are_bounded() -> Non
         new.leave(new.enter(f"t{number}", 1.0))
     assert new.enter("ahead", 1.0).value == 6000.0
     assert new.enter("behind", 1.0).value == 5000.0
-    new.await_no_more()
+    new.stop_waiting()
     for number in range(MAX_ACCOUNTS + 500):
         new.restore(f"u{number}", 10.0, floor=20.0)
     assert len(new) <= MAX_ACCOUNTS + 1
@@ -359,7 +359,7 @@ def test_who_is_awaited_is_not_forgotten_among_many_and_all_are_bounded() -> Non
 def test_who_does_not_ask_a_new_leader_for_long_returns_from_idle() -> None:
     new = told(two_apart())
     busy = new.enter("ahead", 1.0)
-    new.await_no_more()
+    new.stop_waiting()
     new.charge("ahead", 3000.0, "w0")
     assert new.enter("behind", 1.0).value == busy.value == 9000.0
 
@@ -372,7 +372,7 @@ class ForgetsFloor(FairShares):
 class LiftsAll(FairShares):
     """Takes whoever asks a new leader again for one that returns from idle."""
 
-    def _lift_to(self, account: Account) -> float:
+    def _start_value(self, account: Account) -> float:
         return max(self.floor, self._order[0][0]) if self._order else self.floor
 
 
@@ -383,11 +383,11 @@ class ForgetsAwaited(FairShares):
 
 
 class AwaitsForever(FairShares):
-    def await_no_more(self) -> None: ...
+    def stop_waiting(self) -> None: ...
 
 
 class TellsSettled(FairShares):
-    def tell(self, account: Account) -> float:
+    def exported_counter(self, account: Account) -> float:
         return account.settled
 
 

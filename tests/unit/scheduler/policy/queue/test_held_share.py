@@ -49,30 +49,30 @@ def test_who_gives_way_is_what_the_counts_say(drawn: list[tuple[str, bool, float
         share = held.sequences * weights.get(tenant, 0.0) / total if total else 0.0
         for waiting in (0, 1, 7, MANY):
             over = len(counts) > 1 and tenant in counts and counts[tenant] > share and waiting > share
-            assert held.gives_way(tenant, waiting) == over
+            assert held.over_share(tenant, waiting) == over
     # Work goes on whatever waits: somebody who holds something always takes what room there is.
-    assert not counts or not all(held.gives_way(tenant, MANY) for tenant in counts)
+    assert not counts or not all(held.over_share(tenant, MANY) for tenant in counts)
 
 
 def test_a_lone_tenant_never_gives_way() -> None:
-    assert not holding({"whale": 500}).gives_way("whale", MANY)
+    assert not holding({"whale": 500}).over_share("whale", MANY)
     left = holding({"whale": 500, "minnow": 1})
-    assert left.gives_way("whale", MANY)
+    assert left.over_share("whale", MANY)
     left.release("minnow")
-    assert not left.gives_way("whale", MANY)
+    assert not left.over_share("whale", MANY)
     rounded = holding({"whale": 3, "minnow": 1}, {"whale": 0.1, "minnow": 0.2})
     rounded.release("minnow")  # 0.1 + 0.2 - 0.2 is more than 0.1
-    assert not rounded.gives_way("whale", MANY)
+    assert not rounded.over_share("whale", MANY)
 
 
 def test_neither_tenants_at_their_share_nor_short_queues_give_way() -> None:
     held = holding({"whale": 30, "minnow": 10})
-    assert held.gives_way("whale", 21)
-    assert not held.gives_way("whale", 20), "no more waits than its share of the 40"
-    assert not held.gives_way("minnow", MANY)
-    assert not held.gives_way("new", MANY), "it holds nothing yet"
-    assert not holding({"a": 20, "b": 20}).gives_way("a", MANY)
-    assert not holding({"paying": 30, "free": 10}, {"paying": 3.0}).gives_way("paying", MANY)
+    assert held.over_share("whale", 21)
+    assert not held.over_share("whale", 20), "no more waits than its share of the 40"
+    assert not held.over_share("minnow", MANY)
+    assert not held.over_share("new", MANY), "it holds nothing yet"
+    assert not holding({"a": 20, "b": 20}).over_share("a", MANY)
+    assert not holding({"paying": 30, "free": 10}, {"paying": 3.0}).over_share("paying", MANY)
 
 
 def test_a_placement_that_gives_way_goes_only_where_hardly_a_prompt_is_queued() -> None:
@@ -80,16 +80,16 @@ def test_a_placement_that_gives_way_goes_only_where_hardly_a_prompt_is_queued() 
     limit = round(0.05 * CHUNK_TOKENS / PRIOR.seconds(1, CHUNK_TOKENS, 0, 0))
     least = max(CHUNK_TOKENS, limit)
 
-    def passes(queued: int, *, gives_way: bool, uncached: int = 3000) -> bool:
-        query = PlaceQuery(Demand(3000, 3100, 3200), gives_way=gives_way)
+    def passes(queued: int, *, over_share: bool, uncached: int = 3000) -> bool:
+        query = PlaceQuery(Demand(3000, 3100, 3200), over_share=over_share)
         worker = Candidate("w", 100_000, 100_000, 16, 8, 0, queued_prefill_tokens=queued)
         return has_prefill_room(query, worker, uncached)
 
-    assert passes(0, gives_way=True), "an idle worker takes it"
-    assert passes(least, gives_way=True)
-    assert not passes(least + 2, gives_way=True)
-    assert passes(least + 2, gives_way=False)
-    assert passes(least + 2, gives_way=True, uncached=1000), "most of it is cached there"
+    assert passes(0, over_share=True), "an idle worker takes it"
+    assert passes(least, over_share=True)
+    assert not passes(least + 2, over_share=True)
+    assert passes(least + 2, over_share=False)
+    assert passes(least + 2, over_share=True, uncached=1000), "most of it is cached there"
 
 
 def test_who_is_below_its_share_with_one_more() -> None:
