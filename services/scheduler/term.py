@@ -36,6 +36,7 @@ from services.scheduler.policy.step_time import StepModel, WorkerKind
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.queue.report import counter_gaps
+from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.telemetry import CompositeObserver, SchedulerTelemetry
 from services.scheduler.term_streams import (
     CancelPlacements,
@@ -60,6 +61,7 @@ class TermSettings:
     fleet: FleetLimits = field(default_factory=FleetLimits)
     queue: QueueLimits = field(default_factory=QueueLimits)
     order: OrderPolicy = field(default_factory=OrderPolicy)
+    discipline: QueueDiscipline = PRODUCTION
     profile: PlacementProfile = field(default_factory=PlacementProfile)
     health: HealthPolicy = field(default_factory=HealthPolicy)
     shedding: SheddingPolicy = field(default_factory=SheddingPolicy)
@@ -104,6 +106,7 @@ class Term:
             settings.order,
             settings.profile,
             rng,
+            discipline=settings.discipline,
             observer=observed,
             gate=self.overload,
             decisions=decisions,
@@ -278,7 +281,8 @@ class Term:
             return
         self._arrived.clear()
         beat_s = self._beat_s if self._sessions else math.inf
-        due_s = min(self.fleet.next_deadline_s(), self.queue.next_deadline_s(), self.health.due_s(), beat_s)
+        waiting_s = self.queue.waiting.next_deadline_s()
+        due_s = min(self.fleet.next_deadline_s(), waiting_s, self.health.due_s(), beat_s)
         if due_s == math.inf:
             await self._arrived.wait()
             return

@@ -24,8 +24,7 @@ class QueuedPlacement:
     placement_id: int
     spec: PlaceSpec
     demand: Demand
-    key: int  # orders by arrival, with ``number``
-    number: int
+    number: int  # grows with submission; unique
     deadline_s: float
     size_bytes: int
     query: PlaceQuery
