@@ -14,10 +14,9 @@ from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
 from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.faults import Fault, FaultKind, Moment
-from simulator.fleet.fleet import RunReport, simulate
+from simulator.fleet.fleet import REST, RunReport, simulate
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
-from simulator.fleet.quiesce import REST
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec

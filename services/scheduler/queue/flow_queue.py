@@ -39,13 +39,17 @@ from services.scheduler.queue.refusals import timed_out
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
+    GRANTED,
+    UNSETTLED,
+    WITHDRAWN,
     DecisionObserver,
     OpenGate,
     QueuedPlacement,
     QueueGate,
+    QueueObserver,
     Undecided,
+    Unobserved,
 )
-from services.scheduler.telemetry import GRANTED, WITHDRAWN, QueueObserver, Unobserved
 
 _NO_DEADLINE_US: Final = round(NO_DEADLINE_S * MICROSECONDS)
 
@@ -125,7 +129,7 @@ class FlowQueue:
             self._ahead_us = max(self._ahead_us, arrival_unix_us - now_s * MICROSECONDS)
             self.ledger.submitted(spec)
             item = self._item(session, placement_id, spec, arrival_unix_us, now_s, zone=zone)
-            error = self._full(item, now_s) or self._gate.admit(spec, item.predicted_tokens, now_s)
+            error = self._full(item, now_s) or self._barred(item, now_s)
             if error is None:
                 self._add(item, now_s)
                 return
@@ -294,6 +298,16 @@ class FlowQueue:
             self.evict(victim, refusal if own else error, now_s)
             refusal = self.waiting.over_limit(item.spec, item.size_bytes, now_s)
         return refusal
+
+    def _barred(self, item: QueuedPlacement, now_s: float) -> FairwayError | None:
+        """Return why the gate refuses the placement, after a pass has used the room there is."""
+        spec, tokens = item.spec, item.predicted_tokens
+        found = self._gate.admit(spec, tokens, now_s, settled=not self._dirty)
+        if found is UNSETTLED:
+            self.run_pass(now_s)
+            found = self._gate.admit(spec, tokens, now_s)
+        assert found is not UNSETTLED
+        return found
 
     def _timed_out(self, item: QueuedPlacement, now_s: float) -> FairwayError:
         digest = item.spec.version_digest

@@ -397,7 +397,9 @@ class FullGate(OpenGate):
     def __init__(self) -> None:
         self.present = 0
 
-    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
+    def admit(
+        self, spec: PlaceSpec, predicted_tokens: int, now_s: float, *, settled: bool = True
+    ) -> FairwayError | None:
         return Overloaded("over quota") if spec.over_quota else None
 
     def entered(self, item: QueuedPlacement, now_s: float) -> None:
