@@ -55,13 +55,15 @@ class GrantPass:
         """Yield each placement that has room, and each that no worker can ever hold. The caller removes it
         from the pool before it continues."""
         fleet = self._fleet
-        room = fleet.room(digest)
+        room, yields = fleet.room(digest), fleet.any_yields(digest)
+        if not room.serving:
+            self._report_unserved(pool, digest, now_us)
+        elif not yields and pool.is_hopeless(room, sharing=fleet.shared.any_in(digest)):
+            return  # the usual case of a full pool
         rules = self._rules(pool, digest, room)
         if room.serving:
             yield from self._in_order(pool, digest, rules, now_us)
-        else:
-            self._report_unserved(pool, digest, now_us)
-        if fleet.any_yields(digest):
+        if yields:
             yield from self._in_slots_of_others(pool, digest, rules, now_us)
 
     def choose(self, digest: str, query: PlaceQuery) -> Chosen | NoWorker:
