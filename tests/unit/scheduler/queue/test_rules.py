@@ -17,7 +17,8 @@ from services.scheduler.queue.rules import (
     QueueDiscipline,
     QueueRule,
 )
-from tests.unit.scheduler.queue_rig import BLOCK, Rig
+from tests.unit.scheduler.model import BLOCK
+from tests.unit.scheduler.queue_rig import Rig
 
 ORDER = OrderPolicy(max_bypasses=4, lookahead=64)
 
