@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Final, TypeVar
 
 import grpc
@@ -11,8 +12,10 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.client import AdminClient, ClientOptions, RetryPolicy
 from fairway.client import errors as client_errors
 from fairway.client.errors import FairwayError
+from fairway.client.publish.publish import Published, PublishProgress, PublishRefused
 
 T = TypeVar("T")
+PHASE_VERBS: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
 CALL_TIMEOUT_S: Final = 15.0
 CONNECT_S: Final = 5.0
 # An interactive user waits: a server that does not answer soon is reported.
@@ -121,3 +124,32 @@ _STEPS: Final = {
     "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` tell what is missing",
     "NO_LEADER": "a scheduler leads again within seconds; `fairway status` tells whether one runs",
 }
+
+
+async def publish_folder(
+    admin: AdminClient,
+    folder: Path,
+    model: str,
+    tag: str,
+    *,
+    report: Callable[[PublishProgress], None],
+    for_another_engine: bool = False,
+) -> Published:
+    """Publish a checkpoint folder, point ``tag`` at it unless empty, and return the result.
+
+    Raises CliError.
+    """
+    try:
+        return await admin.models.publish(
+            folder, model, tag, progress=report, for_another_engine=for_another_engine
+        )
+    except FairwayError as exc:
+        raise admin_error(exc, what=f"cannot publish {folder}") from exc
+    except PublishRefused as exc:
+        raise CliError("FOLDER_REFUSED", f"cannot publish {folder}: {exc}", next_step=exc.next_step) from exc
+    except OSError as exc:
+        raise CliError(
+            "FOLDER_UNREADABLE",
+            f"cannot publish {folder}: {exc}",
+            next_step="name a folder whose files you may read",
+        ) from exc

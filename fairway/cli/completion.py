@@ -12,7 +12,7 @@ import typer
 from fairway.cli import targets
 from fairway.cli.calls import admin_client
 from fairway.cli.errors import CliError
-from fairway.cli.terminal.words import short_digest
+from fairway.cli.terminal.cells import short_digest
 from fairway.client import AdminClient
 
 TIMEOUT_S: Final = 1.0

@@ -48,17 +48,17 @@ def timeout_s(text: str | float) -> float:
     return seconds
 
 
-def future(text: str) -> datetime:
+def parse_future(text: str) -> datetime:
     """Return an option's moment; a span counts from now on."""
     return _moment(text, past=False)
 
 
-def past(text: str) -> datetime:
+def parse_past(text: str) -> datetime:
     """Return an option's moment; a span counts back from now."""
     return _moment(text, past=True)
 
 
-def pairs(texts: list[str] | None, *, flag: str) -> dict[str, str]:
+def key_values(texts: list[str] | None, *, flag: str) -> dict[str, str]:
     """Return `key=value` options as a mapping. Raises BadParameter for another form."""
     found: dict[str, str] = {}
     for text in texts or ():
@@ -69,9 +69,9 @@ def pairs(texts: list[str] | None, *, flag: str) -> dict[str, str]:
     return found
 
 
-def _moment(text: str, *, past: bool) -> datetime:
+def _moment(text: str, *, parse_past: bool) -> datetime:
     try:
-        return parse_moment(text, now=datetime.now(UTC), past=past)
+        return parse_moment(text, now=datetime.now(UTC), past=parse_past)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+import grpc
 import typer
 
 from fairway.cli.commands import bootstrap as bootstrap_command
@@ -21,14 +24,40 @@ from fairway.cli.commands import (
     queue,
     tenants,
 )
-from fairway.cli.commands.calibrate import calibrate
 from fairway.cli.commands.chat import chat
 from fairway.cli.commands.complete import complete
-from fairway.cli.commands.simulate import simulate
+from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
-from fairway.cli.commands.version import show_version
 from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.flags import Format, OutputOption
+from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
+
+
+def fairway_version() -> str:
+    """Return the version of the installed package, "unknown" in a bare source tree."""
+    try:
+        return version("fairway")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def show_version(output: OutputOption = Format.TABLE) -> None:
+    """Show the version of this command.
+
+    \b
+    Examples:
+      fairway version
+      fairway version -o json
+    """
+    found = {"fairway": fairway_version(), "python": platform.python_version(), "grpc": grpc.__version__}
+    if output in DOCUMENTS:
+        write_document(found, output)
+    elif output is Format.WIDE:
+        plain(out(), "  ".join(f"{name} {value}" for name, value in found.items()))
+    else:
+        plain(out(), f"fairway {found['fairway']}")
+
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
 # Base class of typer's usage errors: bad parameter, missing argument, unknown option.

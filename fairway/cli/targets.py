@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.state import StateDir
+from fairway.cli.state import Endpoints, StateDir
 
 StateDirOption = Annotated[
     Path, typer.Option("--state-dir", help="Installation whose endpoints.json is used.", show_default=True)

@@ -7,9 +7,9 @@ from typing import Final
 
 from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.terminal.words import version_state
+from fairway.cli.terminal.cells import version_state
 from fairway.client import AdminClient, DeadlineExceeded, FairwayError, WaitFailed
-from fairway.client.admin.wait import versions_left
+from fairway.client.admin.wait import remaining_versions
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
@@ -69,7 +69,7 @@ def show_drain(show: Show) -> Callable[[cp.Node], None]:
         if node.drain.done:
             show(node.metadata.name, 1.0, "drained")
         elif node.draining:
-            show(node.metadata.name, None, "; ".join((versions_left(node), *node.drain.waiting_for)))
+            show(node.metadata.name, None, "; ".join((remaining_versions(node), *node.drain.waiting_for)))
 
     return report
 

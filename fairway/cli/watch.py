@@ -19,7 +19,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, line_of, table_of, visible
 from fairway.client import Changed, Deleted, FairwayError, Snapshot
-from fairway.client.admin.watch import News, OnLost
+from fairway.client.admin.watch import OnLost, WatchUpdate
 
 T = TypeVar("T", bound=Message)
 
@@ -34,7 +34,7 @@ class Watch(Generic[T]):
 
     field: str
     what: str
-    news: Callable[[Connection, OnLost], AsyncGenerator[News[T], None]]
+    news: Callable[[Connection, OnLost], AsyncGenerator[WatchUpdate[T], None]]
 
 
 async def follow(
@@ -74,7 +74,7 @@ def polled(
 ) -> Watch[T]:
     """Return a watch of resources that a server only lists; polls each second. ``listed`` raises CliError."""
 
-    async def news(connection: Connection, _: OnLost) -> AsyncGenerator[News[T], None]:
+    async def news(connection: Connection, _: OnLost) -> AsyncGenerator[WatchUpdate[T], None]:
         began, pause_s = False, _FIRST_PAUSE_S
         while True:
             try:
@@ -93,7 +93,7 @@ def polled(
     return Watch(field, what, news)
 
 
-def _fresh(news: News[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
+def _fresh(news: WatchUpdate[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
     """Update ``seen`` and return the changes."""
     found: list[Changed[T] | Deleted[T]]
     if isinstance(news, Snapshot):

@@ -74,7 +74,7 @@ class Checker(Protocol):
 
 def checker_for(path: str, size_bytes: int) -> Checker:
     """Return a checker for a file of this name and size, with bounded memory. Raises ContentRefused."""
-    if problem := names.problem_of(path):
+    if problem := names.name_problem(path):
         raise ContentRefused(path, problem.removeprefix(path).strip())
     if names.suffix_of(path) == names.TENSOR_SUFFIX:
         return _Tensors(path, size_bytes)

@@ -17,7 +17,7 @@ WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
 _DOCUMENTS: Final = frozenset((".md", ".txt"))
 
 
-def draft_problem_of(paths: Iterable[str]) -> str:
+def draft_problem(paths: Iterable[str]) -> str:
     """Return why the files of a version contain no valid draft, or an empty text. A draft is optional."""
     names = [path.removeprefix(FOLDER + "/") for path in paths if path.startswith(FOLDER + "/")]
     for name in names:

@@ -43,7 +43,7 @@ def suffix_of(name: str) -> str:
     return dot + last if dot else ""
 
 
-def problem_of(path: str) -> str:
+def name_problem(path: str) -> str:
     """Return why a version cannot contain a file of this name, or an empty text."""
     name = path.rpartition("/")[2].lower()
     suffixes = {"." + part for part in name.split(".")[1:]}

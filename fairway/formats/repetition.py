@@ -12,7 +12,7 @@ MAX_RATIO: Final = 4
 FREE_BYTES: Final = 64 * 1024 * 1024
 
 
-def repetition_problem_of(size_bytes: int, distinct_bytes: int) -> str:
+def repetition_problem(size_bytes: int, distinct_bytes: int) -> str:
     """Return why a version of this size and these distinct bytes is rejected, or an empty text."""
     if size_bytes <= MAX_RATIO * distinct_bytes + FREE_BYTES:
         return ""

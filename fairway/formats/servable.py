@@ -19,7 +19,7 @@ TOKENIZER: Final = "tokenizer.json"
 SINGLE, INDEX = drafts.WEIGHTS
 
 
-def problem_of(names: Collection[str], read: Callable[[str], bytes]) -> str:
+def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes]) -> str:
     """Return why a checkpoint of these files cannot be served, or an empty text.
 
     ``read`` returns a file of at most a few megabytes; its errors are passed on.

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError
 from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.remote import RemoteAddresses
-from fairway.cli.state import StateDir, read_secret
+from fairway.cli.state import Endpoints, StateDir, read_secret
 from fairway.cli.terminal.output import err, out, plain
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAddresses:
+    """``FleetAddresses`` from the command line. A gateway's name is its address."""
+
+    registry: str
+    controlplane: str
+    gateways: tuple[str, ...]
+
+    def of(self, name: str) -> str:
+        return {"registry": self.registry, "controlplane": self.controlplane}[name]
+
+    def grpc_of(self, name: str) -> str:
+        return name if name in self.gateways else self.gateways[0]
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        return self.gateways
+
 
 AddressOption = Annotated[str, typer.Option(help="host:port")]
 

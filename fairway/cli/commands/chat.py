@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import typer
 
 from fairway.cli import targets
 from fairway.cli.calls import client_error
-from fairway.cli.conversation import Conversation, context_of, fit
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.generation import (
     ANSWER_S,
@@ -34,7 +33,70 @@ from fairway.cli.generation import (
 )
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
 from fairway.cli.terminal.output import err, out, plain, show_error
-from fairway.client import Client, FairwayError, Options
+from fairway.client import Client, FairwayError, Message, Options
+
+
+@dataclass(slots=True)
+class Conversation:
+    """``turns`` alternate between the user and the model; the system message precedes them."""
+
+    model: str
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    def messages(self) -> list[Message]:
+        return [*([Message("system", self.system)] if self.system else []), *self.turns]
+
+    def ask(self, text: str) -> None:
+        self.turns.append(Message("user", text))
+
+    def answered(self, text: str) -> None:
+        """Append the model's answer, complete or not; without an answer remove the question."""
+        if text:
+            self.turns.append(Message("assistant", text))
+        else:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Remove the last question."""
+        if self.turns and self.turns[-1].role == "user":
+            self.turns.pop()
+
+    def forget_oldest(self) -> bool:
+        """Remove the first question and its answer. Return False when only the last question is left."""
+        if len(self.turns) < 3:
+            return False
+        del self.turns[:2]
+        return True
+
+
+async def context_size(client: Client, model: str) -> int:
+    """Return the size of the model's context in tokens, 0 if the gateway omits it. Raises CliError."""
+    try:
+        models = await client.list_models()
+    except FairwayError as exc:
+        raise client_error(exc, what="cannot list the models") from exc
+    return next((found.max_context_tokens for found in models if found.name == model), 0)
+
+
+async def trim_to_context(
+    client: Client, conversation: Conversation, *, context: int, room_tokens: int
+) -> int:
+    """Remove the oldest turns until ``room_tokens`` are left for an answer; return how many were removed.
+
+    The last question always stays: the server rejects it if it alone is too long. Raises CliError.
+    """
+    dropped = 0
+    try:
+        while context:
+            count = await client.count_tokens(conversation.model, conversation.messages())
+            if count.prompt_tokens + room_tokens <= context or not conversation.forget_oldest():
+                break
+            dropped += 2
+    except FairwayError as exc:
+        raise client_error(exc, what="cannot count the tokens of the chat") from exc
+    return dropped
+
 
 HELP: Final = """\
 /help          this list
@@ -185,9 +247,11 @@ class _Chat:
 
     async def _answer(self, answer: Answer) -> None:
         if self.context is None:
-            self.context = await context_of(self.client, self.conversation.model)
+            self.context = await context_size(self.client, self.conversation.model)
         room = self.options.max_output_tokens or 0
-        dropped = await fit(self.client, self.conversation, context=self.context, room_tokens=room)
+        dropped = await trim_to_context(
+            self.client, self.conversation, context=self.context, room_tokens=room
+        )
         if dropped:
             plain(err(), f"(the context is full: the oldest {dropped} messages are left out)")
         answer.began_s = time.monotonic()

@@ -17,13 +17,14 @@ from fairway.cli.flags import (
     PriorityName,
     WaitOption,
     YesOption,
-    pairs,
+    key_values,
 )
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import age, labels, priority, short_digest
+from fairway.cli.terminal.formats import show_deleted
 from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.output import confirm
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import age, labels, priority, short_digest
 from fairway.cli.waiting import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -106,12 +107,12 @@ async def create(
 ) -> None:
     """Run a version on a number of workers. A tag is resolved once; later moves have no effect."""
     wanted = cp.Deployment(
-        metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
+        metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
         model=model or name,
         version=version,
         replicas=replicas or 0,
         executor=executor,
-        node_selector=pairs(selector, flag="--selector"),
+        node_selector=key_values(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
     creation = connection.admin.deployments.create(wanted)
@@ -162,12 +163,12 @@ async def update(
             deployment.replicas = replicas
         if selector is not None:
             deployment.node_selector.clear()
-            deployment.node_selector.update(pairs(selector, flag="--selector"))
+            deployment.node_selector.update(key_values(selector, flag="--selector"))
         if priority is not None:
             deployment.priority = priority.proto
         if label is not None:
             deployment.metadata.labels.clear()
-            deployment.metadata.labels.update(pairs(label, flag="--label"))
+            deployment.metadata.labels.update(key_values(label, flag="--label"))
 
     changed = connection.admin.deployments.change(name, change, etag=etag)
     changed_to = await connection.run(changed, what=f"cannot change the deployment {name}")

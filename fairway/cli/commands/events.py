@@ -12,19 +12,21 @@ import typer
 
 from fairway.cli.calls import admin_error
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.flags import Format, OutputOption, WatchOption, past
+from fairway.cli.flags import Format, OutputOption, WatchOption, parse_past
+from fairway.cli.terminal.cells import enum_word, moment, resource_kind
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document, write_part
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, line_of, show_rows, visible
-from fairway.cli.terminal.words import kind, moment, word
 from fairway.cli.watch import lost
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 
 COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
     Column("time", lambda event: moment(event.time)),
-    Column("severity", lambda event: word(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1),
-    Column("resource", lambda event: f"{kind(event.kind)}/{event.resource}"),
+    Column(
+        "severity", lambda event: enum_word(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1
+    ),
+    Column("resource", lambda event: f"{resource_kind(event.kind)}/{event.resource}"),
     Column("reason", lambda event: event.reason),
     Column("message", lambda event: event.message),
     Column("name", lambda event: event.name, wide=True),
@@ -64,7 +66,7 @@ def add(app: typer.Typer) -> None:
         since: Annotated[
             datetime | None,
             typer.Option(
-                "--since", parser=past, metavar="WHEN", help="Not older: a span like 10m, or a time."
+                "--since", parser=parse_past, metavar="WHEN", help="Not older: a span like 10m, or a time."
             ),
         ] = None,
         kinds: Annotated[

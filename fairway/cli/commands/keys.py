@@ -16,16 +16,15 @@ from fairway.cli.flags import (
     NameArgument,
     OutputOption,
     YesOption,
-    future,
-    pairs,
+    key_values,
+    parse_future,
     span_s,
 )
-from fairway.cli.terminal.changes import confirm, show_deleted
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.cells import age, enum_word, labels, moment
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
 from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
-from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import age, labels, moment, word
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="API keys of tenants and of operators.", no_args_is_help=True)
@@ -42,7 +41,7 @@ ExpiresOption = Annotated[
     datetime | None,
     typer.Option(
         "--expires",
-        parser=future,
+        parser=parse_future,
         metavar="WHEN",
         help="In a span such as 90d, or at a time such as 2027-01-31.",
     ),
@@ -60,7 +59,7 @@ KEYS: Final[Resource[cp.Key]] = resource(
     "key",
     (
         Column("name", lambda key: key.metadata.name),
-        Column("role", lambda key: word(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
+        Column("role", lambda key: enum_word(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
         Column("tenant", lambda key: key.tenant),
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
@@ -99,7 +98,7 @@ async def create(
 ) -> None:
     """Create a key and print its secret. The secret is shown only once."""
     wanted = cp.Key(
-        metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
+        metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
         role=cp.KEY_ROLE_ADMIN if admin else cp.KEY_ROLE_TENANT,
         tenant="" if admin else tenant,
         models=model or (),
@@ -182,7 +181,7 @@ async def update(
             key.ClearField("expire_time")
         if label is not None:
             key.metadata.labels.clear()
-            key.metadata.labels.update(pairs(label, flag="--label"))
+            key.metadata.labels.update(key_values(label, flag="--label"))
 
     changed = connection.admin.keys.change(name, change, etag=etag)
     KEYS.write_one(await connection.run(changed, what=f"cannot change the key {name}"), output)

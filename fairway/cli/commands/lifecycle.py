@@ -11,20 +11,19 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
     AlreadyRunning,
-    require_same,
+    check_start,
+    require_same_options,
     run_installation,
     running_endpoints,
     stop_installation,
 )
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.preflight import check
 from fairway.cli.fleet.progress import LineProgress
-from fairway.cli.state import StateDir
+from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
 from fairway.log_stream import LogStream
@@ -99,10 +98,10 @@ def _given(context: typer.Context) -> set[str]:
 def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
     """Start the installation, or show that it runs."""
     if (running := running_endpoints(state)) is not None:
-        require_same(options, given, state)
+        require_same_options(options, given, state)
         _show_running(running, state)
         return
-    check(options)
+    check_start(options)
     if not detach:  # a terminal or pipe without a reader must not block a restart
         sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
         sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
@@ -114,7 +113,7 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
             if fresh:
                 _show_ready(endpoints, state, detached=True)
             else:
-                require_same(options, given, state)
+                require_same_options(options, given, state)
                 _show_running(endpoints, state)
         else:
             run_installation(options, progress, lambda endpoints: _on_ready(endpoints, state, progress))
@@ -122,7 +121,7 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
         if exc.endpoints is None:
             raise
         progress.close()
-        require_same(options, given, state)
+        require_same_options(options, given, state)
         _show_running(exc.endpoints, state)
     finally:
         progress.close()

@@ -10,18 +10,17 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
+from fairway.cli.calls import PHASE_VERBS, publish_folder
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
-from fairway.cli.fleet.publishing import VERB, publish_folder
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import moment, short_digest
 from fairway.cli.terminal.durations import show_bytes
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
 from fairway.cli.terminal.listing import Resource, add_list
-from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import moment, short_digest
 from fairway.cli.watch import polled
 from fairway.client.publish.publish import Published, PublishProgress
 from fairway.v1 import registry_pb2 as rg
@@ -107,7 +106,7 @@ async def publish(
     with Bars() as bars:
 
         def tell(progress: PublishProgress) -> None:
-            bars.update(VERB[progress.phase], progress.done_ratio, str(folder))
+            bars.update(PHASE_VERBS[progress.phase], progress.done_ratio, str(folder))
 
         done = await publish_folder(
             connection.admin, folder, name, tag, report=tell, for_another_engine=for_another_engine

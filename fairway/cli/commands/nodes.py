@@ -9,11 +9,12 @@ import typer
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption, YesOption
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import labels, version_state
 from fairway.cli.terminal.durations import show_bytes
+from fairway.cli.terminal.formats import show_deleted
 from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.output import confirm
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import labels, version_state
 from fairway.cli.waiting import until_drained
 from fairway.v1 import controlplane_pb2 as cp
 

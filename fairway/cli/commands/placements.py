@@ -11,11 +11,11 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.terminal.cells import moment, priority, short_digest
 from fairway.cli.terminal.durations import show_span
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.table import Column, show_rows
-from fairway.cli.terminal.words import moment, priority, short_digest
 from fairway.cli.watch import follow, polled
 from fairway.v1 import scheduler_pb2 as pb
 

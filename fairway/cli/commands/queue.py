@@ -11,10 +11,10 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.cli import completion
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, OutputOption, WatchOption
+from fairway.cli.terminal.cells import priority, short_digest
 from fairway.cli.terminal.durations import show_span
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import priority, short_digest
 from fairway.cli.watch import follow, polled
 from fairway.v1 import controlplane_pb2 as cp
 

@@ -17,12 +17,13 @@ from fairway.cli.flags import (
     OutputOption,
     PriorityName,
     YesOption,
-    pairs,
+    key_values,
 )
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import age, labels, limit, priority
+from fairway.cli.terminal.formats import show_deleted
 from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.output import confirm
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import age, labels, limit, priority
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Tenants: the unit of quotas and isolation.", no_args_is_help=True)
@@ -87,7 +88,7 @@ class _Overload:
         if self.degrade_models is not None:
             tenant.degrade.smaller_models.clear()
             if self.degrade_models != ["none"]:
-                tenant.degrade.smaller_models.update(pairs(self.degrade_models, flag="--degrade-model"))
+                tenant.degrade.smaller_models.update(key_values(self.degrade_models, flag="--degrade-model"))
 
 
 def _degrade(tenant: cp.Tenant) -> str:
@@ -263,4 +264,4 @@ def _set(
         tenant.max_priority = max_priority.proto
     if label is not None:
         tenant.metadata.labels.clear()
-        tenant.metadata.labels.update(pairs(label, flag="--label"))
+        tenant.metadata.labels.update(key_values(label, flag="--label"))

@@ -10,14 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from fairway.cli.calls import CALL_TIMEOUT_S, admin_client, admin_error, checked
+from fairway.cli.calls import CALL_TIMEOUT_S, PHASE_VERBS, admin_client, admin_error, checked, publish_folder
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.progress import Progress
-from fairway.cli.fleet.publishing import VERB, publish_folder
-from fairway.cli.fleet.remote import FleetAddresses
 from fairway.cli.state import StateDir, read_json, read_secret, write_json, write_private
 from fairway.cli.waiting import until_deployed
 from fairway.client import (
@@ -35,6 +33,22 @@ from fairway.client.admin.wait import describe, ready_replicas, until_any_ready
 from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
+
+
+class FleetAddresses(Protocol):
+    """host:port of the services that a bootstrap calls."""
+
+    def of(self, name: str) -> str:
+        """Address of "registry" or "controlplane"."""
+        ...
+
+    def grpc_of(self, name: str) -> str:
+        """gRPC address of one of ``gateway_names``."""
+        ...
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]: ...
+
 
 TENANT: Final = "default"
 KEY_NAME: Final = "local"
@@ -90,7 +104,7 @@ class Bootstrap:
         self.progress.event("model", "starting", f"publishing {folder}")
 
         def report(progress: PublishProgress) -> None:
-            detail = f"{VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
+            detail = f"{PHASE_VERBS[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
             self.progress.event("model", "starting", detail)
 
         tag = "" if await self._is_published(admin, TAG) else TAG  # an existing tag is not moved

@@ -101,7 +101,7 @@ class LiveProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfailing:
+class TolerantProgress:
     """Passes events on and drops one that cannot be written, so that no process blocks on its output."""
 
     inner: Progress

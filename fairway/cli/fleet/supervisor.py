@@ -13,7 +13,7 @@ from fairway.cli.errors import CliError
 from fairway.cli.fleet.logs import MAX_LOG_BYTES, bound_log, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
 from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
-from fairway.cli.fleet.progress import Progress, Unfailing
+from fairway.cli.fleet.progress import Progress, TolerantProgress
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 from fairway.task_group import TaskGroup
 
@@ -38,7 +38,7 @@ class ProcessSupervisor:
         max_log_bytes: int = MAX_LOG_BYTES,
         report_s: float = _REPORT_S,
     ) -> None:
-        self._progress = Unfailing(progress)
+        self._progress = TolerantProgress(progress)
         self._record_path = record_path
         self._own_log = own_log
         self._max_log_bytes = max_log_bytes

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
-from fairway.formats.drafts import draft_problem_of
+from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
-from fairway.formats.repetition import repetition_problem_of
+from fairway.formats.names import TENSOR_SUFFIX, name_problem, suffix_of
+from fairway.formats.repetition import repetition_problem
 from fairway.formats.safetensors import LENGTH_BYTES
-from fairway.formats.servable import problem_of as problem_of_checkpoint
+from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
 from fairway.formats.weights import weights_digest
 from fairway.v1 import registry_pb2 as pb
 
@@ -112,9 +112,9 @@ def require_servable(files: dict[str, Path]) -> None:
 def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
     """Return digests and chunks; ``tell`` receives the bytes read so far. Raises PublishRefused, OSError."""
     for name in files:
-        if problem := problem_of(name):
+        if problem := name_problem(name):
             raise PublishRefused(problem, next_step="remove the file from the folder, or convert it")
-    if problem := draft_problem_of(files):
+    if problem := draft_problem(files):
         raise PublishRefused(problem, next_step="make the folder `draft` a checkpoint, or remove it")
     for name, path in files.items():
         if suffix_of(name) == TENSOR_SUFFIX:
@@ -125,7 +125,7 @@ def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
             done_bytes += size_bytes
             tell(done_bytes)
     distinct_bytes = sum(chunk.size_bytes for chunk in hashed.chunks.values())
-    if problem := repetition_problem_of(done_bytes, distinct_bytes):
+    if problem := repetition_problem(done_bytes, distinct_bytes):
         raise PublishRefused(problem, next_step="remove the files that repeat others")
     return hashed
 

@@ -20,7 +20,7 @@ import typer
 
 from fairway.cli.errors import ExitCode
 from fairway.cli.main import app, main, run
-from fairway.cli.terminal.changes import confirm
+from fairway.cli.terminal.output import confirm
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {

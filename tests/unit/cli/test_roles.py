@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fairway.cli.errors import CliError
+from fairway.cli.fleet.installation import check_disk, check_model
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.preflight import check_disk, check_model
 from fairway.cli.fleet.roles import (
     Addresses,
     check_settings,

@@ -13,7 +13,7 @@ from fairway.v1 import common_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 
 
-def word(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
+def enum_word(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
     """Return the name of an enum's value without its prefix, in lower case; "" when it is unspecified."""
     try:
         name = name_of(number)
@@ -24,15 +24,15 @@ def word(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
 
 
 def version_state(number: int) -> str:
-    return word(worker_pb2.VersionState.Name, number, "VERSION_STATE_")
+    return enum_word(worker_pb2.VersionState.Name, number, "VERSION_STATE_")
 
 
 def priority(number: int) -> str:
-    return word(common_pb2.Priority.Name, number, "PRIORITY_")
+    return enum_word(common_pb2.Priority.Name, number, "PRIORITY_")
 
 
-def kind(number: int) -> str:
-    return word(cp.ResourceKind.Name, number, "RESOURCE_KIND_")
+def resource_kind(number: int) -> str:
+    return enum_word(cp.ResourceKind.Name, number, "RESOURCE_KIND_")
 
 
 def age(metadata: cp.Metadata) -> str:
