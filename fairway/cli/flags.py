@@ -11,6 +11,7 @@ import typer
 from fairway.cli import completion
 from fairway.cli.terminal.durations import parse_moment, parse_span
 from fairway.v1 import common_pb2
+from fairway.v1.controlplane_pb2 import Metadata
 
 
 class Format(StrEnum):
@@ -69,9 +70,16 @@ def key_values(texts: list[str] | None, *, flag: str) -> dict[str, str]:
     return found
 
 
-def _moment(text: str, *, parse_past: bool) -> datetime:
+def replace_labels(metadata: Metadata, texts: list[str] | None) -> None:
+    """Replace all labels by those of `--label`; None, without the option: keep them."""
+    if texts is not None:
+        metadata.labels.clear()
+        metadata.labels.update(key_values(texts, flag="--label"))
+
+
+def _moment(text: str, *, past: bool) -> datetime:
     try:
-        return parse_moment(text, now=datetime.now(UTC), past=parse_past)
+        return parse_moment(text, now=datetime.now(UTC), past=past)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
 

@@ -7,9 +7,8 @@ from typing import Final
 
 from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.terminal.cells import version_state
 from fairway.client import AdminClient, DeadlineExceeded, FairwayError, WaitFailed
-from fairway.client.admin.wait import remaining_versions
+from fairway.client.admin.wait import remaining_versions, state_name
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
@@ -53,7 +52,7 @@ def show_replicas(show: Show) -> Callable[[cp.Deployment], None]:
     def report(deployment: cp.Deployment) -> None:
         status = deployment.status
         for replica in status.replicas:
-            detail = ", ".join(filter(None, (version_state(replica.state), replica.message)))
+            detail = ", ".join(filter(None, (state_name(replica.state), replica.message)))
             is_ready = replica.state == worker_pb2.VERSION_STATE_READY
             show(replica.worker_id, 1.0 if is_ready else replica.progress_ratio or None, detail)
         if len(status.replicas) < deployment.replicas:

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -16,14 +17,12 @@ from fairway.cli.flags import (
     OutputOption,
     PriorityName,
     WaitOption,
-    YesOption,
     key_values,
+    replace_labels,
 )
 from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import age, labels, priority, short_digest
-from fairway.cli.terminal.formats import show_deleted
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
-from fairway.cli.terminal.output import confirm
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.table import Column
 from fairway.cli.waiting import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
@@ -116,7 +115,7 @@ async def create(
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
     creation = connection.admin.deployments.create(wanted)
-    made = await connection.run(creation, what=f"cannot create the deployment {name}")
+    made = await checked(creation, what=f"cannot create the deployment {name}")
     await _show(connection, made, wait, output)
 
 
@@ -166,12 +165,10 @@ async def update(
             deployment.node_selector.update(key_values(selector, flag="--selector"))
         if priority is not None:
             deployment.priority = priority.proto
-        if label is not None:
-            deployment.metadata.labels.clear()
-            deployment.metadata.labels.update(key_values(label, flag="--label"))
+        replace_labels(deployment.metadata, label)
 
     changed = connection.admin.deployments.change(name, change, etag=etag)
-    changed_to = await connection.run(changed, what=f"cannot change the deployment {name}")
+    changed_to = await checked(changed, what=f"cannot change the deployment {name}")
     await _show(connection, changed_to, wait, output)
 
 
@@ -192,28 +189,17 @@ async def scale(
     """Run the same version on another number of workers."""
 
     scaling = connection.admin.deployments.scale(name, replicas, etag=etag)
-    scaled = await connection.run(scaling, what=f"cannot change the deployment {name}")
+    scaled = await checked(scaling, what=f"cannot change the deployment {name}")
     await _show(connection, scaled, wait, output)
 
 
-@command(
+add_delete(
     app,
-    "delete",
-    to=Server.CONTROLPLANE,
+    DEPLOYMENTS,
+    question="Delete the deployment {name}? Its model is no longer served then.",
+    about="Delete a deployment; its workers finish the running sequences and unload the model.",
     examples=("fairway deployments delete chat", "fairway deployments delete chat --yes"),
 )
-async def delete(
-    connection: Connection,
-    name: NameArgument,
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Delete a deployment; its workers finish the running sequences and unload the model."""
-    confirm(f"Delete the deployment {name}? Its model is served no more.", yes=yes)
-    deletion = connection.admin.deployments.delete(name, etag=etag)
-    await connection.run(deletion, what=f"cannot delete the deployment {name}")
-    show_deleted(name, output)
 
 
 async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, output: Format) -> None:

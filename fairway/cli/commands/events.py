@@ -10,13 +10,14 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.calls import admin_error
+from fairway.cli.calls import admin_error, checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, OutputOption, WatchOption, parse_past
-from fairway.cli.terminal.cells import enum_word, moment, resource_kind
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document, write_part
+from fairway.cli.terminal.cells import enum_name, moment, resource_kind
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
+from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.output import err, out, plain
-from fairway.cli.terminal.table import Column, line_of, show_rows, visible
+from fairway.cli.terminal.table import Column, line_of, visible
 from fairway.cli.watch import lost
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
@@ -24,13 +25,14 @@ from fairway.v1 import controlplane_pb2 as cp
 COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
     Column("time", lambda event: moment(event.time)),
     Column(
-        "severity", lambda event: enum_word(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1
+        "severity", lambda event: enum_name(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1
     ),
     Column("resource", lambda event: f"{resource_kind(event.kind)}/{event.resource}"),
     Column("reason", lambda event: event.reason),
     Column("message", lambda event: event.message),
     Column("name", lambda event: event.name, wide=True),
 )
+EVENTS: Final = Resource("event", "events", Server.CONTROLPLANE, COLUMNS)
 _PAGE: Final = 1000
 _NEWEST: Final = 20
 
@@ -83,10 +85,7 @@ def add(app: typer.Typer) -> None:
             await _follow(connection, wanted, resource, since, output)
             return
         found = await _newest(connection, wanted, resource, since, limit)
-        if output in DOCUMENTS:
-            write_document({"events": [document_of(event) for event in found]}, output)
-        else:
-            show_rows(COLUMNS, found, wide=output is Format.WIDE)
+        EVENTS.write_list(found, output)
 
 
 async def _newest(
@@ -98,7 +97,7 @@ async def _newest(
 ) -> list[cp.Event]:
     """Return at most ``limit`` events, the oldest of them first."""
     listing = connection.admin.events.list(kinds=kinds, resource=resource, limit=limit)
-    found = await connection.run(listing, what="cannot list the events")
+    found = await checked(listing, what="cannot list the events")
     return [event for event in reversed(found) if _is_since(event, since)]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -18,11 +19,12 @@ from fairway.cli.flags import (
     YesOption,
     key_values,
     parse_future,
+    replace_labels,
     span_s,
 )
-from fairway.cli.terminal.cells import age, enum_word, labels, moment
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.cells import age, enum_name, labels, moment
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.v1 import controlplane_pb2 as cp
@@ -59,7 +61,7 @@ KEYS: Final[Resource[cp.Key]] = resource(
     "key",
     (
         Column("name", lambda key: key.metadata.name),
-        Column("role", lambda key: enum_word(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
+        Column("role", lambda key: enum_name(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
         Column("tenant", lambda key: key.tenant),
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
@@ -105,7 +107,7 @@ async def create(
     )
     if expires is not None:
         wanted.expire_time.FromDatetime(expires)
-    made = await connection.run(connection.admin.keys.create(wanted), what=f"cannot create the key {name}")
+    made = await checked(connection.admin.keys.create(wanted), what=f"cannot create the key {name}")
     _show_secret(made.key, made.secret, output)
 
 
@@ -138,7 +140,7 @@ async def rotate(
             f"Rotate the key {name} without a grace? Whoever uses the old secret is refused at once.", yes=yes
         )
     rotation = connection.admin.keys.rotate(name, grace_s=grace, etag=etag)
-    made = await connection.run(rotation, what=f"cannot rotate the key {name}")
+    made = await checked(rotation, what=f"cannot rotate the key {name}")
     _show_secret(made.key, made.secret, output)
 
 
@@ -179,32 +181,20 @@ async def update(
             key.expire_time.FromDatetime(expires)
         if no_expiry:
             key.ClearField("expire_time")
-        if label is not None:
-            key.metadata.labels.clear()
-            key.metadata.labels.update(key_values(label, flag="--label"))
+        replace_labels(key.metadata, label)
 
     changed = connection.admin.keys.change(name, change, etag=etag)
-    KEYS.write_one(await connection.run(changed, what=f"cannot change the key {name}"), output)
+    KEYS.write_one(await checked(changed, what=f"cannot change the key {name}"), output)
 
 
-@command(
+add_delete(
     app,
-    "revoke",
-    to=Server.CONTROLPLANE,
+    KEYS,
+    question="Revoke the key {name}? Requests with it are rejected from now on.",
+    about="Delete a key. Requests with it are rejected from then on.",
     examples=("fairway keys revoke ci", "fairway keys revoke leaked --yes"),
+    verb="revoke",
 )
-async def revoke(
-    connection: Connection,
-    name: NameArgument,
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Delete a key. Requests with it are rejected from then on."""
-    confirm(f"Revoke the key {name}? Whoever uses it is refused from now on.", yes=yes)
-    deletion = connection.admin.keys.delete(name, etag=etag)
-    await connection.run(deletion, what=f"cannot revoke the key {name}")
-    show_deleted(name, output)
 
 
 def _show_secret(key: cp.Key, secret: str, output: Format) -> None:

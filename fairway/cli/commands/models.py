@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
-from fairway.cli.calls import PHASE_VERBS, publish_folder
+from fairway.cli.calls import PHASE_VERBS, checked, publish_folder
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
@@ -42,7 +42,7 @@ _MIN_PREFIX = 6
 
 
 async def _all(connection: Connection) -> Sequence[rg.RegisteredModel]:
-    return await connection.run(connection.admin.models.list(), what="cannot list the models")
+    return await checked(connection.admin.models.list(), what="cannot list the models")
 
 
 def _tags(model: rg.RegisteredModel) -> str:
@@ -71,11 +71,7 @@ VERSION_COLUMNS: Final[tuple[Column[rg.Version], ...]] = (
 )
 
 
-async def _unlisted(_: Connection) -> Sequence[rg.Version]:
-    raise AssertionError("versions are listed by model")
-
-
-VERSIONS: Final = Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS, _unlisted)
+VERSIONS: Final = Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS)
 add_list(app, MODELS, about="List the models of the registry with their tags.")
 
 
@@ -164,7 +160,7 @@ async def show(
     """Show a version with its manifest: every file with its size and digest."""
     digest = await _resolve(connection, model, version)
     what = f"cannot show {model} {version}"
-    VERSIONS.write_one(await connection.run(connection.admin.models.get(model, digest), what=what), output)
+    VERSIONS.write_one(await checked(connection.admin.models.get(model, digest), what=what), output)
 
 
 @command(
@@ -184,7 +180,7 @@ async def tag(
     """Point a tag at a version. Deployments keep their version until they are updated."""
     digest = await _resolve(connection, model, version)
     tagging = connection.admin.models.tag(model, tag, digest, etag=etag)
-    await connection.run(tagging, what=f"cannot tag {model} {version}")
+    await checked(tagging, what=f"cannot tag {model} {version}")
     if output in DOCUMENTS:
         write_document({"model": model, "tag": tag, "digest": digest}, output)
     else:
@@ -203,7 +199,7 @@ async def untag(
     """Remove a tag. Its version stays."""
     confirm(f"Remove the tag {tag} of {model}?", yes=yes)
     untagging = connection.admin.models.untag(model, tag, etag=etag)
-    await connection.run(untagging, what=f"cannot untag {model} {tag}")
+    await checked(untagging, what=f"cannot untag {model} {tag}")
     show_deleted(tag, output)
 
 
@@ -224,7 +220,7 @@ async def delete(
     digest = await _resolve(connection, model, version)
     confirm(f"Delete {model} {digest}?", yes=yes)
     what = f"cannot delete {model} {short_digest(digest)}"
-    await connection.run(connection.admin.models.delete(model, digest), what=what)
+    await checked(connection.admin.models.delete(model, digest), what=what)
     show_deleted(digest, output)
 
 
@@ -258,7 +254,7 @@ async def collect_garbage(
     collection = connection.admin.models.collect_garbage(
         dry_run=dry_run, min_age_s=older_than, timeout_s=connection.wait_s
     )
-    found = await connection.run(collection, what="cannot collect garbage")
+    found = await checked(collection, what="cannot collect garbage")
     if output in DOCUMENTS:
         write_document(document_of(found), output)
         return
@@ -270,7 +266,7 @@ async def collect_garbage(
 
 async def _versions(connection: Connection, model: str) -> Sequence[rg.Version]:
     listing = connection.admin.models.versions(model)
-    return await connection.run(listing, what=f"cannot list the versions of {model}")
+    return await checked(listing, what=f"cannot list the versions of {model}")
 
 
 async def _resolve(connection: Connection, model: str, version: str) -> str:
