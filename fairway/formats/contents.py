@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fairway.formats import names, safetensors
+from fairway.formats import safetensors, version_files
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
 
 MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
@@ -74,11 +74,11 @@ class Checker(Protocol):
 
 def checker_for(path: str, size_bytes: int) -> Checker:
     """Return a checker for a file of this name and size, with bounded memory. Raises ContentRefused."""
-    if problem := names.name_problem(path):
+    if problem := version_files.name_problem(path):
         raise ContentRefused(path, problem.removeprefix(path).strip())
-    if names.suffix_of(path) == names.TENSOR_SUFFIX:
+    if version_files.suffix_of(path) == version_files.TENSOR_SUFFIX:
         return _Tensors(path, size_bytes)
-    if names.is_text(path):
+    if version_files.is_text(path):
         small = path.rpartition("/")[2] in _SMALL_NAMES
         most = MAX_SMALL_BYTES if small else MAX_TEXT_BYTES
         if size_bytes > most:
@@ -148,7 +148,7 @@ class _Text:
             data.decode()
         except UnicodeDecodeError as exc:
             raise ContentRefused(self._path, "it is no text: it is not in UTF-8") from exc
-        if names.suffix_of(self._path) == ".json":
+        if version_files.suffix_of(self._path) == ".json":
             self._check_json(data)
         elif is_pickle(data):
             raise ContentRefused(self._path, "it holds pickled objects")

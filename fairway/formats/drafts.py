@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from fairway.formats.names import TENSOR_SUFFIX, TEXT_NAMES, suffix_of
+from fairway.formats.version_files import TENSOR_SUFFIX, TEXT_NAMES, suffix_of
 
 FOLDER: Final = "draft"
 CONFIG: Final = "config.json"

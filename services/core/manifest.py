@@ -23,9 +23,7 @@ import msgspec
 
 from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.names import name_problem
-from fairway.formats.repetition import repetition_problem
-from fairway.formats.weights import weights_digest
+from fairway.formats.version_files import name_problem, repetition_problem, weights_digest
 from services.core.errors import IntegrityError, InvalidInput
 
 SCHEMA: Final = 2

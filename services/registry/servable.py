@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from fairway.formats import drafts
-from fairway.formats.names import GATEWAY_FILES
 from fairway.formats.servable import INDEX, checkpoint_problem
+from fairway.formats.version_files import GATEWAY_FILES
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.manifest import Manifest, ManifestFile

@@ -19,11 +19,15 @@ from typing import BinaryIO, Final, Literal
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.names import TENSOR_SUFFIX, name_problem, suffix_of
-from fairway.formats.repetition import repetition_problem
 from fairway.formats.safetensors import LENGTH_BYTES
 from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
-from fairway.formats.weights import weights_digest
+from fairway.formats.version_files import (
+    TENSOR_SUFFIX,
+    name_problem,
+    repetition_problem,
+    suffix_of,
+    weights_digest,
+)
 from fairway.v1 import registry_pb2 as pb
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
