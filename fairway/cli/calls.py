@@ -86,14 +86,14 @@ def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return (
                 ExitCode.UNAVAILABLE,
-                "try again, or with a longer --timeout; `fairway status` tells whether every part answers",
+                "try again, or with a longer --timeout; `fairway status` shows whether every part answers",
             )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ExitCode.UNAVAILABLE, "wait a little and try again"
         case grpc.StatusCode.UNIMPLEMENTED:
             return ExitCode.REFUSED, "this server does not offer it"
         case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
-            return ExitCode.FAILED, "look for the incident in the logs under .fairway/logs"
+            return ExitCode.FAILED, "search the incident in the logs under .fairway/logs"
         case _:
             return ExitCode.REFUSED, step or "change the request and try again"
 
@@ -119,10 +119,10 @@ _STEPS: Final = {
     "NOT_FOUND": "`list` of the same command shows what is there",
     "MODEL_NOT_FOUND": "`fairway deployments list` and `fairway models list` show what is there",
     "ALREADY_EXISTS": "choose another name, or change the one that is there with `update`",
-    "FAILED_PRECONDITION": "do first what the message asks for, then try again",
-    "ETAG_MISMATCH": "look at it with `show`, and repeat the change with the etag that it has now",
-    "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` tell what is missing",
-    "NO_LEADER": "a scheduler leads again within seconds; `fairway status` tells whether one runs",
+    "FAILED_PRECONDITION": "do first what the message requires, then try again",
+    "ETAG_MISMATCH": "read it with `show`, and repeat the change with its present etag",
+    "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` show what is missing",
+    "NO_LEADER": "a new leader is elected within seconds; `fairway status` shows whether a scheduler runs",
 }
 
 

@@ -32,7 +32,7 @@ TimeoutOption = Annotated[
         "--timeout",
         parser=timeout_s,
         metavar="SPAN",
-        help="Of a call, such as 30s, else 15 s; with --wait of the wait, else 10 minutes.",
+        help="Time limit of a call (default 15s), or with --wait of the wait (default 10m).",
         show_default=False,
     ),
 ]

@@ -109,7 +109,7 @@ def run(commands: typer.Typer, argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         code = int(ExitCode.INTERRUPTED)
     except typer.Abort:
-        show_error(CliError("ABORTED", "nothing was changed", next_step="add --yes to go ahead unasked"))
+        show_error(CliError("ABORTED", "nothing was changed", next_step="add --yes to skip the confirmation"))
         return int(ExitCode.FAILED)
     except _WrongUse as exc:
         return _wrong_use(exc)
@@ -133,7 +133,7 @@ def _wrong_use(exc: Exception) -> int:
     if type(exc).__name__ == "NoArgsIsHelpError":
         plain(out(), message)
     else:
-        show_error(CliError("USAGE", message, next_step=f"`{path} --help` shows how, with examples"))
+        show_error(CliError("USAGE", message, next_step=f"`{path} --help` shows the usage, with examples"))
     return int(ExitCode.USAGE)
 
 

@@ -110,7 +110,7 @@ class StateDir:
         with self.writing():
             open_before = self.root.exists() and _is_open(self.root)
             if open_before and not self._is_ours():
-                raise OSError(errno.EEXIST, "it holds other files, or other users' too", str(self.root))
+                raise OSError(errno.EEXIST, "it contains other files or files of other users", str(self.root))
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(self.root)
             for folder in (*inside, self.sockets):

@@ -17,12 +17,14 @@ Show = Callable[[str, float | None, str], None]
 
 _STEPS: Final = {
     "NOT_READY_IN_TIME": (
-        "it goes on loading; see `fairway nodes list -o wide`, or wait with a longer --timeout"
+        "it continues to load; see `fairway nodes list -o wide`, or wait with a longer --timeout"
     ),
-    "NOT_DRAINED_IN_TIME": "it goes on; add a worker or uncordon one, or wait with a longer --timeout",
+    "NOT_DRAINED_IN_TIME": "it continues; add a worker or uncordon one, or wait with a longer --timeout",
     "DRAIN_ENDED": "`fairway nodes drain {name}` starts it again",
 }
-_FAILED: Final = "`fairway deployments show {name}` has the rest; change it with `update`, or `delete` it"
+_FAILED: Final = (
+    "`fairway deployments show {name}` shows the details; change it with `update`, or `delete` it"
+)
 
 
 async def until_deployed(

@@ -202,7 +202,7 @@ class Client:
             raise RuntimeError("the client is not open: use `async with Client(...) as client`")
         core, loop = self._entered
         if asyncio.get_running_loop() is not loop:
-            raise RuntimeError("a client belongs to the event loop that it was opened in")
+            raise RuntimeError("a client can only be used in the event loop in which it was opened")
         return core
 
     def _timeout_s(self, requested_s: float | None) -> float:

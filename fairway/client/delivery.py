@@ -77,7 +77,7 @@ class DeliveryPositions:
         at = self._choices.setdefault(event.choice, _Choice())
         if event.offset != at.seen_tokens:
             raise _diverged(
-                f"choice {event.choice} goes on at token {event.offset} instead of {at.seen_tokens}",
+                f"choice {event.choice} continues at token {event.offset} instead of {at.seen_tokens}",
                 self._request_id,
             )
         old = min(max(0, at.tokens - at.seen_tokens), len(event.ids))

@@ -23,8 +23,8 @@ def draft_problem(paths: Iterable[str]) -> str:
     for name in names:
         if not _belongs(name):
             return (
-                f"{FOLDER}/{name} is none of a draft, which is {CONFIG} and safetensors files: "
-                "it has the tokenizer and the limits of its version"
+                f"{FOLDER}/{name} does not belong in a draft, which has {CONFIG} and safetensors files: "
+                "it uses the tokenizer and the limits of its version"
             )
     if names and CONFIG not in names:
         return f"{FOLDER}/{CONFIG} is missing: a draft needs it"

@@ -30,7 +30,7 @@ def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes]) -> 
     if problem := _shape_problem(CONFIG, fields) or _shard_problem("", names, read):
         return problem
     if TOKENIZER not in names:
-        return f"{TOKENIZER} is missing: gateways read every text with it"
+        return f"{TOKENIZER} is missing: gateways need it to tokenize text"
     draft = f"{drafts.FOLDER}/"
     if draft + CONFIG not in names:
         return ""

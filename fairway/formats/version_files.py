@@ -58,12 +58,12 @@ def name_problem(path: str) -> str:
     name = path.rpartition("/")[2].lower()
     suffixes = {"." + part for part in name.split(".")[1:]}
     if suffixes & PICKLE_SUFFIXES:
-        return f"{path} may carry pickled objects: weights come as safetensors"
+        return f"{path} may contain pickled objects: publish weights as safetensors"
     if suffixes & CODE_SUFFIXES:
-        return f"{path} is program code: a version holds data only"
+        return f"{path} is program code: a version contains only data"
     if name != OPAQUE_NAME and suffix_of(name) != TENSOR_SUFFIX and not is_text(path):
         allowed = ", ".join(sorted("*" + suffix for suffix in (*TEXT_SUFFIXES, TENSOR_SUFFIX)))
-        return f"{path} is no kind of file that a version holds ({allowed})"
+        return f"{path} is not a kind of file that a version may contain ({allowed})"
     return ""
 
 

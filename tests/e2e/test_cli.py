@@ -435,7 +435,13 @@ def test_chat_through_pipes(cli: CommandLine, stack: Stack) -> None:
     assert process.returncode == 0, said
     assert answers.strip()
     assert said.count("12 output tokens") == 2
-    for text in ("/reset", f"* {stack.model}", "no model nobody", "no /nothing", "begins anew"):
+    for text in (
+        "/reset",
+        f"* {stack.model}",
+        "no model nobody",
+        "no command /nothing",
+        "conversation is empty",
+    ):
         assert text in said
 
 

@@ -43,15 +43,20 @@ def bootstrap(
     registry: AddressOption,
     controlplane: AddressOption,
     gateway: Annotated[list[str], typer.Option(help="gRPC host:port of a gateway; once for each of them.")],
-    http: Annotated[str, typer.Option(help="URL of a gateway, for the file of endpoints.")] = "",
-    replicas: Annotated[int, typer.Option(min=1, max=10000, help="Of the deployed model.")] = 1,
+    http: Annotated[str, typer.Option(help="URL of a gateway, for endpoints.json.")] = "",
+    replicas: Annotated[int, typer.Option(min=1, max=10000, help="Replicas of the deployed model.")] = 1,
     model_dir: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; else the bundled model.")
+        Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
     ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
-    ready_s: Annotated[float, typer.Option(min=1, help="How long the model may take to load.")] = 600.0,
+    ready_s: Annotated[
+        float, typer.Option(min=1, help="Time limit for loading the model, in seconds.")
+    ] = 600.0,
     state_dir: Annotated[
-        Path, typer.Option(help="Holds secrets/admin_key; gets secrets/api_key and endpoints.json.")
+        Path,
+        typer.Option(
+            help="Folder with secrets/admin_key; secrets/api_key and endpoints.json are written there."
+        ),
     ] = Path(".fairway"),
 ) -> None:
     """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
@@ -68,7 +73,7 @@ def bootstrap(
         raise CliError(
             "NO_KEY",
             f"there is no admin key in {state.secret('admin_key')}",
-            next_step="put the key there that the control plane has in FAIRWAY_ADMIN_KEY_FILE",
+            next_step="write the control plane's key (FAIRWAY_ADMIN_KEY_FILE) to this file",
         )
     options = UpOptions(
         state_dir=str(state.root),

@@ -100,18 +100,20 @@ async def trim_to_context(
 
 HELP: Final = """\
 /help          this list
-/reset         forget the conversation; the system message stays
-/model [NAME]  talk to another model; without a name: which there are
+/reset         delete the conversation; the system message stays
+/model [NAME]  use another model; without a name: list the models
 /system [TEXT] set the system message; without a text: none
 /quit          end, as Ctrl-D does
-//TEXT         say a text that begins with a slash
+//TEXT         send a text that begins with a slash
 Ctrl-C stops an answer."""
 
 
 def chat(
     model: ModelOption = "",
     system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1048576, help="Of one answer.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, max=1048576, help="Maximum of one answer.")
+    ] = 256,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
@@ -172,7 +174,7 @@ class _Chat:
             except KeyboardInterrupt:
                 if not interactive or interrupted:
                     raise
-                plain(err(), "\nCtrl-D or /quit ends; so does Ctrl-C once more.")
+                plain(err(), "\nCtrl-D or /quit ends the chat; so does a second Ctrl-C.")
                 interrupted = True
                 continue
             interrupted = False
@@ -204,7 +206,7 @@ class _Chat:
                 plain(err(), HELP)
             case "/reset":
                 self.conversation.turns.clear()
-                plain(err(), "The conversation begins anew.")
+                plain(err(), "The conversation is empty.")
             case "/model":
                 self._choose(value)
             case "/system":
@@ -212,7 +214,8 @@ class _Chat:
                 plain(err(), "The system message is set." if value else "There is no system message.")
             case _:
                 plain(
-                    err(), f"There is no {name}. /help lists what there is; //TEXT says a text with a slash."
+                    err(),
+                    f"There is no command {name}. /help lists the commands; //TEXT sends text with a slash.",
                 )
         return True
 
@@ -220,7 +223,7 @@ class _Chat:
         names = self.runner.run(_served(self.client))
         if name and name in names:
             self.conversation.model, self.context = name, None
-            plain(err(), f"Now {name} answers. The conversation goes on.")
+            plain(err(), f"The model is now {name}. The conversation continues.")
             return
         if name:
             plain(err(), f"There is no model {name} for this key.")

@@ -30,14 +30,15 @@ from fairway.v1 import controlplane_pb2 as cp
 app = typer.Typer(help="Deployments: which versions are kept running.", no_args_is_help=True)
 
 ReplicasOption = Annotated[
-    int | None, typer.Option("--replicas", min=0, max=10000, help="On how many workers.")
+    int | None, typer.Option("--replicas", min=0, max=10000, help="Number of workers.")
 ]
 SelectorOption = Annotated[
     list[str] | None,
-    typer.Option("--selector", metavar="KEY=VALUE", help="A label that its workers must carry. Repeatable."),
+    typer.Option("--selector", metavar="KEY=VALUE", help="A label that the workers must have. Repeatable."),
 ]
 PriorityOption = Annotated[
-    PriorityName | None, typer.Option("--priority", help="Who goes first where not all fit.")
+    PriorityName | None,
+    typer.Option("--priority", help="Which deployment gets workers first when not all fit."),
 ]
 
 
@@ -88,7 +89,9 @@ async def create(
     model: Annotated[
         str,
         typer.Option(
-            "--model", help="Name in the registry; else the deployment's.", autocompletion=completion.models
+            "--model",
+            help="Name in the registry; default: the name of the deployment.",
+            autocompletion=completion.models,
         ),
     ] = "",
     version: Annotated[
@@ -151,7 +154,7 @@ async def update(
     --selector and --label replace all present entries.
     """
     if model and not version:
-        raise typer.BadParameter("--model needs --version: a digest of the model before is none of this one")
+        raise typer.BadParameter("--model needs --version: the present version belongs to the old model")
 
     def change(deployment: cp.Deployment) -> None:
         if model:
@@ -181,7 +184,7 @@ async def update(
 async def scale(
     connection: Connection,
     name: NameArgument,
-    replicas: Annotated[int, typer.Argument(min=0, max=10000, help="On how many workers.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=10000, help="Number of workers.")],
     etag: EtagOption = "",
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,

@@ -68,14 +68,21 @@ def add(app: typer.Typer) -> None:
         since: Annotated[
             datetime | None,
             typer.Option(
-                "--since", parser=parse_past, metavar="WHEN", help="Not older: a span like 10m, or a time."
+                "--since",
+                parser=parse_past,
+                metavar="WHEN",
+                help="Only events since then: a time span such as 10m, or a time.",
             ),
         ] = None,
         kinds: Annotated[
-            list[KindName] | None, typer.Option("--kind", help="Only of these. Repeatable.")
+            list[KindName] | None, typer.Option("--kind", help="Only events of this kind. Repeatable.")
         ] = None,
-        resource: Annotated[str, typer.Option("--resource", help="Only of what has this name.")] = "",
-        limit: Annotated[int, typer.Option("--limit", min=1, max=10000, help="The newest so many.")] = 100,
+        resource: Annotated[
+            str, typer.Option("--resource", help="Only events of the resource with this name.")
+        ] = "",
+        limit: Annotated[
+            int, typer.Option("--limit", min=1, max=10000, help="Maximum number of events, the newest ones.")
+        ] = 100,
         output: OutputOption = Format.TABLE,
         watch: WatchOption = False,
     ) -> None:

@@ -35,7 +35,7 @@ ModelsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="A model that it may use. Repeatable; none: every one of its tenant.",
+        help="A model that the key may use. Repeatable; without it: all models of the tenant.",
         autocompletion=completion.deployments,
     ),
 ]
@@ -45,7 +45,7 @@ ExpiresOption = Annotated[
         "--expires",
         parser=parse_future,
         metavar="WHEN",
-        help="In a span such as 90d, or at a time such as 2027-01-31.",
+        help="Expiry: a time span such as 90d, or a time such as 2027-01-31.",
     ),
 ]
 
@@ -90,9 +90,11 @@ async def create(
     connection: Connection,
     name: NameArgument,
     tenant: Annotated[
-        str, typer.Option("--tenant", help="Whose key it is.", autocompletion=completion.tenants)
+        str, typer.Option("--tenant", help="Tenant of the key.", autocompletion=completion.tenants)
     ] = "default",
-    admin: Annotated[bool, typer.Option("--admin", help="An operator's key, of no tenant.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Create an operator's key, without a tenant.")
+    ] = False,
     model: ModelsOption = None,
     expires: ExpiresOption = None,
     label: LabelOption = None,
@@ -126,7 +128,7 @@ async def rotate(
             "--grace",
             parser=span_s,
             metavar="SPAN",
-            help="How long the old secret stays good.",
+            help="How long the old secret stays valid.",
             show_default="0s",
         ),
     ] = 0.0,
@@ -137,7 +139,8 @@ async def rotate(
     """Give a key a new secret and print it. The old one stays valid for the grace period, 0 by default."""
     if not grace:
         confirm(
-            f"Rotate the key {name} without a grace? Whoever uses the old secret is refused at once.", yes=yes
+            f"Rotate the key {name} without a grace period? The old secret is rejected at once.",
+            yes=yes,
         )
     rotation = connection.admin.keys.rotate(name, grace_s=grace, etag=etag)
     made = await checked(rotation, what=f"cannot rotate the key {name}")
@@ -159,9 +162,9 @@ async def update(
     connection: Connection,
     name: NameArgument,
     model: ModelsOption = None,
-    all_models: Annotated[bool, typer.Option("--all-models", help="Every model of its tenant.")] = False,
+    all_models: Annotated[bool, typer.Option("--all-models", help="Allow all models of the tenant.")] = False,
     expires: ExpiresOption = None,
-    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="It never expires.")] = False,
+    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="Remove the expiry.")] = False,
     label: LabelOption = None,
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,

@@ -36,7 +36,7 @@ VersionArgument = Annotated[
     ),
 ]
 TagEtagOption = Annotated[
-    str, typer.Option("--etag", help="Only if it points at this digest now: nobody's move is lost.")
+    str, typer.Option("--etag", help="Apply only if the tag points at this digest now.")
 ]
 _MIN_PREFIX = 6
 
@@ -88,10 +88,12 @@ async def publish(
     connection: Connection,
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint folder.")],
     name: Annotated[str, typer.Option("--name", help="Name of the model.")],
-    tag: Annotated[str, typer.Option("--tag", help="Points at it afterwards; '': none does.")] = "latest",
+    tag: Annotated[str, typer.Option("--tag", help="Tag to point at the version; '': none.")] = "latest",
     for_another_engine: Annotated[
         bool,
-        typer.Option("--for-another-engine", help="Also what Fairway's own engine or gateways cannot serve."),
+        typer.Option(
+            "--for-another-engine", help="Accept a model that Fairway's own engine or gateways cannot serve."
+        ),
     ] = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
@@ -125,7 +127,7 @@ def _show_published(done: Published, tag: str, output: Format) -> None:
         return
     plain(out(), done.digest)
     sent = f"{show_bytes(done.uploaded_bytes)} of {show_bytes(done.size_bytes)} uploaded"
-    plain(err(), f"{'published' if done.created else 'was there already'}: {sent}")
+    plain(err(), f"{'published' if done.created else 'was published before'}: {sent}")
     if sys.stderr.isatty():
         plain(err(), f"serve it with `fairway deployments create {done.model} --wait`")
 
@@ -173,7 +175,7 @@ async def tag(
     connection: Connection,
     model: ModelArgument,
     version: VersionArgument,
-    tag: Annotated[str, typer.Argument(help="The tag that points at it afterwards.")],
+    tag: Annotated[str, typer.Argument(help="The tag to point at the version.")],
     etag: TagEtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
@@ -238,7 +240,10 @@ async def collect_garbage(
     older_than: Annotated[
         float,
         typer.Option(
-            "--older-than", parser=span_s, metavar="SPAN", help="Younger ones stay; at least an hour."
+            "--older-than",
+            parser=span_s,
+            metavar="SPAN",
+            help="Minimum age of a deleted blob; at least an hour.",
         ),
     ] = "24h",  # type: ignore[assignment]  # parsed like input from the command line
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
@@ -250,7 +255,7 @@ async def collect_garbage(
     The minimum age protects uploads whose version is not created yet.
     """
     if not dry_run:
-        confirm("Delete what no version needs?", yes=yes)
+        confirm("Delete all blobs that no version uses?", yes=yes)
     collection = connection.admin.models.collect_garbage(
         dry_run=dry_run, min_age_s=older_than, timeout_s=connection.wait_s
     )
@@ -290,7 +295,7 @@ async def _resolve(connection: Connection, model: str, version: str) -> str:
     )
     raise CliError(
         "NOT_FOUND",
-        f"{why}: neither a tag nor a digest that is unique",
+        f"{why}: not a tag, and not a unique digest",
         next_step=f"`fairway models versions {model}` lists them"
         if known
         else "`fairway models list` lists what is there",

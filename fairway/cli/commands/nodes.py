@@ -52,7 +52,7 @@ NODES: Final[Resource[cp.Node]] = resource(
     lambda admin: admin.nodes,
 )
 add_list(app, NODES, about="List the workers and what they have loaded.")
-add_show(app, NODES, about="Show a worker with its versions, its memory and how far a drain is.")
+add_show(app, NODES, about="Show a worker with its versions, its memory and the progress of a drain.")
 
 
 @command(app, "cordon", to=Server.CONTROLPLANE, examples=("fairway nodes cordon worker-1",))

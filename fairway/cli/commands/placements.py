@@ -49,7 +49,7 @@ def _looks(found: pb.PlacementDecision) -> str:
     if found.looks_without_room:
         why.append(f"{found.looks_without_room} no room")
     if found.looks_giving_way:
-        why.append(f"{found.looks_giving_way} giving way")
+        why.append(f"{found.looks_giving_way} yielding")
     return str(found.looks) + (f" ({', '.join(why)})" if why else "")
 
 
@@ -154,7 +154,7 @@ def _add_explain(app: typer.Typer) -> None:
     async def explain(
         connection: Connection,
         request_id: Annotated[
-            str, typer.Argument(metavar="REQUEST_ID", help="The answer's id, or its x-request-id.")
+            str, typer.Argument(metavar="REQUEST_ID", help="Id of the response, or its x-request-id.")
         ],
         output: OutputOption = Format.TABLE,
     ) -> None:
@@ -165,7 +165,7 @@ def _add_explain(app: typer.Typer) -> None:
         if not found.decisions:
             raise CliError(
                 "NOT_FOUND",
-                f"the leading scheduler remembers nothing of {request_id}",
+                f"the leading scheduler has no record of {request_id}",
                 next_step=f"it remembers what began after {moment(found.since)}; what a gateway placed by "
                 "itself, on a worker that is gone, is in that gateway's log",
                 exit_code=ExitCode.REFUSED,

@@ -67,24 +67,25 @@ def simulate(
             show_default=False,
         ),
     ] = "",
-    listed: Annotated[bool, typer.Option("--list", help="Name the scenarios and what each shows.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the scenarios and their purposes.")] = False,
     workers: Annotated[int, typer.Option("--workers", min=1, max=4096, help="Workers of the fleet.")] = 8,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")] = 0,
     duration: Annotated[
         str, typer.Option("--duration", help="How long requests arrive, in simulated time, such as 2m.")
     ] = "",
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests per second; else what the scenario or trace has.")
+        float | None,
+        typer.Option("--rate", help="Requests per second; default: the rate of the scenario or trace."),
     ] = None,
     load: Annotated[
-        float | None, typer.Option("--load", help="The rate as a share of the most that the fleet can serve.")
+        float | None, typer.Option("--load", help="The rate as a share of the fleet's maximum.")
     ] = None,
     preset: Annotated[
         str, typer.Option("--preset", help="Device of the workers, or a file of `fairway calibrate`.")
     ] = "a10",
     traces: Annotated[
         Path | None,
-        typer.Option("--traces", help="Folder in which a trace is looked for; else FAIRWAY_TRACES."),
+        typer.Option("--traces", help="Folder in which traces are searched; default: FAIRWAY_TRACES."),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Folder to write report.json and report.html to.")
@@ -103,7 +104,7 @@ def simulate(
       fairway simulate recorded/conversation.csv --load 0.7 --duration 10m
     """
     if not scenario and not listed:
-        raise typer.BadParameter("name a scenario; --list shows those that there are")
+        raise typer.BadParameter("name a scenario; --list shows the scenarios")
     given = [] if listed else [scenario, "--workers", str(workers), "--seed", str(seed), "--preset", preset]
     options = {
         "--duration": _span(duration) if duration else None,
@@ -123,20 +124,20 @@ def calibrate(
     ),
     worker: Annotated[str, typer.Option("--worker", help="Process to measure; the only one if empty.")] = "",
     model: Annotated[
-        str, typer.Option("--model", help="Model to ask for; the installation's own if empty.")
+        str, typer.Option("--model", help="Model to request; the installation's own if empty.")
     ] = "",
     name: Annotated[str, typer.Option("--name", help="Name of the cost model.")] = "calibrated",
     like: Annotated[
-        str, typer.Option("--like", help="Preset whose sizes of weights and KV it has.")
+        str, typer.Option("--like", help="Preset that provides the sizes of weights and KV.")
     ] = "tiny-cpu",
     max_context: Annotated[
         int, typer.Option("--max-context", min=0, help="Tokens of prompt and output together; 0: no limit.")
     ] = 0,
     short: Annotated[
-        bool, typer.Option("--short", help="Send a fourth of the requests: done sooner, with a worse fit.")
+        bool, typer.Option("--short", help="Send a fourth of the requests: faster, with a worse fit.")
     ] = False,
     state_dir: Annotated[
-        Path, typer.Option("--state-dir", help="Of the installation that `fairway up` runs.")
+        Path, typer.Option("--state-dir", help="State folder of the installation that `fairway up` runs.")
     ] = Path(".fairway"),
 ) -> None:
     """Fit a cost model to a running worker and write it to a file.

@@ -47,7 +47,7 @@ COLUMNS: Final[tuple[Column[Part], ...]] = (
 
 def status(
     state_dir: Annotated[
-        Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")
+        Path, typer.Option("--state-dir", help="Folder of state, logs and secrets.")
     ] = DEFAULT_STATE_DIR,
     output: OutputOption = Format.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,

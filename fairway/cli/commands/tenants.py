@@ -29,7 +29,7 @@ from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Tenants: the unit of quotas and isolation.", no_args_is_help=True)
 
-DisplayNameOption = Annotated[str | None, typer.Option("--display-name", help="A name for people.")]
+DisplayNameOption = Annotated[str | None, typer.Option("--display-name", help="Name to show to users.")]
 RequestsOption = Annotated[
     int | None, typer.Option("--requests-per-minute", min=0, max=100_000_000, help="0: no limit.")
 ]
@@ -37,19 +37,21 @@ ConcurrencyOption = Annotated[
     int | None, typer.Option("--max-concurrency", min=0, max=1_000_000, help="0: no limit.")
 ]
 PriorityOption = Annotated[
-    PriorityName | None, typer.Option("--max-priority", help="The highest class it may ask for.")
+    PriorityName | None, typer.Option("--max-priority", help="Highest priority that its requests may have.")
 ]
 
 WeightOption = Annotated[
     float | None,
-    typer.Option("--weight", min=0.001, max=1_000_000, help="Share of a contended model, against others'."),
+    typer.Option(
+        "--weight", min=0.001, max=1_000_000, help="Share of a contended model, relative to other tenants."
+    ),
 ]
 CommittedOption = Annotated[
     int | None,
     typer.Option(
         "--committed-tokens-per-minute",
         min=0,
-        help="Tokens that are promised; what it uses above them is refused first. 0: no promise.",
+        help="Guaranteed tokens; usage above them is rejected first. 0: no guarantee.",
     ),
 ]
 DegradeTokensOption = Annotated[
@@ -58,14 +60,14 @@ DegradeTokensOption = Annotated[
         "--degrade-max-output-tokens",
         min=0,
         max=1_048_576,
-        help="Under pressure, end outputs after so many tokens. 0: do not.",
+        help="Under pressure, limit outputs to this many tokens. 0: no limit.",
     ),
 ]
 DegradeModelOption = Annotated[
     list[str] | None,
     typer.Option(
         "--degrade-model",
-        help="Under pressure, let another deployment answer: model=smaller. Repeatable; 'none' removes all.",
+        help="Under pressure, use another deployment: model=smaller. Repeatable; 'none' removes all.",
     ),
 ]
 
@@ -134,7 +136,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
     lambda admin: admin.tenants,
 )
 add_list(app, TENANTS, about="List the tenants with their limits.")
-add_show(app, TENANTS, about="Show a tenant with everything that is known of it.")
+add_show(app, TENANTS, about="Show a tenant with all its fields.")
 
 
 @command(
@@ -230,7 +232,7 @@ async def disable(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Reject every request of a tenant; its keys and limits stay."""
-    confirm(f"Disable the tenant {name}? Its requests are refused from now on.", yes=yes)
+    confirm(f"Disable the tenant {name}? Its requests are rejected from now on.", yes=yes)
     TENANTS.write_one(await _changed(connection, name, etag, _disabled(True)), output)
 
 

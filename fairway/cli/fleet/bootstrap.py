@@ -286,7 +286,9 @@ class Bootstrap:
         reason = await self._served("gateway", api_key, "", patience_s=_STALE_KEY_S)
         if isinstance(reason, Unauthenticated):
             if why := await self._why_closed(admin):
-                self.progress.event("key", "failed", f"the key {KEY_NAME} opens no gateway: {why}")
+                self.progress.event(
+                    "key", "failed", f"the key {KEY_NAME} is rejected by every gateway: {why}"
+                )
                 return api_key
             api_key = await self._new_key(admin, replace=True)
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
@@ -307,10 +309,10 @@ class Bootstrap:
         """Return why operators' settings disable the key at every gateway; empty if they do not."""
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
         if key.HasField("expire_time") and key.expire_time.ToSeconds() <= time.time():
-            return f"it has expired; `fairway keys revoke {KEY_NAME}` has the next start make another"
+            return f"it has expired; `fairway keys revoke {KEY_NAME}` lets the next start create another"
         tenant = await checked(admin.tenants.get(TENANT), what=f"cannot look up the tenant {TENANT}")
         if tenant.disabled:
-            return f"the tenant {TENANT} is disabled; `fairway tenants enable {TENANT}` opens them again"
+            return f"the tenant {TENANT} is disabled; `fairway tenants enable {TENANT}` enables it"
         return ""
 
     async def _served(
@@ -325,7 +327,7 @@ class Bootstrap:
     async def _listed(self, client: Client, wanted: str, *, patience_s: float) -> str | FairwayError | None:
         began = time.monotonic()
         deadline = began + patience_s
-        last: str | FairwayError = "never asked"
+        last: str | FairwayError = "no call was made"
         while time.monotonic() < deadline:
             try:
                 ready = {model.name: model.ready_replicas for model in await client.list_models()}

@@ -245,7 +245,7 @@ def check_model(options: UpOptions) -> None:
         return
     raise CliError(
         "MODEL_MISSING",
-        f"{folder} holds no model: there is no config.json",
+        f"{folder} contains no model: there is no config.json",
         next_step="name a checkpoint folder with --model-dir, or start without one with --no-model",
         exit_code=ExitCode.USAGE if options.model_dir else ExitCode.FAILED,
     )

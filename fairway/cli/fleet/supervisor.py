@@ -132,7 +132,7 @@ class ProcessSupervisor:
                 "START_FAILED",
                 f"{spec.name} did not start: {reason}"
                 + (f"\n--- last lines of {spec.log}\n{last}" if last else ""),
-                next_step=f"mend what the log names and start again; the whole log is {spec.log}",
+                next_step=f"fix the cause that the log shows and start again; the complete log is {spec.log}",
             )
         self._progress.event(spec.name, "ready", f"on {spec.address}, {time.monotonic() - began:.1f} s")
 
@@ -144,7 +144,7 @@ class ProcessSupervisor:
 
     async def _until_ready(self, child: Child) -> str:
         """Return "" once the child serves, else why it does not: it ended or its time limit passed."""
-        reason = "never asked"
+        reason = "not probed yet"
         try:
             async with asyncio.timeout(child.spec.start_s):
                 while child.exit_code is None:
@@ -212,7 +212,7 @@ class ProcessSupervisor:
                 silent_since = now_s
             elif now_s - silent_since >= child.spec.silence_s:
                 await child.kill()
-                return f"answered nothing for {child.spec.silence_s:g} s and was killed"
+                return f"did not answer for {child.spec.silence_s:g} s and was killed"
 
     def _save(self) -> None:
         """Write the record. A failed write blocks neither a restart nor the stop."""

@@ -17,7 +17,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not typer.confirm(question, err=True):
-        raise CliError("NOT_CONFIRMED", "nothing was changed", next_step="add --yes to go ahead unasked")
+        raise CliError("NOT_CONFIRMED", "nothing was changed", next_step="add --yes to skip the confirmation")
 
 
 class OutputClosed(Exception):

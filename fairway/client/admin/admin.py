@@ -163,7 +163,7 @@ class AdminClient:
         if self._opened is None:
             raise RuntimeError("the client is not open: use `async with AdminClient(...) as admin`")
         if asyncio.get_running_loop() is not self._opened.loop:
-            raise RuntimeError("a client belongs to the event loop that it was opened in")
+            raise RuntimeError("a client can only be used in the event loop in which it was opened")
         return self._opened
 
     def _control(self) -> Service:

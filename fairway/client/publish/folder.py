@@ -68,7 +68,7 @@ def find_files(folder: Path) -> dict[str, Path]:
     Names that begin with a dot are left out. A link is followed only to a file inside the folder.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder")
+        raise FileNotFoundError(f"{folder} is not a folder")
     root = folder.resolve()
     found: dict[str, Path] = {}
     for here, folders, names in os.walk(folder, onerror=_fail):
@@ -78,7 +78,7 @@ def find_files(folder: Path) -> dict[str, Path]:
             if not name.startswith(".") and (name not in folders or path.is_symlink()):
                 found[path.relative_to(folder).as_posix()] = _inside(path, root)
     if not found:
-        raise FileNotFoundError(f"{folder} holds no files to publish")
+        raise FileNotFoundError(f"{folder} contains no files to publish")
     return dict(sorted(found.items()))
 
 
@@ -89,7 +89,7 @@ def _inside(path: Path, root: Path) -> Path:
     except (OSError, RuntimeError) as exc:  # a loop is a RuntimeError before Python 3.13
         if isinstance(exc, OSError) and exc.errno not in (errno.ENOENT, errno.ELOOP):
             raise
-        raise PublishRefused(f"{path} is a link that leads nowhere", next_step="remove it") from exc
+        raise PublishRefused(f"{path} is a broken link", next_step="remove it") from exc
     if not real.is_relative_to(root):
         raise PublishRefused(
             f"{path} is a link to a place outside the folder",

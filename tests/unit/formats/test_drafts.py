@@ -31,7 +31,7 @@ def test_a_version_has_a_whole_draft_or_none(paths: tuple[str, ...]) -> None:
         (("draft/config.json",), "a draft needs draft/model.safetensors"),
         (("draft/config.json", "draft/other.safetensors"), "a draft needs draft/model.safetensors"),
         *(
-            ((*WHOLE, f"draft/{name}"), f"draft/{name} is none of a draft")
+            ((*WHOLE, f"draft/{name}"), f"draft/{name} does not belong in a draft")
             for name in (
                 "tokenizer.json",
                 "tokenizer.model",
