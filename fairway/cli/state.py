@@ -109,27 +109,27 @@ class StateDir:
         inside = (self.logs, self.secrets, self.root / "state", self.root / "sockets")
         with self.writing():
             open_before = self.root.exists() and _is_open(self.root)
-            if open_before and not self._is_ours():
+            if open_before and not self._is_installation():
                 raise OSError(errno.EEXIST, "it contains other files or files of other users", str(self.root))
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(self.root)
             for folder in (*inside, self.sockets):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                others_could_look = open_before or _is_open(folder)
+                was_open = open_before or _is_open(folder)
                 _make_private(folder)
-                if others_could_look:
+                if was_open:
                     _make_contents_private(folder)
             for path in (self.ports, self.endpoints, self.lock, self.fleet, self.options, self.created):
                 if path.exists():
                     _make_private(path)
 
-    def _is_ours(self) -> bool:
+    def _is_installation(self) -> bool:
         """Whether the folder is, or may become, an installation's: modes of other folders are not changed."""
         if self.root.stat().st_mode & stat.S_ISVTX:
             return False
-        known = {"logs", "secrets", "sockets", "state"}
+        own = {"logs", "secrets", "sockets", "state"}
         found = {path.name for path in self.root.iterdir()}
-        return self.root.name == ".fairway" or "secrets" in found or found <= known
+        return self.root.name == ".fairway" or "secrets" in found or found <= own
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -350,7 +350,7 @@ def test_a_request_is_explained(cli: CommandLine, stack: Stack) -> None:
 def test_an_unknown_request_is_not_explained(cli: CommandLine) -> None:
     failed = cli("explain", "req_unknown", code=4)
     assert "NOT_FOUND" in failed.err
-    assert "remembers" in failed.err
+    assert "no record" in failed.err
 
 
 def _completed(stack: Stack, n: int = 1) -> tuple[str, str]:

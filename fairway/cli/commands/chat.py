@@ -47,22 +47,22 @@ class Conversation:
     def messages(self) -> list[Message]:
         return [*([Message("system", self.system)] if self.system else []), *self.turns]
 
-    def ask(self, text: str) -> None:
+    def add_question(self, text: str) -> None:
         self.turns.append(Message("user", text))
 
-    def answered(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """Append the model's answer, complete or not; without an answer remove the question."""
         if text:
             self.turns.append(Message("assistant", text))
         else:
-            self.take_back()
+            self.remove_question()
 
-    def take_back(self) -> None:
+    def remove_question(self) -> None:
         """Remove the last question."""
         if self.turns and self.turns[-1].role == "user":
             self.turns.pop()
 
-    def forget_oldest(self) -> bool:
+    def drop_oldest(self) -> bool:
         """Remove the first question and its answer. Return False when only the last question is left."""
         if len(self.turns) < 3:
             return False
@@ -90,7 +90,7 @@ async def trim_to_context(
     try:
         while context:
             count = await client.count_tokens(conversation.model, conversation.messages())
-            if count.prompt_tokens + room_tokens <= context or not conversation.forget_oldest():
+            if count.prompt_tokens + room_tokens <= context or not conversation.drop_oldest():
                 break
             dropped += 2
     except FairwayError as exc:
@@ -195,7 +195,7 @@ class _Chat:
             return True
         if text.startswith("/") and not text.startswith("//"):
             return self._command(*_split(text))
-        self._say(text.removeprefix("/") if text.startswith("//") else text)
+        self._send(text.removeprefix("/") if text.startswith("//") else text)
         return True
 
     def _command(self, name: str, value: str) -> bool:
@@ -208,7 +208,7 @@ class _Chat:
                 self.conversation.turns.clear()
                 plain(err(), "The conversation is empty.")
             case "/model":
-                self._choose(value)
+                self._select_model(value)
             case "/system":
                 self.conversation.system = value
                 plain(err(), "The system message is set." if value else "There is no system message.")
@@ -219,7 +219,7 @@ class _Chat:
                 )
         return True
 
-    def _choose(self, name: str) -> None:
+    def _select_model(self, name: str) -> None:
         names = self.runner.run(_served(self.client))
         if name and name in names:
             self.conversation.model, self.context = name, None
@@ -230,10 +230,10 @@ class _Chat:
         for each in names:
             plain(err(), f"{'*' if each == self.conversation.model else ' '} {each}")
 
-    def _say(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         """Send a message and print the answer. Ctrl-C stops it; the received part is retained."""
         answer = Answer()
-        self.conversation.ask(text)
+        self.conversation.add_question(text)
         try:
             self.runner.run(self._answer(answer))
             plain(out())
@@ -246,7 +246,7 @@ class _Chat:
                 plain(out())
             raise
         finally:
-            self.conversation.answered(answer.text)
+            self.conversation.add_answer(answer.text)
 
     async def _answer(self, answer: Answer) -> None:
         if self.context is None:

@@ -18,7 +18,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, line_of, visible
-from fairway.cli.watch import lost
+from fairway.cli.watch import report_lost
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -119,13 +119,13 @@ async def _follow(
 
     A lost connection is reopened at its last position. Raises CliError when the first connection fails.
     """
-    show, what = _shower(output), "cannot watch the events"
+    show, what = _printer(output), "cannot watch the events"
     watch = connection.admin.events.watch(
-        kinds=kinds, resource=resource, newest=_PAGE if since else _NEWEST, on_lost=lost(what)
+        kinds=kinds, resource=resource, newest=_PAGE if since else _NEWEST, on_lost=report_lost(what)
     )
     try:
-        async with aclosing(watch) as told:
-            async for event in told:
+        async with aclosing(watch) as updates:
+            async for event in updates:
                 if isinstance(event, Missed):
                     plain(err(), "events may be missing here")
                 elif _is_since(event, since):
@@ -134,7 +134,7 @@ async def _follow(
         raise admin_error(exc, what=what) from exc
 
 
-def _shower(output: Format) -> Callable[[cp.Event], None]:
+def _printer(output: Format) -> Callable[[cp.Event], None]:
     if output in DOCUMENTS:
         return lambda event: write_part(document_of(event), output)
     columns = visible(COLUMNS, wide=output is Format.WIDE)

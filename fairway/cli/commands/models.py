@@ -103,11 +103,11 @@ async def publish(
     """
     with Bars() as bars:
 
-        def tell(progress: PublishProgress) -> None:
+        def report(progress: PublishProgress) -> None:
             bars.update(PHASE_VERBS[progress.phase], progress.done_ratio, str(folder))
 
         done = await publish_folder(
-            connection.admin, folder, name, tag, report=tell, for_another_engine=for_another_engine
+            connection.admin, folder, name, tag, report=report, for_another_engine=for_another_engine
         )
     _show_published(done, tag, output)
 
@@ -278,14 +278,14 @@ async def _resolve(connection: Connection, model: str, version: str) -> str:
     """Return the digest for a tag, a digest or a unique beginning of a digest. Raises CliError."""
     if version.startswith("sha256:") and len(version) == 71:
         return version
-    known = await _versions(connection, model)
-    tagged = [found.digest for found in known if version in found.tags]
-    begun = [
+    listed = await _versions(connection, model)
+    tagged = [found.digest for found in listed if version in found.tags]
+    by_prefix = [
         found.digest
-        for found in known
+        for found in listed
         if found.digest.removeprefix("sha256:").startswith(version.removeprefix("sha256:"))
     ]
-    matching = tagged or (begun if len(version.removeprefix("sha256:")) >= _MIN_PREFIX else [])
+    matching = tagged or (by_prefix if len(version.removeprefix("sha256:")) >= _MIN_PREFIX else [])
     if len(matching) == 1:
         return matching[0]
     why = (
@@ -297,7 +297,7 @@ async def _resolve(connection: Connection, model: str, version: str) -> str:
         "NOT_FOUND",
         f"{why}: not a tag, and not a unique digest",
         next_step=f"`fairway models versions {model}` lists them"
-        if known
+        if listed
         else "`fairway models list` lists what is there",
         exit_code=ExitCode.REFUSED,
     )

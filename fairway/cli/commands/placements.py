@@ -44,7 +44,7 @@ def _rejected(found: pb.PlacementDecision) -> str:
     )
 
 
-def _looks(found: pb.PlacementDecision) -> str:
+def _attempts(found: pb.PlacementDecision) -> str:
     why = []
     if found.looks_without_room:
         why.append(f"{found.looks_without_room} no room")
@@ -59,7 +59,7 @@ DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
     Column("wait", lambda found: duration(found.wait)),
     Column("outcome", lambda found: found.outcome),
     Column("worker", lambda found: found.worker_id),
-    Column("looks", _looks, drop=3),
+    Column("looks", _attempts, drop=3),
     Column("bypassed", lambda found: str(found.bypassed), drop=4),
     Column("candidates", lambda found: " ".join(map(_candidate, found.ranked))),
     Column("rejected", _rejected, drop=1),
@@ -166,8 +166,8 @@ def _add_explain(app: typer.Typer) -> None:
             raise CliError(
                 "NOT_FOUND",
                 f"the leading scheduler has no record of {request_id}",
-                next_step=f"it remembers what began after {moment(found.since)}; what a gateway placed by "
-                "itself, on a worker that is gone, is in that gateway's log",
+                next_step=f"its records begin at {moment(found.since)}; a gateway's own placements "
+                "on a worker that has left are in the log of that gateway",
                 exit_code=ExitCode.REFUSED,
             )
         if output in DOCUMENTS:

@@ -77,13 +77,13 @@ class Bootstrap:
             admin_key=read_secret(self.state, "admin_key"),
         )
         async with client as admin:
-            await self._until_admin_is_known(admin)
+            await self._until_admin_key_accepted(admin)
             await self._ensure_tenant(admin)
             api_key = await self._ensure_key(admin)
             serves = self.options.deploy and await self._ensure_served(admin)
             return await self._until_listed(api_key, admin, serves=serves)
 
-    async def _until_admin_is_known(self, admin: AdminClient) -> None:
+    async def _until_admin_key_accepted(self, admin: AdminClient) -> None:
         """Return once control plane and registry, which read it from the store, accept the admin key."""
         began = time.monotonic()
         deadline = began + _SETTLE_S
@@ -135,22 +135,22 @@ class Bootstrap:
         try:
             await admin.tenants.create(tenant)
         except FairwayError as exc:
-            if not _is_there(exc):
+            if not _already_exists(exc):
                 raise admin_error(exc, what=f"cannot create the tenant {TENANT}") from exc
 
     async def _ensure_key(self, admin: AdminClient) -> str:
         """Return the stored key if the control plane has a key of that name, else a new one."""
-        remembered = read_secret(self.state, "api_key")
-        known = True
+        stored = read_secret(self.state, "api_key")
+        exists = True
         try:
             await admin.keys.get(KEY_NAME)
         except NotFound:
-            known = False
+            exists = False
         except FairwayError as exc:
             raise admin_error(exc, what=f"cannot look up the key {KEY_NAME}") from exc
-        if known and remembered:
-            return remembered
-        return await self._new_key(admin, replace=known)
+        if exists and stored:
+            return stored
+        return await self._new_key(admin, replace=exists)
 
     async def _new_key(self, admin: AdminClient, *, replace: bool) -> str:
         """Return a new secret; an operator's settings of the key stay."""
@@ -184,13 +184,13 @@ class Bootstrap:
             try:
                 await admin.deployments.create(wanted)
             except FairwayError as exc:
-                if not _is_there(exc):
+                if not _already_exists(exc):
                     raise admin_error(exc, what=f"cannot create the deployment {name}") from exc
-        self._note_created(name)
+        self._record_created(name)
         if found is None:
             await self._until_deployed(admin)
             return True
-        self._report_kept(found, digest)
+        self._report_unchanged(found, digest)
         return bool(found.replicas) and await self._until_any_ready(admin)
 
     async def _deployment(self, admin: AdminClient) -> cp.Deployment | None:
@@ -206,20 +206,20 @@ class Bootstrap:
         """Return the deployments that a bootstrap from this state folder created."""
         return list((read_json(self.state.created) or {}).get("deployments", []))
 
-    def _note_created(self, name: str) -> None:
+    def _record_created(self, name: str) -> None:
         created = self._created()
         if name not in created:
             with self.state.writing():
                 write_json(self.state.created, {"deployments": [*created, name]})
 
-    def _report_kept(self, found: cp.Deployment, digest: str) -> None:
+    def _report_unchanged(self, found: cp.Deployment, digest: str) -> None:
         """Report how the existing deployment differs from the options."""
-        asked, is_other = self.options.replicas, found.version_digest != digest
-        if not is_other and found.replicas == asked:
+        requested, is_other = self.options.replicas, found.version_digest != digest
+        if not is_other and found.replicas == requested:
             return
         name = found.metadata.name
         change = (f" --version {digest}" if is_other else "") + (
-            f" --replicas {asked}" if found.replicas != asked else ""
+            f" --replicas {requested}" if found.replicas != requested else ""
         )
         self.progress.event(
             "deployment",
@@ -285,7 +285,7 @@ class Bootstrap:
         name = self.options.model_name
         reason = await self._served("gateway", api_key, "", patience_s=_STALE_KEY_S)
         if isinstance(reason, Unauthenticated):
-            if why := await self._why_closed(admin):
+            if why := await self._why_key_disabled(admin):
                 self.progress.event(
                     "key", "failed", f"the key {KEY_NAME} is rejected by every gateway: {why}"
                 )
@@ -305,7 +305,7 @@ class Bootstrap:
                 )
         return api_key
 
-    async def _why_closed(self, admin: AdminClient) -> str:
+    async def _why_key_disabled(self, admin: AdminClient) -> str:
         """Return why operators' settings disable the key at every gateway; empty if they do not."""
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
         if key.HasField("expire_time") and key.expire_time.ToSeconds() <= time.time():
@@ -342,5 +342,5 @@ class Bootstrap:
         return last
 
 
-def _is_there(error: FairwayError) -> bool:
+def _already_exists(error: FairwayError) -> bool:
     return isinstance(error, Conflict) and error.reason == "ALREADY_EXISTS"

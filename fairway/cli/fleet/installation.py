@@ -80,14 +80,16 @@ def run_installation(
             save_ports(state.ports, ports)
             write_private(state.options, options.to_json() + "\n")
         supervisor = ProcessSupervisor(progress, state.fleet, own_log=own_log)
-        asyncio.run(_run(options, state, Addresses.wanted(options, ports), supervisor, progress, on_ready))
+        asyncio.run(
+            _run(options, state, Addresses.for_options(options, ports), supervisor, progress, on_ready)
+        )
 
 
 def _flag(name: str) -> str:
     return "--set" if name == "settings" else "--" + name.replace("_", "-")
 
 
-def _shown(name: str, options: UpOptions) -> str:
+def _option_text(name: str, options: UpOptions) -> str:
     """Return the value of the named option as text."""
     value = not options.deploy if name == "no_model" else getattr(options, name)
     if isinstance(value, tuple):
@@ -103,7 +105,7 @@ def running_endpoints(state: StateDir) -> Endpoints | None:
     return Endpoints.load(state.endpoints)
 
 
-def require_same_options(asked: UpOptions, given: Collection[str], state: StateDir) -> None:
+def require_same_options(requested: UpOptions, given: Collection[str], state: StateDir) -> None:
     """Return if the running installation was started with the ``given`` options of the command line.
 
     Raises CliError with the differences.
@@ -115,13 +117,13 @@ def require_same_options(asked: UpOptions, given: Collection[str], state: StateD
     ports = load_ports(state.ports)
     running = replace(
         running,
-        http_port=ports.get("gateway_http", 0) if asked.http_port else 0,
-        grpc_port=ports.get("gateway_grpc", 0) if asked.grpc_port else 0,
+        http_port=ports.get("gateway_http", 0) if requested.http_port else 0,
+        grpc_port=ports.get("gateway_grpc", 0) if requested.grpc_port else 0,
     )
     differing = [
-        f"{_flag(name)} is {_shown(name, running)}, not {_shown(name, asked)}"
+        f"{_flag(name)} is {_option_text(name, running)}, not {_option_text(name, requested)}"
         for name in sorted(given)
-        if _shown(name, running) != _shown(name, asked)
+        if _option_text(name, running) != _option_text(name, requested)
     ]
     if not differing:
         return
@@ -142,10 +144,10 @@ async def _run(
     progress: Progress,
     on_ready: OnReady,
 ) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop, kill_now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+        (kill_now if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -171,7 +173,7 @@ async def _run(
         stopped.cancel()
         await asyncio.gather(starting, stopped, return_exceptions=True)
         state.endpoints.unlink(missing_ok=True)
-        await supervisor.stop(now=hurry)
+        await supervisor.stop(now=kill_now)
 
 
 async def _start(

@@ -43,13 +43,13 @@ class ProcessSupervisor:
         self._own_log = own_log
         self._max_log_bytes = max_log_bytes
         self._report_s = report_s
-        self._log_keeper: asyncio.Task[None] | None = None
+        self._log_task: asyncio.Task[None] | None = None
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._phase = "starting"
-        myself = ProcessId.of(os.getpid())
-        assert myself is not None
-        self._myself = myself
+        own_id = ProcessId.of(os.getpid())
+        assert own_id is not None
+        self._own_id = own_id
 
     @property
     def pids(self) -> dict[str, int]:
@@ -65,8 +65,8 @@ class ProcessSupervisor:
 
         Raises CliError when one does not, OSError when a log or the record cannot be written.
         """
-        if self._log_keeper is None:
-            self._log_keeper = asyncio.create_task(self._keep_logs(), name="keep logs")
+        if self._log_task is None:
+            self._log_task = asyncio.create_task(self._bound_logs(), name="bound logs")
         for spec in specs:
             rotate_log(spec.log)
             child = self._children[spec.name] = Child(spec)
@@ -81,7 +81,9 @@ class ProcessSupervisor:
             raise _first(errors) from None
         for spec in specs:
             child = self._children[spec.name]
-            self._watchers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
+            self._watchers[spec.name] = asyncio.create_task(
+                self._restart_on_exit(child), name=f"restart {spec.name}"
+            )
 
     def mark_ready(self) -> None:
         """Record that the installation serves."""
@@ -92,20 +94,20 @@ class ProcessSupervisor:
         """End every child, the last one first, each within its own time; kill all when ``now`` is set."""
         self._phase = "stopping"
         self._save()
-        keeper = () if self._log_keeper is None else (self._log_keeper,)
-        watchers = (*self._watchers.values(), *keeper)
+        log_tasks = () if self._log_task is None else (self._log_task,)
+        watchers = (*self._watchers.values(), *log_tasks)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         stopping = asyncio.create_task(self._stop_in_order())
-        hurry = asyncio.create_task((now or asyncio.Event()).wait())
+        kill_now = asyncio.create_task((now or asyncio.Event()).wait())
         try:
-            await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, kill_now), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            hurry.cancel()
+            kill_now.cancel()
             if not stopping.done():
                 stopping.cancel()
-            await asyncio.gather(stopping, hurry, return_exceptions=True)
+            await asyncio.gather(stopping, kill_now, return_exceptions=True)
             await asyncio.gather(*(child.kill() for child in self._children.values()))
             self._record_path.unlink(missing_ok=True)
 
@@ -157,7 +159,7 @@ class ProcessSupervisor:
         assert child.exit_code is not None
         return f"it {describe_exit(child.exit_code)}"
 
-    async def _keep(self, child: Child) -> None:
+    async def _restart_on_exit(self, child: Child) -> None:
         """Restart the child whenever it ends, with a backoff that resets after a stable minute."""
         name, backoff_s = child.spec.name, _FIRST_BACKOFF_S
         while True:
@@ -182,7 +184,7 @@ class ProcessSupervisor:
             else:
                 self._progress.event(name, "ready", f"on {child.spec.address}, restarted")
 
-    async def _keep_logs(self) -> None:
+    async def _bound_logs(self) -> None:
         """Copy and empty every log above its bound, including the supervisor's own."""
         while True:
             await asyncio.sleep(_LOG_POLL_S)
@@ -224,7 +226,7 @@ class ProcessSupervisor:
 
     def _record(self) -> FleetRecord:
         return FleetRecord(
-            supervisor=self._myself,
+            supervisor=self._own_id,
             children={name: child.id for name, child in self._children.items() if child.id is not None},
             addresses={name: child.spec.address for name, child in self._children.items()},
             phase=self._phase,

@@ -113,8 +113,8 @@ def require_servable(files: dict[str, Path]) -> None:
         )
 
 
-def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
-    """Return digests and chunks; ``tell`` receives the bytes read so far. Raises PublishRefused, OSError."""
+def hash_files(files: dict[str, Path], report: Callable[[int], object]) -> Hashed:
+    """Return digests and chunks; ``report`` receives the bytes read. Raises PublishRefused, OSError."""
     for name in files:
         if problem := name_problem(name):
             raise PublishRefused(problem, next_step="remove the file from the folder, or convert it")
@@ -127,7 +127,7 @@ def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
     for name, path in files.items():
         for size_bytes in _hash_file(hashed, name, path):
             done_bytes += size_bytes
-            tell(done_bytes)
+            report(done_bytes)
     distinct_bytes = sum(chunk.size_bytes for chunk in hashed.chunks.values())
     if problem := repetition_problem(done_bytes, distinct_bytes):
         raise PublishRefused(problem, next_step="remove the files that repeat others")
