@@ -83,7 +83,7 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True)
-class _Untold:
+class _Unreported:
     """A recorded window that is not reported yet: the end times of its steps, and their event."""
 
     ends_s: list[float]
@@ -111,7 +111,7 @@ class SimEngine:
         self.pool = KvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
         self._clock = clock
         self._call_at = call_at
-        self._tell = tell
+        self._report = tell
         self._observe = observe
         vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
         self._executor = executor = SimExecutor(spec.cost, vocabulary)
@@ -133,7 +133,7 @@ class SimEngine:
         self._busy = False
         self._event: wire.Stepped | None = None  # of the step under way
         self._window: _Window | None = None
-        self._untold: _Untold | None = None  # a window that is reported with the current step
+        self._unreported: _Unreported | None = None  # a window that is reported with the current step
         self._timer: TimerHandle | None = None
         self._skipped_steps = 0  # those of windows, which the engine has not counted
         self._hung = False
@@ -196,7 +196,7 @@ class SimEngine:
         """The process is gone, with all that it held. Idempotent."""
         self._dead = True
         self._stop_timer()
-        self._window, self._event, self._untold = None, None, None
+        self._window, self._event, self._unreported = None, None, None
         self._inbox.clear()
 
     @property
@@ -220,7 +220,7 @@ class SimEngine:
         if self._inbox:
             self._apply()
         if (resized := self._engine.resized()) is not None:
-            self._tell(resized)
+            self._report(resized)
         if not self._engine.has_work:
             self._rest(now_s)
             return
@@ -243,27 +243,27 @@ class SimEngine:
         next_s = end_s if now_s - end_s <= LATE_S else now_s
         if window is not None:
             began_s = window.ends_s[0] - window.steps_s[0]
-            self._untold = _Untold(window.ends_s, self._write_down(window))
+            self._unreported = _Unreported(window.ends_s, self._write_down(window))
             self._next(next_s)
             if self._event is None or self._at_s - began_s > self.spec.coalesce_s:
-                self._tell_window()
+                self._report_window()
             return
         assert event is not None, "a step ended that had not begun"
         event = self._complete(event)
-        self._tell_window()
-        self._tell_step([end_s], event)
+        self._report_window()
+        self._report_step([end_s], event)
         if not self._dead and not self._hung:  # the agent may have answered
             self._next(next_s)
 
-    def _tell_window(self) -> None:
-        untold, self._untold = self._untold, None
+    def _report_window(self) -> None:
+        untold, self._unreported = self._unreported, None
         if untold is not None:
-            self._tell_step(untold.ends_s, untold.event)
+            self._report_step(untold.ends_s, untold.event)
 
-    def _tell_step(self, ends_s: list[float], event: wire.Stepped) -> None:
+    def _report_step(self, ends_s: list[float], event: wire.Stepped) -> None:
         if self._observe is not None:
             self._observe(ends_s, event)
-        self._tell(event)
+        self._report(event)
 
     def _rest(self, now_s: float) -> None:
         self._busy = False
@@ -271,7 +271,7 @@ class SimEngine:
 
     def _beat(self) -> None:
         beat = self._engine.heartbeat()
-        self._tell(msgspec.structs.replace(beat, step=beat.step + self._skipped_steps))
+        self._report(msgspec.structs.replace(beat, step=beat.step + self._skipped_steps))
         if not self._busy and not self._dead and not self._hung:
             self._rest(self._clock.monotonic_s())
 

@@ -23,7 +23,7 @@ from services.worker import engine_protocol as wire
 from services.worker.agent.agent import PAUSE_S
 from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
-from services.worker.policy.engine_silence import HAND_BACK_STEPS
+from services.worker.policy.engine_silence import ABANDON_STEPS
 from services.worker.policy.lifecycle import backoff_s
 from services.worker.slots.engine_process import EngineTimeouts
 from services.worker.streams.fallback import FallbackAdmission
@@ -95,7 +95,7 @@ class SimSlot:
         self._slow_reader_s = slow_reader_s
         self._slow_factor = 1.0
         self._failures = 0
-        self._heard_s = self._ready_s = 0.0
+        self._last_message_s = self._ready_s = 0.0
         self._context = process.context()
 
     def load(self) -> None:
@@ -105,7 +105,7 @@ class SimSlot:
             spec,
             clock=clock,
             call_at=self._call_at,
-            tell=self._hear,
+            tell=self._on_message,
             output_length=self._output_length,
         )
         engine.slow(self._slow_factor)
@@ -122,7 +122,7 @@ class SimSlot:
             changed=self._host.note_change,
             slow_reader_s=self._slow_reader_s,
         )
-        self._heard_s = self._ready_s = clock.monotonic_s()
+        self._last_message_s = self._ready_s = clock.monotonic_s()
         engine.start()
         self._host.add(self.table)
         self._changed()
@@ -148,12 +148,12 @@ class SimSlot:
 
     def look(self, now_s: float) -> None:
         """Kill an engine that is silent for longer than its limit."""
-        limit_s = max(EngineTimeouts().silence_s, 2 * HAND_BACK_STEPS * self.version.engine.full_step_s)
-        if self.engine is not None and now_s - self._heard_s > limit_s:
+        limit_s = max(EngineTimeouts().silence_s, 2 * ABANDON_STEPS * self.version.engine.full_step_s)
+        if self.engine is not None and now_s - self._last_message_s > limit_s:
             self.crash()
 
-    def forgive_silence(self) -> None:
-        self._heard_s = self._process.clock.monotonic_s()
+    def reset_silence(self) -> None:
+        self._last_message_s = self._process.clock.monotonic_s()
 
     def record(self) -> LoadedVersion:
         """Return what is published of it."""
@@ -175,11 +175,11 @@ class SimSlot:
         if self.engine is not None:
             self.engine.check_integrity()
 
-    def _hear(self, event: wire.Stepped | wire.EngineHeartbeat | wire.Resized) -> None:
+    def _on_message(self, event: wire.Stepped | wire.EngineHeartbeat | wire.Resized) -> None:
         table = self.table
         if table is None:
             return
-        self._heard_s = self._process.clock.monotonic_s()
+        self._last_message_s = self._process.clock.monotonic_s()
         match event:
             case wire.Stepped():
                 table.on_stepped(event)
@@ -225,8 +225,8 @@ class SimWorker:
             clock,
             process.supervisor,
             self._snapshot,
-            hear_leader=self.host.hear_leader,
-            hear_counters=self.host.counters.hear,
+            on_leader=self.host.on_leader,
+            on_counters=self.host.counters.hear,
             rng=rng,
         )
         self.host.changed = self.reporter.changed
@@ -317,9 +317,9 @@ class SimWorker:
             await self._clock.sleep(self.spec.sweep_s)
             now_s = self._clock.monotonic_s()
             if now_s - swept_s > PAUSE_S:
-                self.host.forgive_silence()
+                self.host.reset_silence()
                 for slot in self.slots.values():
-                    slot.forgive_silence()
+                    slot.reset_silence()
             swept_s = now_s
             self.host.sweep(now_s)
             for slot in self.slots.values():

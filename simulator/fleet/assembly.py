@@ -71,7 +71,7 @@ class SimFleet:
         self.trace = trace
         self.violations = Violations(lambda: loop.now_s)
         self.load_began_s = 0.0
-        self.told_crashes: dict[tuple[str, int], None] = {}
+        self.reported_crashes: dict[tuple[str, int], None] = {}
         self.gateways: dict[str, GatewayNode] = {}
         self.schedulers: dict[str, SchedulerNode] = {}
         self.workers: dict[str, WorkerNode] = {}

@@ -37,8 +37,8 @@ class Balance:
     def _no_task_crashed(self, fleet: SimFleet) -> None:
         for name, process in fleet.processes.items():
             failures = process.supervisor.failures
-            if process.alive and failures and (name, process.life) not in fleet.told_crashes:
-                fleet.told_crashes[name, process.life] = None
+            if process.alive and failures and (name, process.life) not in fleet.reported_crashes:
+                fleet.reported_crashes[name, process.life] = None
                 fleet.violations.add(CRASHED, f"{name}: {', '.join(failures)}")
 
 

@@ -37,10 +37,10 @@ class Instants(GrantListener):
         self._touched: dict[str, None] = {}
         self._leader_touched = False
         if looks is Looks.ALL:
-            fleet.loop.after_instant = self._look_at_all
+            fleet.loop.after_instant = self._check_all
         elif looks is Looks.TOUCHED:
             fleet.grants.listeners.append(self)
-            fleet.loop.after_instant = self._look_at_touched
+            fleet.loop.after_instant = self._check_touched
 
     def entered(self, spec: PlaceSpec) -> None:
         self._leader_touched = True
@@ -60,11 +60,11 @@ class Instants(GrantListener):
     def ended(self, worker_id: str, usage: SequenceUsage) -> None:
         self._touched[worker_id] = None
 
-    def _look_at_all(self) -> None:
+    def _check_all(self) -> None:
         for invariant in self._invariants:
             invariant.sample(self._fleet)
 
-    def _look_at_touched(self) -> None:
+    def _check_touched(self) -> None:
         if self._leader_touched:
             self._leader_touched = False
             self._touched |= dict.fromkeys(self._fleet.schedulers)

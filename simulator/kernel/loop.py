@@ -82,7 +82,7 @@ class VirtualTimeLoop(InsideLoop):
         self._timers: list[tuple[float, int, Timer]] = []
         self._cancelled_timers = 0
         self._timer_number = 0
-        self._told_cancelled = self._timer_cancelled  # bound once: each timer holds it
+        self._on_timer_cancelled = self._timer_cancelled  # bound once: each timer holds it
         self._object_number = 0
         self._stopped_owners = 0
         self._instant_began = 0
@@ -266,7 +266,11 @@ class VirtualTimeLoop(InsideLoop):
     ) -> Timer:
         """Call at an instant of the loop, whatever a process's clock shows; now if that has passed."""
         timer = Timer(
-            when_s, callback, args, context if context is not None else copy_context(), self._told_cancelled
+            when_s,
+            callback,
+            args,
+            context if context is not None else copy_context(),
+            self._on_timer_cancelled,
         )
         if not self._closed:
             self._timer_number += 1

@@ -66,11 +66,11 @@ class Watch(GrantListener):
         pressure = 0.0
         if term is not None:
             pressure = term.overload.pressure(VERSION_DIGEST).pressure_ratio
-            self._look_at_watched(term)
+            self._check_watched(term)
         workers = tuple(self._worker(name) for name in self._fleet.workers)
         self.timeline.add(Sample(self._now_s, self._waiting, pressure, workers))
 
-    def _look_at_watched(self, term: Term) -> None:
+    def _check_watched(self, term: Term) -> None:
         if self._watched is None:
             return
         seen = term.fleet.candidates(VERSION_DIGEST).get(self._watched)

@@ -173,7 +173,7 @@ class FakeWorker:
     def reserved(self) -> int:
         return sum(grant.kv_blocks for grant in self.running.values())
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader(self, epoch: int) -> None:
         if epoch > self.epoch:
             self.epoch = epoch
             self._seen = []
@@ -185,7 +185,7 @@ class FakeWorker:
         if stale or grant.sequence in self._numbers:
             self.refused.append(grant)
             return False
-        self.hear_leader(grant.epoch)
+        self.on_leader(grant.epoch)
         self._numbers.add(grant.sequence)
         self._seen.append(grant.sequence)
         fits = self.reserved + grant.kv_blocks <= self.kv_blocks and self.ready and not self.draining
@@ -240,7 +240,7 @@ class FakeWorker:
 
     def reporting(self, links: ReportLinks, clock: Clock, supervisor: Supervisor) -> Reporter:
         """Return a started reporter of this worker over these links."""
-        found = Reporter(links, clock, supervisor, self.snapshot, hear_leader=self.hear_leader, rng=Random(2))
+        found = Reporter(links, clock, supervisor, self.snapshot, on_leader=self.on_leader, rng=Random(2))
         self.changed = found.changed
         found.start()
         return found

@@ -74,7 +74,7 @@ class Fleet:
         self.told: list[float] = []
         host, clock, keep = self.bench.host, SystemClock(), hear(self.bench)
 
-        def hear_counters(counters: Sequence[TenantCounter]) -> None:
+        def on_counters(counters: Sequence[TenantCounter]) -> None:
             keep(counters)
             self.told += [counter.virtual_tokens for counter in counters]
 
@@ -83,8 +83,8 @@ class Fleet:
             clock,
             supervisor,
             lambda whole: take_snapshot(host, ReportIdentity("w1", "h:1"), whole=whole),
-            hear_leader=host.hear_leader,
-            hear_counters=hear_counters,
+            on_leader=host.on_leader,
+            on_counters=on_counters,
             rng=Random(2),
         )
         host.changed = self.reporter.changed

@@ -3,7 +3,7 @@ epoch.
 
 Why no capacity is counted twice or lost, in the terms of ``scheduler/fleet/view.py``:
 
-- A link is opened, the leader sends its epoch, and ``hear_leader`` fences every older leader's grants. Only
+- A link is opened, the leader sends its epoch, and ``on_leader`` fences every older leader's grants. Only
   then the first snapshot is taken. So a grant of an earlier leader either has started, and is in
   ``kv_blocks_reserved``, or can no longer start. The levels of the first report are authoritative.
 - A snapshot moves its deltas here. A delta stays until the leader answered the report that carried it. When
@@ -80,8 +80,8 @@ class Reporter:
     """Maintains one link to the leading scheduler, from ``start`` to ``close``.
 
     ``snapshot`` is called right before a report is sent and moves its deltas into the report. Its argument is
-    True for the first report of a link, which has to be complete. ``hear_leader`` is called with the epoch of
-    each answer, before any snapshot for that leader. ``hear_counters`` is called with the answer's tenant
+    True for the first report of a link, which has to be complete. ``on_leader`` is called with the epoch of
+    each answer, before any snapshot for that leader. ``on_counters`` is called with the answer's tenant
     counters. All run in the event loop, must not block and must not raise.
     """
 
@@ -92,8 +92,8 @@ class Reporter:
         supervisor: Supervisor,
         snapshot: Callable[[bool], ReportSnapshot],
         *,
-        hear_leader: Callable[[int], None] | None = None,
-        hear_counters: Callable[[Sequence[TenantCounter]], None] | None = None,
+        on_leader: Callable[[int], None] | None = None,
+        on_counters: Callable[[Sequence[TenantCounter]], None] | None = None,
         settings: ReporterSettings | None = None,
         rng: random.Random | None = None,
         deltas: DeltaKeeper | None = None,
@@ -102,8 +102,8 @@ class Reporter:
         self._clock = clock
         self._supervisor = supervisor
         self._snapshot = snapshot
-        self._hear_leader = hear_leader
-        self._hear_counters = hear_counters
+        self._hear_leader = on_leader
+        self._hear_counters = on_counters
         self._settings = settings if settings is not None else ReporterSettings()
         self._rng = rng if rng is not None else random.Random()
         self._deltas = deltas if deltas is not None else DeltaKeeper()

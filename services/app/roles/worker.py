@@ -57,8 +57,8 @@ def worker(environment: Environment) -> Role:
         clock,
         environment.supervisor,
         agent.take_snapshot,
-        hear_leader=agent.hear_leader,
-        hear_counters=agent.hear_counters,
+        on_leader=agent.on_leader,
+        on_counters=agent.on_counters,
         rng=environment.rng,
     )
     host.changed = reporter.changed

@@ -249,11 +249,11 @@ class WorkerAgent:
         """
         return take_snapshot(self._host, self._reported, whole=whole)
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader(self, epoch: int) -> None:
         """Reject grants of leaders with a lower epoch from now on."""
-        self._host.hear_leader(epoch)
+        self._host.on_leader(epoch)
 
-    def hear_counters(self, counters: Sequence[TenantCounter]) -> None:
+    def on_counters(self, counters: Sequence[TenantCounter]) -> None:
         """Store the leader's tenant counters, for the report to the next leader."""
         self._host.counters.hear(counters)
 
@@ -286,7 +286,7 @@ class WorkerAgent:
             list(observed.values()),
             self._clock.monotonic_s(),
             free_bytes=self._ledger.free_bytes,
-            giving_back=any(slot.memory.gives_back for slot in self._slots.values()),
+            releasing=any(slot.memory.releases_memory for slot in self._slots.values()),
             retire_s=self._context.settings.retire_s,
         )
         for action in actions:
@@ -342,7 +342,7 @@ class WorkerAgent:
             await self._clock.sleep(SWEEP_S if self._host.running else IDLE_SWEEP_S)
             now_s = self._clock.monotonic_s()
             if now_s - swept_s > PAUSE_S:
-                self._host.forgive_silence()
+                self._host.reset_silence()
             swept_s = now_s
             self._host.sweep(now_s)
 

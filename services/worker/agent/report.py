@@ -58,7 +58,7 @@ def take_snapshot(host: SequenceHost, identity: ReportIdentity, *, whole: bool) 
 def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnapshot:
     stats = table.stats
     added, removed = table.kv.cached.take(whole=whole)
-    shared, unshared = table.kv.shared.told.take(whole=whole)
+    shared, unshared = table.kv.shared.reported.take(whole=whole)
     return PoolSnapshot(
         digest=table.version_digest,
         kv_blocks_total=table.limits.kv_blocks_total,

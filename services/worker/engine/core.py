@@ -105,7 +105,7 @@ class Engine:
                     if self._speculation is not None:
                         self._speculation.forget(handle)
             case Resize():
-                self._size.ask(command.kv_blocks)
+                self._size.request(command.kv_blocks)
 
     def resized(self) -> Resized | None:
         """Continue a ``Resize`` between two steps; return its event once it has ended."""

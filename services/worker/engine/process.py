@@ -102,10 +102,10 @@ def _run(config: EngineConfig, connection: Connection) -> ExitCode:
         weight_bytes=ready.weight_bytes,
         working_bytes=ready.working_bytes,
     )
-    return step_until_told(engine, connection, lines_per_s=config.request_log_per_s)
+    return step_until_stopped(engine, connection, lines_per_s=config.request_log_per_s)
 
 
-def step_until_told(engine: Engine, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
+def step_until_stopped(engine: Engine, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
         serve(engine, connection, clock=time.monotonic, lines=LineBudget(time.monotonic, lines_per_s))

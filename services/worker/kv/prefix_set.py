@@ -17,7 +17,7 @@ class PrefixSet:
     def __init__(self, *, most: int = MAX_PREFIXES) -> None:
         self._most = most
         self._cached: dict[int, None] = {}
-        self._untold: dict[int, bool] = {}  # not reported yet; True: added, False: removed
+        self._unreported: dict[int, bool] = {}  # not reported yet; True: added, False: removed
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -41,22 +41,22 @@ class PrefixSet:
 
     def follow(self, earlier: PrefixSet) -> None:
         """Replace the set of an ended engine: record the removal of all its reported blocks."""
-        told = [name for name in earlier._cached if not earlier._untold.get(name, False)]
-        told += [name for name, came in earlier._untold.items() if not came]
+        told = [name for name in earlier._cached if not earlier._unreported.get(name, False)]
+        told += [name for name, came in earlier._unreported.items() if not came]
         for name in told:
             if name not in self._cached:
-                self._untold[name] = False
+                self._unreported[name] = False
             else:
-                self._untold.pop(name, None)
+                self._unreported.pop(name, None)
 
     def take(self, *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the blocks added and removed since the last call; the full set as added when ``whole``."""
-        untold, self._untold = self._untold, {}
+        untold, self._unreported = self._unreported, {}
         if whole:
             return tuple(self._cached), ()
         came = tuple(name for name, here in untold.items() if here)
         return came, tuple(name for name, here in untold.items() if not here)
 
     def _note(self, name: int, *, came: bool) -> None:
-        if self._untold.pop(name, came) is came:  # an unreported opposite change cancels this one
-            self._untold[name] = came
+        if self._unreported.pop(name, came) is came:  # an unreported opposite change cancels this one
+            self._unreported[name] = came

@@ -30,7 +30,7 @@ class SharedBlocks:
         self._cached = cached
         self._references: dict[int, int] = {}
         self._used: dict[int, None] = {}  # cached, with past references only; the longest idle first
-        self.told = PrefixSet(most=most)
+        self.reported = PrefixSet(most=most)
 
     @property
     def each_blocks(self) -> int:
@@ -63,7 +63,7 @@ class SharedBlocks:
         for name in names:
             count = self._references[name] = self._references.get(name, 0) + 1
             if count == 2 or (count == 1 and name in self._used):
-                self.told.change((name,), ())
+                self.reported.change((name,), ())
             if count == 1:
                 self._used.pop(name, None)
 
@@ -73,7 +73,7 @@ class SharedBlocks:
             count = self._references[name] = self._references[name] - 1
             if not count:
                 del self._references[name]
-                self.told.change((), (name,))
+                self.reported.change((), (name,))
                 self._used[name] = None
         while len(self._used) > MAX_USED:
             del self._used[next(iter(self._used))]
@@ -90,5 +90,5 @@ class SharedBlocks:
             for name in run:
                 counted[name] = counted.get(name, 0) + 1
         assert counted == self._references, "references to shared blocks leaked"
-        assert all(name in counted for name in self.told), "told of what nobody refers to"
+        assert all(name in counted for name in self.reported), "told of what nobody refers to"
         assert not counted.keys() & self._used.keys(), "an idle block is referred to"

@@ -12,33 +12,33 @@ from typing import Final
 
 STALL_S: Final = 3.0
 STALL_STEPS: Final = 2.0
-HAND_BACK_S: Final = 6.0
-HAND_BACK_STEPS: Final = 8.0
+ABANDON_S: Final = 6.0
+ABANDON_STEPS: Final = 8.0
 
 
 class StallDetector:
-    """``stalled``: the engine gets no new work. ``lets_go``: its sequences move to other workers."""
+    """``stalled``: the engine gets no new work. ``abandons``: its sequences move to other workers."""
 
     def __init__(self, now_s: float, longest_step_s: float = 0.0) -> None:
         """``longest_step_s``: the expected duration of a step before the first one was measured."""
         self.stalled = False
-        self._heard_s = now_s
+        self._last_message_s = now_s
         self._longest_step_s = longest_step_s
 
-    def heard(self, now_s: float, step_s: float = 0.0) -> bool:
+    def on_message(self, now_s: float, step_s: float = 0.0) -> bool:
         """Record a message; return True when it ends a stall."""
-        self._heard_s = now_s
+        self._last_message_s = now_s
         self._longest_step_s = max(self._longest_step_s, step_s)
         was_stalled, self.stalled = self.stalled, False
         return was_stalled
 
     def begins(self, now_s: float) -> bool:
         """Return True once per stall: silent for ``STALL_S`` and ``STALL_STEPS`` times its longest step."""
-        if self.stalled or now_s - self._heard_s <= max(STALL_S, STALL_STEPS * self._longest_step_s):
+        if self.stalled or now_s - self._last_message_s <= max(STALL_S, STALL_STEPS * self._longest_step_s):
             return False
         self.stalled = True
         return True
 
-    def lets_go(self, now_s: float) -> bool:
-        """Return whether it was silent for ``HAND_BACK_S`` and ``HAND_BACK_STEPS`` times its longest step."""
-        return now_s - self._heard_s > max(HAND_BACK_S, HAND_BACK_STEPS * self._longest_step_s)
+    def abandons(self, now_s: float) -> bool:
+        """Return whether it was silent for ``ABANDON_S`` and ``ABANDON_STEPS`` times its longest step."""
+        return now_s - self._last_message_s > max(ABANDON_S, ABANDON_STEPS * self._longest_step_s)

@@ -121,14 +121,14 @@ def plan(
     now_s: float,
     *,
     free_bytes: int = 0,
-    giving_back: bool = False,
+    releasing: bool = False,
     retire_s: float = 0.0,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``observed`` towards ``desired``: those that free memory first.
 
     A retiring version is removed after ``retire_s`` without a sequence: no gateway then holds a request for
     it. ``free_bytes`` is the ungranted device memory. Fetches never wait. A load waits while a version of
-    higher priority waits for memory. While pools are ``giving_back`` memory, no BROKEN version that waits
+    higher priority waits for memory. While pools are ``releasing`` memory, no BROKEN version that waits
     for memory is loaded: it would get only a part.
     """
     leaving: list[Action] = []
@@ -143,7 +143,7 @@ def plan(
         else:
             leaving += _remove(slot, now_s)
     for rank, slot in sorted(kept, key=lambda each: -each[0]):
-        action = _keep(slot, now_s, 0 if giving_back else free_bytes)
+        action = _keep(slot, now_s, 0 if releasing else free_bytes)
         if (
             isinstance(action, LoadVersion)
             and slot.unbooked

@@ -39,7 +39,7 @@ from services.worker.engine_protocol import (
     Stepped,
     encode,
 )
-from services.worker.policy.engine_silence import HAND_BACK_STEPS
+from services.worker.policy.engine_silence import ABANDON_STEPS
 from services.worker.slots.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink, LogPipe, Refusal
 
 log = structlog.get_logger()
@@ -131,7 +131,7 @@ class EngineProcess:
         self._stopping = False
         self._refused: LoadRefused | None = None
         self._fault = ""
-        self._started_s = self._heard_s = clock.monotonic_s()
+        self._started_s = self._last_message_s = clock.monotonic_s()
         self._exited = asyncio.Event()
 
     @property
@@ -142,7 +142,7 @@ class EngineProcess:
     @property
     def silent_s(self) -> float:
         """Time since the last message of the step loop, once it is ready; 0 before."""
-        return self._clock.monotonic_s() - self._heard_s if self._ready else 0.0
+        return self._clock.monotonic_s() - self._last_message_s if self._ready else 0.0
 
     async def start(self) -> None:
         """Start the process and its monitoring. Raises FailedPrecondition when it cannot be started."""
@@ -154,7 +154,7 @@ class EngineProcess:
                 self._process = process = self._spawn(path, log_pipe)
             except OSError as exc:
                 raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
-            self._started_s = self._heard_s = self._clock.monotonic_s()
+            self._started_s = self._last_message_s = self._clock.monotonic_s()
             log.info("engine.started", pid=process.pid, executor=self._config.executor)
             self._supervisor.spawn(
                 f"engine-{process.pid}", self._run(process, server, log_pipe, undo.pop_all())
@@ -266,7 +266,7 @@ class EngineProcess:
             await self._clock.sleep(CHECK_S)
             now_s = self._clock.monotonic_s()
             if now_s - checked_s > 4 * CHECK_S:  # this process was suspended: messages wait in the socket
-                self._heard_s = now_s
+                self._last_message_s = now_s
             checked_s = now_s
             if self._link.transport is not None and server.is_serving():
                 server.close()  # accept no other connection
@@ -275,17 +275,17 @@ class EngineProcess:
                 self._kill("the engine closed its connection")
             elif not self._ready and now_s - self._started_s > self._timeouts.load_s:
                 self._kill(f"loading took longer than {self._timeouts.load_s:g} s")
-            elif now_s - self._heard_s > (
+            elif now_s - self._last_message_s > (
                 self._patience_s() if self._ready else self._timeouts.load_silence_s
             ):
-                self._kill(f"nothing heard for {now_s - self._heard_s:.1f} s")
+                self._kill(f"nothing heard for {now_s - self._last_message_s:.1f} s")
 
     def _patience_s(self) -> float:
         """Return the silence after which it is killed; its sequences are handed back earlier."""
-        return max(self._timeouts.silence_s, 2 * HAND_BACK_STEPS * self._full_step_s)
+        return max(self._timeouts.silence_s, 2 * ABANDON_STEPS * self._full_step_s)
 
     def _on_event(self, event: Event) -> None:
-        self._heard_s = self._clock.monotonic_s()
+        self._last_message_s = self._clock.monotonic_s()
         match event:
             case Stepped():
                 self._events.on_stepped(event)

@@ -27,7 +27,7 @@ class VersionMemory:
         self._weight_bytes = 0  # 0: unknown
         self._working_bytes = 0  # 0: no engine has measured it
         self._engine: Ready | None = None
-        self._asked: int | None = None  # requested blocks, until the engine answers
+        self._requested: int | None = None  # requested blocks, until the engine answers
         self._stays = False  # the engine could not resize as requested: no further request until it restarts
 
     @property
@@ -50,9 +50,9 @@ class VersionMemory:
         return max(0, grant.kv_bytes - self._kv_bytes(-(-engine.max_model_len // engine.block_size)))
 
     @property
-    def gives_back(self) -> bool:
+    def releases_memory(self) -> bool:
         """Whether a requested shrink of its pool is not complete."""
-        grant, asked = self.granted, self._asked
+        grant, asked = self.granted, self._requested
         return grant is not None and asked is not None and self._kv_bytes(asked) < grant.kv_bytes
 
     # --- an engine's lifetime -------------------------------------------------------------------
@@ -96,7 +96,7 @@ class VersionMemory:
     def release(self) -> None:
         """Release the grant after the engine ended, or if none was started. Idempotent."""
         self._ledger.release(self._owner)
-        self._engine, self._asked, self._stays = None, None, False
+        self._engine, self._requested, self._stays = None, None, False
 
     # --- its pool -------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class VersionMemory:
             fixed_bytes = self._weight_bytes + self._working_bytes
             claim = MemoryShare(self._owner, rank, fixed_bytes, self._least_kv_bytes, self._wished_kv_bytes)
             return claim if self._weight_bytes else None
-        kv_bytes = grant.kv_bytes if self._asked is None else self._kv_bytes(self._asked)
-        if engine is None or not movable or self._stays or self._asked is not None:
+        kv_bytes = grant.kv_bytes if self._requested is None else self._kv_bytes(self._requested)
+        if engine is None or not movable or self._stays or self._requested is not None:
             return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
         least_bytes = self._kv_bytes(-(-engine.max_model_len // engine.block_size))
         wished_bytes = max(self._wished_kv_bytes, kv_bytes)
@@ -120,7 +120,7 @@ class VersionMemory:
     def aim(self, kv_bytes: int) -> int | None:
         """Return the number of blocks to request from the engine, or None. Growth is granted here."""
         grant, engine = self.granted, self._engine
-        if grant is None or engine is None or self._stays or self._asked is not None:
+        if grant is None or engine is None or self._stays or self._requested is not None:
             return None
         blocks = kv_bytes // engine.kv_bytes_per_block
         if self._kv_bytes(blocks) == grant.kv_bytes:
@@ -130,13 +130,13 @@ class VersionMemory:
                 self._ledger.settle_kv(self._owner, self._kv_bytes(blocks))
             except DoesNotFit:  # other pools have not released it yet
                 return None
-        self._asked = blocks
+        self._requested = blocks
         return blocks
 
     def resized(self, blocks: int) -> None:
         """Record the engine's new pool size, which may differ from the requested one."""
-        self._stays = blocks != self._asked
-        self._asked = None
+        self._stays = blocks != self._requested
+        self._requested = None
         self._ledger.settle_kv(self._owner, self._kv_bytes(blocks))
 
     def _kv_bytes(self, blocks: int) -> int:

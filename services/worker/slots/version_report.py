@@ -47,7 +47,7 @@ def _notice_of(slot: VersionSlot) -> str:
     """Return the message for operators on a READY version."""
     fault = slot.files.template_fault
     parts = [f"chat requests fail: {fault}"] if fault else []
-    if slot.table is not None and slot.table.gave_not_finite:
+    if slot.table is not None and slot.table.had_non_finite:
         parts.append("sequences ended without finite logits: the version or the device is at fault")
     return "; ".join(parts)
 

@@ -8,8 +8,8 @@ from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.usage_tally import Key, Tally
 
 
-class Charges:
-    """Charges each token once. Single writer: the sequence table; the tally is the worker's."""
+class UsageAccounting:
+    """UsageAccounting each token once. Single writer: the sequence table; the tally is the worker's."""
 
     def __init__(self, version_digest: str, tally: Tally) -> None:
         self._version_digest = version_digest

@@ -32,11 +32,11 @@ class FallbackAdmission:
         self.started = started
         self._clock = clock
         self._rules = rules if rules is not None else FallbackRules()
-        self._heard_s = clock.monotonic_s()
+        self._last_message_s = clock.monotonic_s()
 
     def heard(self) -> None:
         """Record a contact with a leader now."""
-        self._heard_s = self._clock.monotonic_s()
+        self._last_message_s = self._clock.monotonic_s()
 
     def credit_blocks(self, kv_blocks_total: int) -> int:
         """Return how many blocks of a pool fallback sequences may hold together."""
@@ -50,6 +50,6 @@ class FallbackAdmission:
         """
         if grant.incarnation != incarnation or incarnation == 0:
             return NotAdmittedReason.STALE_INCARNATION
-        if self._clock.monotonic_s() - self._heard_s < self._rules.after_s:
+        if self._clock.monotonic_s() - self._last_message_s < self._rules.after_s:
             return NotAdmittedReason.NO_FALLBACK
         return NotAdmittedReason.STALE_EPOCH if grant.last_epoch < epoch else None

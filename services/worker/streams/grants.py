@@ -23,7 +23,7 @@ class GrantFence:
         self.incarnation = incarnation
         self._reset()
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader(self, epoch: int) -> None:
         """Reject grants of leaders with a lower epoch from now on."""
         if epoch > self.epoch:
             self.epoch = epoch
@@ -35,7 +35,7 @@ class GrantFence:
             return NotAdmittedReason.STALE_INCARNATION
         if grant.epoch < self.epoch:
             return NotAdmittedReason.STALE_EPOCH
-        self.hear_leader(grant.epoch)
+        self.on_leader(grant.epoch)
         if grant.sequence <= self._settled or grant.sequence in self._seen:
             return NotAdmittedReason.GRANT_REPLAYED
         self._seen.add(grant.sequence)

@@ -39,7 +39,7 @@ class SequenceHost:
         self._fallback = fallback
         self.grants = GrantFence()
         self.tally = Tally()
-        self.counters = CounterBook()
+        self.counters = FairnessCounters()
         self.draining = False
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
@@ -51,9 +51,9 @@ class SequenceHost:
         """Call ``changed``, which may be replaced after construction."""
         self.changed()
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader(self, epoch: int) -> None:
         """Record a contact with a leader: reject grants of lower epochs, and fallback placements."""
-        self.grants.hear_leader(epoch)
+        self.grants.on_leader(epoch)
         if self._fallback is not None:
             self._fallback.heard()
 
@@ -67,7 +67,7 @@ class SequenceHost:
         self._closed_to.discard(table.version_digest)
         if (left := self._left_prefixes.pop(table.version_digest, None)) is not None:
             table.kv.cached.follow(left[0])
-            table.kv.shared.told.follow(left[1])
+            table.kv.shared.reported.follow(left[1])
         self.changed()
 
     def remove(self, table: SequenceTable) -> None:
@@ -81,7 +81,7 @@ class SequenceHost:
 
     def _leave_prefixes(self, table: SequenceTable) -> None:
         """Retain the reported prefixes, in case the version returns before a report without it."""
-        self._left_prefixes[table.version_digest] = table.kv.cached, table.kv.shared.told
+        self._left_prefixes[table.version_digest] = table.kv.cached, table.kv.shared.reported
         while len(self._left_prefixes) > _MAX_LEFT:
             del self._left_prefixes[next(iter(self._left_prefixes))]
 
@@ -135,10 +135,10 @@ class SequenceHost:
         for table in self._tables.values():
             table.sweep(now_s)
 
-    def forgive_silence(self) -> None:
+    def reset_silence(self) -> None:
         """Reset the stall detection after a pause of this process, in which it read no messages."""
         for table in self._tables.values():
-            table.forgive_silence()
+            table.reset_silence()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a table is inconsistent."""
@@ -222,7 +222,7 @@ class GatewaySequences:
 MAX_COUNTERS: Final = 4096
 
 
-class CounterBook:
+class FairnessCounters:
     """The latest counter of each tenant. Bounded: the least recently updated one is dropped."""
 
     def __init__(self, *, most: int = MAX_COUNTERS) -> None:

@@ -17,7 +17,7 @@ from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits, PoolStats
 from services.worker.kv.reservations import Reservations
 from services.worker.policy.engine_silence import StallDetector
-from services.worker.streams.charges import Charges
+from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
@@ -68,14 +68,14 @@ class SequenceTable:
         self.limits = limits
         self.stats = PoolStats()
         self.kv = Reservations(limits)
-        self.gave_not_finite = False  # a sequence ended because its logits were not finite
+        self.had_non_finite = False  # a sequence ended because its logits were not finite
         self.prefills = Prefills()
         self.slots = SequenceSlots(limits.max_sequences)
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._send = send
         self._clock = clock
-        self._charges = Charges(version_digest, tally)
+        self._charges = UsageAccounting(version_digest, tally)
         self._changed = changed
         self._slow_reader_s = slow_reader_s
         self._telemetry = telemetry
@@ -185,7 +185,7 @@ class SequenceTable:
         """Stop admission when the engine stalls; if the stall lasts, end its sequences with ENGINE_LOST."""
         if self._silence.begins(now_s):
             self._changed()
-        if self._live and self._silence.lets_go(now_s):
+        if self._live and self._silence.abandons(now_s):
             self._send(wire.Cancel(list(self._live)))  # the first command that it reads when it runs again
             for sequence in list(self._live.values()):
                 self._end(sequence, FinishReason.ENGINE_LOST)
@@ -197,7 +197,7 @@ class SequenceTable:
         """Pass on a step's tokens. A sequence that is missing here was cancelled during the step."""
         live = self._live
         texts = self._texts
-        self._hear(event.step_s)
+        self._on_message(event.step_s)
         self._note_step(event)
         ends = _ends(event)
         for number in ends:  # their last token may need to stay without text
@@ -232,19 +232,19 @@ class SequenceTable:
             self._finish(event)
 
     def on_heartbeat(self, event: wire.EngineHeartbeat) -> None:
-        self._hear()
+        self._on_message()
         self.stats.note_levels(event)
 
     def on_resized(self, event: wire.Resized) -> None:
-        self._hear()
+        self._on_message()
         self.resize(event.kv_blocks_total)
 
-    def forgive_silence(self) -> None:
+    def reset_silence(self) -> None:
         """Reset the stall detection after a pause of this process: the engine's messages are still unread."""
-        self._hear()
+        self._on_message()
 
-    def _hear(self, step_s: float = 0.0) -> None:
-        if self._silence.heard(self._clock.monotonic_s(), step_s):
+    def _on_message(self, step_s: float = 0.0) -> None:
+        if self._silence.on_message(self._clock.monotonic_s(), step_s):
             self._changed()
 
     def lost(self) -> None:
@@ -350,7 +350,7 @@ class SequenceTable:
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
             elif reason == "not_finite":  # possibly the worker's fault: another worker may continue it
-                self.gave_not_finite = True
+                self.had_non_finite = True
                 self._end(
                     sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
                 )

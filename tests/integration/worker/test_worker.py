@@ -326,7 +326,7 @@ async def test_a_version_whose_logits_were_not_finite_says_so_while_it_is_ready(
 ) -> None:
     worker = await start_worker(SLOW)
     assert worker.agent.status().versions[0].record.message == ""
-    worker.table.gave_not_finite = True
+    worker.table.had_non_finite = True
     assert "without finite logits" in worker.agent.status().versions[0].record.message
 
 

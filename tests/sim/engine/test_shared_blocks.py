@@ -82,7 +82,7 @@ class Rig:
         clock = _Clock(loop)
         self.host = SequenceHost(changed=lambda: None)
         self.host.grants.registered(1)
-        self.host.hear_leader(1)
+        self.host.on_leader(1)
         self.engine = SimEngine(
             SPEC,
             clock=clock,

@@ -156,7 +156,7 @@ class SmallFleet:
             process.clock,
             process.supervisor,
             self.snapshot,
-            hear_leader=self.heard_epochs.append,
+            on_leader=self.heard_epochs.append,
             rng=process.rng,
         )
         reporter.start()

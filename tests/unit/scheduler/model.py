@@ -138,7 +138,7 @@ class ModelWorker:
     def evict(self) -> None:
         self.cached &= set(self.references)
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader(self, epoch: int) -> None:
         if epoch > self.epoch:
             self.epoch, self.numbers, self.seen = epoch, set(), []
 
@@ -149,7 +149,7 @@ class ModelWorker:
             or grant.sequence in self.numbers
         ):
             return
-        self.hear_leader(grant.epoch)
+        self.on_leader(grant.epoch)
         self.numbers.add(grant.sequence)
         self.seen.append(grant.sequence)
         key = grant.epoch, grant.sequence
@@ -324,7 +324,7 @@ class Fleet:
             self.term.streams.close_reporter(worker.reporter)
         worker.reporter = self.term.streams.open_reporter(lambda: None)
         worker.deltas.stream_opened()
-        worker.hear_leader(self.term.epoch)
+        worker.on_leader(self.term.epoch)
         self.report(worker)
 
     def break_stream(self, worker: ModelWorker) -> None:

@@ -174,7 +174,7 @@ def a_grant_of_the_leader_before(fleet: Fleet) -> None:
     ask(fleet, 8)
     use_all(fleet)
     assert fleet.workers[0].reserved == 8
-    fleet.workers[0].hear_leader(2)
+    fleet.workers[0].on_leader(2)
     fleet.report(fleet.workers[0])
     fleet.deliver(0)
     assert room_blocks(fleet) == 2

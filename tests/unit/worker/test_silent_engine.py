@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import ReportIdentity, take_snapshot
-from services.worker.policy.engine_silence import HAND_BACK_S, HAND_BACK_STEPS, STALL_S
+from services.worker.policy.engine_silence import ABANDON_S, ABANDON_STEPS, STALL_S
 from tests.unit.worker.bench import IDLE_BEAT, Bench
 from tests.unit.worker.reader import Reader
 
@@ -37,7 +37,7 @@ def test_an_engine_silent_for_long_gives_its_sequences_back(bench: Bench) -> Non
     reader.stream.start(1, bench.spec())
     bench.stepped({1: A})
     reader.read()
-    bench.clock.now_s += HAND_BACK_S + 0.1
+    bench.clock.now_s += ABANDON_S + 0.1
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends[1].reason is FinishReason.ENGINE_LOST
@@ -53,8 +53,8 @@ def test_an_engine_silent_for_long_gives_its_sequences_back(bench: Bench) -> Non
 def test_a_process_that_stood_still_itself_blames_no_engine(bench: Bench) -> None:
     reader = Reader(bench)
     reader.stream.start(1, bench.spec())
-    bench.clock.now_s += 10 * HAND_BACK_S
-    bench.host.forgive_silence()
+    bench.clock.now_s += 10 * ABANDON_S
+    bench.host.reset_silence()
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends == {}
@@ -65,11 +65,11 @@ def test_an_engine_with_long_steps_has_more_time(bench: Bench) -> None:
     reader = Reader(bench)
     reader.stream.start(1, bench.spec())
     bench.stepped({1: A}, step_s=2.0)
-    bench.clock.now_s += HAND_BACK_S + 0.1
+    bench.clock.now_s += ABANDON_S + 0.1
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends == {}
-    bench.clock.now_s += HAND_BACK_STEPS * 2.0
+    bench.clock.now_s += ABANDON_STEPS * 2.0
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends[1].reason is FinishReason.ENGINE_LOST

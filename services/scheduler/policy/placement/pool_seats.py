@@ -224,7 +224,7 @@ class PoolSeats:
         top = self._top()
         if top is None or top.level.room_tokens < query.demand.reserved_tokens:
             return self._nobody(query, None)
-        known = self._known_futile(query)
+        known = self._found_futile(query)
         if known is not None:  # evaluate the workers that have much of it cached
             seats = [seat for name in holders if (seat := self._seats[name]).place >= 0]
             found = self._choose(seats, query, profile, rng, cached_tokens)
@@ -279,7 +279,7 @@ class PoolSeats:
                 break
         return list(found.values())
 
-    def _known_futile(self, query: PlaceQuery) -> NoWorker | None:
+    def _found_futile(self, query: PlaceQuery) -> NoWorker | None:
         """Return the result of a full search for a query that needs no more than this one, None without one.
         Filters are monotonic: a worker that rejects a demand rejects a larger one, unless it has more of that
         prompt cached."""

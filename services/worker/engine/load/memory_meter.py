@@ -67,13 +67,13 @@ class ProcessMeter:
         """See ``MemoryMeter``."""
         if self._sampler.ident is not None:
             return
-        _give_freed_back()
+        _return_freed_memory()
         self._start = self._sampled = own_bytes()
         self._sampler.start()
 
     def run(self, step: Callable[[], object]) -> None:
         """See ``MemoryMeter``."""
-        _give_freed_back()
+        _return_freed_memory()
         file_bytes = _file_bytes()
         exact = _reset_peak()
         step()
@@ -168,7 +168,7 @@ def _greatest_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _give_freed_back() -> None:
+def _return_freed_memory() -> None:
     """Have the allocator keep nothing that is free."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # glibc has it

@@ -133,7 +133,7 @@ class Planner:
         beyond its end is preempted in each plan.
         """
         self._seat_returning()
-        handed_back = [*self._give_closed_back(), *self._grow()]
+        handed_back = [*self._release_closed(), *self._grow()]
         decodes = list(self._places.decoding)
         while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
             self._copies += self._admission.admit(head)
@@ -253,7 +253,7 @@ class Planner:
             return []
         return [sequence for sequence in self._places.holders() if self._blocks.holds_closed(sequence.blocks)]
 
-    def _give_closed_back(self) -> list[SequenceState]:
+    def _release_closed(self) -> list[SequenceState]:
         """Preempt the youngest holder of a closed block, so that a shrink ends; return it if handed back."""
         holders = self._closed_holders()
         if not holders:

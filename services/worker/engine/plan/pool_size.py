@@ -28,7 +28,7 @@ class PoolSize:
         """Whether a change is to be carried out: no batch may be planned ahead of another."""
         return self._wanted is not None
 
-    def ask(self, blocks: int) -> None:
+    def request(self, blocks: int) -> None:
         """Close what is beyond ``blocks``, or open what was closed; the rest is for ``settle``."""
         self._wanted = max(1, blocks)
         self._blocks.grow(0)

@@ -177,7 +177,7 @@ class PrefixCache:
         blocks = self._cached.path(match.last)
         for block in blocks:
             self._hold(block)
-        self._ask(sequence, blocks)
+        self._count_requests(sequence, blocks)
         return Attached(blocks, match.blocks * self.block_size + match.copied_tokens, match.copy_from)
 
     def advance(self, sequence: SequenceState) -> None:
@@ -245,7 +245,7 @@ class PrefixCache:
                 return
             self._evict(earlier.block)
         self._cached.enter_tail(block, tokens, parent=parent, root=root)
-        self._cached.asked[block] = 1
+        self._cached.requests[block] = 1
         self._order.entered(block)
         self._hold(block, is_new=True)
 
@@ -356,24 +356,24 @@ class PrefixCache:
         self._cached.enter(block, key, parent=parent, root=sequence.prefix_names[0])
         end = place * self.block_size // PREFIX_BLOCK_TOKENS + 1
         name = sequence.prefix_names[end] if end < len(sequence.prefix_names) else key
-        self._cached.asked[block] = self._sketch.asked(name)
+        self._cached.requests[block] = self._sketch.requests(name)
         self._order.entered(block)
         self._hold(block, is_new=True)
 
-    def _ask(self, sequence: SequenceState, blocks: Sequence[int]) -> None:
+    def _count_requests(self, sequence: SequenceState, blocks: Sequence[int]) -> None:
         """Count a request for the prompt; its cached blocks record the count."""
         if sequence.preemptions or not sequence.prefix_names:
             return
-        each, asked = PREFIX_BLOCK_TOKENS // self.block_size, self._cached.asked
+        each, requests = PREFIX_BLOCK_TOKENS // self.block_size, self._cached.requests
         names = len(sequence.tokens) // PREFIX_BLOCK_TOKENS
         for place in range(names):
-            count = self._sketch.ask(name_of(sequence, place + 1))
+            count = self._sketch.count(name_of(sequence, place + 1))
             for block in blocks[place * each : (place + 1) * each]:
-                asked[block] = count
+                requests[block] = count
         for place in range(names * each, len(sequence.tokens) // self.block_size):
-            count = self._sketch.ask(block_key(sequence, place, self.block_size))
+            count = self._sketch.count(block_key(sequence, place, self.block_size))
             for block in blocks[place : place + 1]:
-                asked[block] = count
+                requests[block] = count
 
     def _evict(self, block: int) -> None:
         self._order.left(block)

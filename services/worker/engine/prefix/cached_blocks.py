@@ -43,7 +43,7 @@ class CachedBlocks:
         self.parent = array("i", bytes(4 * blocks))
         self.children = array("i", bytes(4 * blocks))
         self.depth = array("i", bytes(4 * blocks))
-        self.asked = bytearray(blocks)
+        self.requests = bytearray(blocks)
         self._index: dict[int, int] = {}
         self._tails: dict[int, PartialBlock] = {}
         self._added: dict[int, None] = {}
@@ -161,7 +161,7 @@ class CachedBlocks:
         more = blocks - len(self._kind)
         for column in (self._kind, self._key, self.root, self.refs, self.parent, self.children):
             _resize(column, more)
-        for column in (self.depth, self.asked):
+        for column in (self.depth, self.requests):
             _resize(column, more)
 
     def check_integrity(self) -> None:

@@ -126,7 +126,7 @@ class EvictionOrder:
             if own is not None:
                 first = own
                 break
-        self._now += _UNITS if self._cached.asked[first] > 1 else 1
+        self._now += _UNITS if self._cached.requests[first] > 1 else 1
         self._evictions += 1
         return first
 
@@ -151,7 +151,7 @@ class EvictionOrder:
     def _value(self, block: int) -> int:
         """Return the evictions that a block outlives, in units: cost times earlier requests, in turnovers."""
         cost = _UNITS + _UNITS * self._cached.depth[block] // self._half
-        before = min(self._cached.asked[block], MOST) - 1
+        before = min(self._cached.requests[block], MOST) - 1
         return self._blocks * cost * (_UNITS * before if before > 0 else 1) // _UNITS
 
     def _first(self, heap: list[tuple[int, int]], root: int | None) -> int | None:

@@ -12,7 +12,7 @@ from typing import Final
 MOST: Final = 15  # requests; more count as these
 _FULL: Final = 2 * MOST
 _HALVED: Final = bytes(count // 2 for count in range(256))
-_COLUMNS_PER_ASK: Final = 8  # at most one in fifty names is counted by collision alone
+_COLUMNS_PER_REQUEST: Final = 8  # at most one in fifty names is counted by collision alone
 
 
 class FrequencySketch:
@@ -20,13 +20,13 @@ class FrequencySketch:
 
     def __init__(self, history: int) -> None:
         self._history = max(1, history)
-        columns = 1 << (_COLUMNS_PER_ASK * self._history - 1).bit_length()
+        columns = 1 << (_COLUMNS_PER_REQUEST * self._history - 1).bit_length()
         self._mask = columns - 1
         self._low = bytearray(columns)
         self._high = bytearray(columns)
-        self._asks = 0
+        self._requests = 0
 
-    def ask(self, name: int) -> int:
+    def count(self, name: int) -> int:
         """Count one request; return how often the name was requested, this one included."""
         mask, low, high = self._mask, self._low, self._high
         left, right = name & mask, (name >> 32) & mask
@@ -38,16 +38,16 @@ class FrequencySketch:
             if second == least:
                 high[right] = least + 2
             least += 2
-        self._asks += 1
-        if self._asks >= self._history:
+        self._requests += 1
+        if self._requests >= self._history:
             self._halve()
         return (least + 1) // 2
 
-    def asked(self, name: int) -> int:
+    def requests(self, name: int) -> int:
         """Return how often the name was requested lately; never an underestimate, halvings apart."""
         return (min(self._low[name & self._mask], self._high[(name >> 32) & self._mask]) + 1) // 2
 
     def _halve(self) -> None:
         self._low = self._low.translate(_HALVED)
         self._high = self._high.translate(_HALVED)
-        self._asks = 0
+        self._requests = 0

@@ -90,7 +90,7 @@ class Worker:
         pools = (replace(POOL, prefix_added=added),)
         return ReportSnapshot("w", self.incarnation, "h:1", pools=pools, epoch=3, grants_seen=seen)
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader(self, epoch: int) -> None:
         self.happened.append(f"epoch {epoch}")
 
 
@@ -105,8 +105,8 @@ async def reporting(
         clock,
         supervisor,
         worker.snapshot,
-        hear_leader=worker.hear_leader,
-        hear_counters=worker.counters.extend,
+        on_leader=worker.on_leader,
+        on_counters=worker.counters.extend,
         settings=ReporterSettings(
             gap_s=0.001, tight_gap_s=0.001, beat_s=0.02, max_unanswered=4, answer_s=answer_s
         ),

@@ -14,8 +14,8 @@ from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
-from services.worker.policy.engine_silence import HAND_BACK_S
-from services.worker.streams.host import CounterBook
+from services.worker.policy.engine_silence import ABANDON_S
+from services.worker.streams.host import FairnessCounters
 from services.worker.streams.sequences import CHARGE_S
 from services.worker.streams.usage_tally import Tally
 from tests.unit.worker.bench import DIGEST, Bench
@@ -170,7 +170,7 @@ def test_each_sequence_that_is_gone_is_told_once(bench: Bench, reader: Reader, h
 
 def test_sequences_of_a_lost_engine_have_not_ended(bench: Bench, reader: Reader) -> None:
     reader.stream.start(1, bench.spec())
-    bench.clock.now_s += HAND_BACK_S + 0.1
+    bench.clock.now_s += ABANDON_S + 0.1
     bench.host.sweep(bench.clock.now_s)
     reader.read()
     assert reader.ends[1].reason is FinishReason.ENGINE_LOST
@@ -217,7 +217,7 @@ def test_an_engine_that_came_back_takes_the_prefixes_of_the_one_before_back(
 
 
 def test_counters_are_bounded_and_the_newest_word_stays() -> None:
-    book = CounterBook(most=2)
+    book = FairnessCounters(most=2)
     words = [TenantCounter(name, "d", Priority.STANDARD, 1.0) for name in ("a", "b", "c")]
     book.hear(words[:2])
     newer = msgspec.structs.replace(words[0], virtual_tokens=5.0)

@@ -155,7 +155,7 @@ def test_without_a_cache_each_counts_whole(bench: Bench, reader: Reader) -> None
     reader.stream.start(2, alike(bench))
     step(bench, {1: A, 2: A})
     assert bench.table.kv.blocks == 10
-    assert (len(bench.table.kv.shared.told), bench.table.kv.shared.blocks) == (0, 0)
+    assert (len(bench.table.kv.shared.reported), bench.table.kv.shared.blocks) == (0, 0)
 
 
 def test_the_leader_is_told_of_what_more_than_one_had_use_of(bench: Bench, reader: Reader) -> None:
@@ -213,7 +213,7 @@ def test_references_are_those_of_a_plain_count() -> None:
             )
             shared.refer(run)
             runs.append(run)
-        came, left = shared.told.take(whole=False)
+        came, left = shared.reported.take(whole=False)
         assert not known & set(came)
         known = (known - set(left)) | set(came)
         assert known <= {name for run in runs for name in run}

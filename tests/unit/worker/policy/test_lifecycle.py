@@ -208,8 +208,8 @@ def test_what_does_not_fit_waits_for_memory_and_not_for_time() -> None:
 def test_who_waits_for_memory_waits_until_all_of_it_is_given_back() -> None:
     version = AssignedVersion("x", "m", "d1")
     slot = Slot(version, VersionPhase.BROKEN, has_files=True, unbooked=True, needed_bytes=10)
-    assert plan({"d1": version}, [slot], NOW_S, free_bytes=10, giving_back=True) == ()
-    assert plan({"d1": version}, [replace(slot, phase=VersionPhase.FETCHED)], NOW_S, giving_back=True) == (
+    assert plan({"d1": version}, [slot], NOW_S, free_bytes=10, releasing=True) == ()
+    assert plan({"d1": version}, [replace(slot, phase=VersionPhase.FETCHED)], NOW_S, releasing=True) == (
         LoadVersion("d1"),
     )
 

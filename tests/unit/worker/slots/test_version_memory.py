@@ -58,12 +58,12 @@ def test_a_shrink_is_booked_when_the_engine_answered() -> None:
     memory = running(ledger)
     assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 5 * MIB, 64 * MIB, 32 * MIB)
     assert memory.aim(16 * MIB) == 32
-    assert memory.gives_back
+    assert memory.releases_memory
     assert memory.aim(24 * MIB) is None, "one at a time"
     assert ledger.free_bytes == 38 * MIB, "it has it still"
     assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 16 * MIB, 16 * MIB, 16 * MIB)
     memory.resized(40)
-    assert (memory.gives_back, ledger.free_bytes) == (False, 50 * MIB), "as much as it says"
+    assert (memory.releases_memory, ledger.free_bytes) == (False, 50 * MIB), "as much as it says"
 
 
 def test_growth_is_booked_before_the_engine_is_asked() -> None:
@@ -71,7 +71,7 @@ def test_growth_is_booked_before_the_engine_is_asked() -> None:
     memory = running(ledger)
     assert memory.aim(32 * MIB + BLOCK - 1) is None, "less than a block"
     assert memory.aim(48 * MIB + 1) == 96
-    assert (ledger.free_bytes, memory.gives_back) == (22 * MIB, False)
+    assert (ledger.free_bytes, memory.releases_memory) == (22 * MIB, False)
     memory.resized(64)
     assert ledger.free_bytes == 38 * MIB, "the device had no memory"
     assert memory.aim(48 * MIB) is None, "it is not asked again before it starts again"

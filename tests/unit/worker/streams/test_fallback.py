@@ -29,7 +29,7 @@ class Alone:
         rules = FallbackRules(after_s=AFTER_S, credit_ratio=0.45)
         bench.host._fallback = FallbackAdmission(bench.clock, rules, started=self._count)
         self.reader = Reader(bench)
-        bench.host.hear_leader(3)
+        bench.host.on_leader(3)
 
     def _count(self) -> None:
         self.started += 1
@@ -48,7 +48,7 @@ class Alone:
 
     def wait(self, seconds: float) -> None:
         self.bench.clock.now_s += seconds
-        self.bench.table.forgive_silence()
+        self.bench.table.reset_silence()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_it_is_taken_only_after_no_leader_was_heard_for_a_while(alone: Alone) ->
     stream = alone.reader.stream
     alone.wait(AFTER_S - 0.01)
     stream.start(1, alone.spec())
-    alone.bench.host.hear_leader(3)
+    alone.bench.host.on_leader(3)
     alone.wait(AFTER_S - 0.01)
     stream.start(2, alone.spec())
     alone.wait(0.02)
@@ -128,7 +128,7 @@ def test_a_leader_that_comes_counts_what_runs(alone: Alone) -> None:
     alone.wait(AFTER_S)
     alone.reader.stream.start(1, alone.spec(blocks=3))
     bench.stepped({1: A})
-    bench.host.hear_leader(9)
+    bench.host.on_leader(9)
     report = take_snapshot(bench.host, ReportIdentity("w1", "a:1"), whole=True)
     assert (report.epoch, report.grants_seen) == (9, ())
     assert report.pools[0].kv_blocks_reserved == 3
@@ -157,7 +157,7 @@ def test_in_any_order_the_credit_holds(bench_factory: Callable[[], Bench], data:
             case "wait":
                 alone.wait(data.draw(st.sampled_from((0.5, 2.0))))
             case "lead":
-                bench.host.hear_leader(3)
+                bench.host.on_leader(3)
             case "step" if numbers:
                 number = data.draw(st.sampled_from(numbers))
                 bench.stepped({number: A}, finished={number: "length"} if data.draw(st.booleans()) else None)

@@ -35,9 +35,9 @@ def test_a_newer_leader_ends_the_older_one() -> None:
     assert grants.check(grant(1, epoch=3)) is None
     assert grants.check(grant(1, epoch=4)) is None, "each leader counts for itself"
     assert grants.check(grant(2, epoch=3)) is NotAdmittedReason.STALE_EPOCH
-    grants.hear_leader(6)
+    grants.on_leader(6)
     assert grants.check(grant(2, epoch=4)) is NotAdmittedReason.STALE_EPOCH
-    grants.hear_leader(5)
+    grants.on_leader(5)
     assert grants.epoch == 6
 
 
@@ -48,7 +48,7 @@ def test_the_numbers_seen_are_told_once_admitted_or_not() -> None:
     assert grants.take_seen() == (3, (1, 3, 2))
     assert grants.take_seen() == (3, ())
     grants.check(grant(4))
-    grants.hear_leader(4)
+    grants.on_leader(4)
     assert grants.take_seen() == (4, ()), "the numbers of the old leader mean nothing to the new one"
 
 

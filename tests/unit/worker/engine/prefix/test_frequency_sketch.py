@@ -17,16 +17,16 @@ def test_it_counts_at_least_what_was_asked(names: list[int]) -> None:
     counted: dict[int, int] = {}
     for name in names:
         counted[name] = counted.get(name, 0) + 1
-        assert sketch.ask(name) == sketch.asked(name) >= min(MOST, counted[name])
+        assert sketch.count(name) == sketch.requests(name) >= min(MOST, counted[name])
 
 
 def test_names_that_nobody_asked_for_seldom_count() -> None:
     rng = Random(1)
     sketch = FrequencySketch(1024)
     for _ in range(1023):
-        sketch.ask(rng.getrandbits(64))
+        sketch.count(rng.getrandbits(64))
     strangers = [rng.getrandbits(64) for _ in range(2000)]
-    assert sum(sketch.asked(name) > 0 for name in strangers) < 0.025 * len(strangers)
+    assert sum(sketch.requests(name) > 0 for name in strangers) < 0.025 * len(strangers)
 
 
 def test_one_ask_outlives_one_halving_and_no_more() -> None:
@@ -35,10 +35,10 @@ def test_one_ask_outlives_one_halving_and_no_more() -> None:
     name = rng.getrandbits(64)
     seen: list[int] = []
     for _ in range(3):
-        sketch.ask(name) if not seen else sketch.ask(rng.getrandbits(64))
+        sketch.count(name) if not seen else sketch.count(rng.getrandbits(64))
         for _ in range(99):
-            sketch.ask(rng.getrandbits(64))
-        seen.append(sketch.asked(name))
+            sketch.count(rng.getrandbits(64))
+        seen.append(sketch.requests(name))
     assert seen[0] == 1
     assert seen[2] == 0
 
@@ -46,5 +46,5 @@ def test_one_ask_outlives_one_halving_and_no_more() -> None:
 def test_counts_end_at_the_most() -> None:
     sketch = FrequencySketch(1000)
     for _ in range(40):
-        sketch.ask(7)
-    assert sketch.asked(7) == MOST
+        sketch.count(7)
+    assert sketch.requests(7) == MOST
