@@ -35,6 +35,7 @@ class KeyedRuns:
         self._supervisor = supervisor
         self._capacity = capacity
         self._runs: dict[tuple[RecordKey, str], KeyedRun] = {}
+        self._has_runs = asyncio.Event()  # at least one run exists
         self._followers: dict[RecordFollower, str] = {}
         self._per_tenant: Counter[str] = Counter()
         self._flusher = RecordFlusher(ports, self.owned)
@@ -81,6 +82,7 @@ class KeyedRuns:
         first = run is None or not run.joinable
         if run is None or first:
             run = self._runs[name] = KeyedRun(key, fingerprint, self._ports, launch, self._departed)
+            self._has_runs.set()
         follower = run.join(sink, client_window, first=first)
         self._followers[follower] = key.tenant_id
         self._per_tenant[key.tenant_id] += 1
@@ -93,13 +95,17 @@ class KeyedRuns:
         return follower
 
     async def flush_forever(self) -> None:
-        """Write the output behind the runs, and renew their leases; a task of the process."""
+        """Write the output behind the runs, and renew their leases; a task of the process.
+
+        It runs at each interval while there are runs, and sleeps otherwise.
+        """
         async with TaskGroup() as group:
-            group.create_task(self._flusher.flush_forever())
             group.create_task(self._pending_ends.write_forever())
             while True:
+                await self._has_runs.wait()
                 await self._ports.clock.sleep(self._ports.limits.flush_s)
                 self._bound_memory()
+                self._flusher.start_writes(group)
 
     async def write_endings(self) -> None:
         """Retry once the ends that the store did not accept."""
@@ -151,3 +157,5 @@ class KeyedRuns:
         name = (run.key, run.fingerprint)
         if self._runs.get(name) is run:
             del self._runs[name]
+            if not self._runs:
+                self._has_runs.clear()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Final
 
 import structlog
@@ -101,6 +103,15 @@ class _Version:
     def queue(self, job: _Job) -> TenantRoundRobin[_Job]:
         return self.long if job.is_long else self.short
 
+    def next_check_s(self, idle_s: float) -> float:
+        """When its processes need a check, monotonic: 0.0 for now, inf for never."""
+        if self.pressed or self.short or self.long or not all(process.idle for process in self.processes):
+            return 0.0
+        ends_s = [process.idle_since_s + idle_s for process in self.processes if process.nice]
+        if len(ends_s) == len(self.processes):  # the first process is missing
+            ends_s.append(self.retry_at_s)
+        return min(ends_s, default=inf)
+
 
 @dataclass(slots=True)
 class _Failure:
@@ -123,6 +134,7 @@ class TextProcesses:
         self._loads = asyncio.Semaphore(MAX_LOADS)
         self._long: set[str] = set()  # the tenants whose long text is being read
         self._pending: dict[str, tuple[int, int]] = {}  # waiting texts and their bytes, by tenant
+        self._work = asyncio.Event()  # a text or process was added, or a process ended
         self._ended = metrics.counter(
             "fairway_gateway_text_processes_ended_total",
             "Tokenizer processes that ended, by cause",
@@ -146,8 +158,14 @@ class TextProcesses:
         )
 
     async def run(self) -> None:
-        """Start and end processes as needed until cancelled."""
+        """Start and end processes as needed until cancelled. It sleeps while no check is due."""
         while True:
+            self._work.clear()
+            idle_s = self._next_check_s(self._clock.monotonic_s())
+            if idle_s > 0.0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if idle_s == inf else idle_s):
+                        await self._work.wait()
             await self._clock.sleep(TICK_S)
             now_s = self._clock.monotonic_s()
             for version in list(self._versions.values()):
@@ -197,6 +215,7 @@ class TextProcesses:
         self._pending[tenant_id] = (texts + 1, size + size_bytes)
         job.future.add_done_callback(partial(self._forget, version, job))
         version.queue(job).add(tenant_id, job)
+        self._work.set()
         self._dispatch(version)
         if job.is_long:
             self._tend(version, began_s)
@@ -309,6 +328,11 @@ class TextProcesses:
 
     # --- the set of processes --------------------------------------------------------------------
 
+    def _next_check_s(self, now_s: float) -> float:
+        """Return the time until a check is due: 0 while texts are read or processes start, inf for never."""
+        checks = (version.next_check_s(self._limits.idle_s) for version in self._versions.values())
+        return max(0.0, min(checks, default=inf) - now_s)
+
     def _tend(self, version: _Version, now_s: float) -> None:
         """Start missing processes of a version, end those that were idle for long."""
         if self._versions.get(version.digest) is not version:
@@ -339,6 +363,7 @@ class TextProcesses:
     def _start(self, version: _Version, *, nice: bool) -> None:
         process = TextProcess(self._clock, nice=nice)
         version.processes.append(process)
+        self._work.set()
         self._supervisor.spawn(f"text process of {version.digest[:19]}", self._grow(version, process))
 
     async def _grow(self, version: _Version, process: TextProcess) -> None:
@@ -388,6 +413,7 @@ class TextProcesses:
             )
         if process in version.processes:
             version.processes.remove(process)
+            self._work.set()
             self._tend(version, self._clock.monotonic_s())
 
     def _note_failure(self, digest: str, error: FailedPrecondition) -> None:
