@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import structlog
 
@@ -12,9 +13,10 @@ from services.core.errors import Draining, FairwayError, RequestRateExceeded, St
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Handle, Received, RequestSink
-from services.gateway.requests.admission import RequestAdmission, RunTerms
+from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.capacity import RequestCapacity, subtract
 from services.gateway.requests.request import Request
+from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_interface import GatewayInterface, ServedModel
 from services.gateway.service_types import GatewayLimits, Ports
@@ -152,18 +154,9 @@ class GatewayService(GatewayInterface):
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start a request that is accepted: its handle, and the task that ends after its terminal event."""
         ports, tenant_id = self._ports, principal.tenant_id
-        request = Request(
-            terms.received,
-            sink,
-            settle=terms.settle or ports.limiter.settle,
-            clock=ports.clock,
-            supervisor=ports.supervisor,
-            new_incident=ports.new_incident,
-            telemetry=ports.telemetry,
-        )
-        task = ports.supervisor.spawn(
-            f"request {terms.received.request_id}", self._run(request, principal, generation, terms)
-        )
+        request = Request(terms, sink, ports)
+        admit = partial(self._admission.admit, principal, generation, request.timer, terms, request.telemetry)
+        task = ports.supervisor.spawn(f"request {request.request_id}", request.run(admit))
         request.bind(task)
         self._requests[request] = None
         self.capacity.enter(tenant_id)
@@ -174,13 +167,3 @@ class GatewayService(GatewayInterface):
 
         task.add_done_callback(ended)
         return request, task
-
-    async def _run(
-        self, request: Request, principal: Principal, generation: inference_pb2.Generation, terms: RunTerms
-    ) -> None:
-        async with request.until_end(terms.timeout_s):
-            request.check_cancelled()
-            admitted = await self._admission.admit(
-                principal, generation, request.timer, terms, request.telemetry
-            )
-            await request.run(admitted)

@@ -20,7 +20,7 @@ from services.gateway.idempotency.record_codec import (
 )
 from services.gateway.idempotency.record_log import START, Piece, Place
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
-from services.gateway.requests.choice import Produced
+from services.gateway.requests.terms import Produced
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
 

@@ -16,8 +16,8 @@ from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
-from services.gateway.requests.admission import Record, Resume, RunTerms
-from services.gateway.requests.request import Request, Settle
+from services.gateway.requests.request import Request
+from services.gateway.requests.terms import Record, Resume, RunTerms, Settle
 from services.gateway.service import GatewayService
 from services.gateway.service_interface import GatewayInterface, ServedModel
 from services.gateway.service_types import GatewayLimits
