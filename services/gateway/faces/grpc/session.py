@@ -13,7 +13,7 @@ from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
 from services.core.generation import Principal, TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.faces.grpc.messages import accepted_message, finished_message
-from services.gateway.service_interface import GatewayInterface
+from services.gateway.service import GatewayService
 from services.rpc import bounds
 from services.rpc.convert.inference import token_logprobs
 from services.rpc.status import to_proto
@@ -72,7 +72,7 @@ class MuxedSession:
     """
 
     def __init__(
-        self, service: GatewayInterface, principal: Principal, received: Callable[[], Received]
+        self, service: GatewayService, principal: Principal, received: Callable[[], Received]
     ) -> None:
         self._service = service
         self._principal = principal

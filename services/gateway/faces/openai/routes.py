@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
@@ -22,10 +22,11 @@ from starlette.routing import Route
 from structlog.contextvars import bound_contextvars
 
 from fairway.task_group import TaskGroup
+from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InternalError, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.gateway.events import Received
+from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
 from services.gateway.faces.openai.bodies import BodyReader
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
@@ -45,7 +46,7 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
 from services.gateway.requests.streaming import Completion
-from services.gateway.service_interface import Authenticator, Generations, IdSource, ServedModel
+from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -73,6 +74,47 @@ class Exchange:
     def caller(self) -> Principal:
         assert self.principal is not None, "a public route asks who calls"
         return self.principal
+
+
+class Generations(Protocol):
+    """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
+
+    def stream(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, ending with Finished; raise the error that ended it.
+
+        Closing the generator cancels the request and frees all its resources.
+        """
+
+    async def complete(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Return the whole answer. Cancelling the call cancels the request."""
+
+    async def list_models(self, principal: Principal) -> Sequence[ServedModel]:
+        """Return the models that the caller may use, by name."""
+
+
+class Authenticator(Protocol):
+    def authenticate(self, credentials: str | None) -> Principal:
+        """Return the principal of an authorization header's key. Raises Unauthenticated."""
+
+
+class IdSource(Protocol):
+    def request_id(self) -> str: ...
+
+    def incident_id(self) -> str: ...
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
