@@ -16,12 +16,11 @@ from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission
-from services.gateway.requests.capacity import RequestCapacity, subtract
 from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
-from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.service_types import GatewayLimits, Ports, RequestCapacity, subtract
 from services.ports.clock import Clock
 from services.runtime.identity import KeyDirectory
 

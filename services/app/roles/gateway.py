@@ -49,7 +49,7 @@ from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
-from services.gateway.text.prefix_names import PrefixNames
+from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service

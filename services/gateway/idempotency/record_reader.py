@@ -7,7 +7,7 @@ from typing import Final
 
 from services.core.errors import FairwayError, IntegrityError, StoreUnavailable
 from services.gateway.events import Finished
-from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
+from services.gateway.idempotency.followers import FollowerBroadcast, too_large
 from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
     End,

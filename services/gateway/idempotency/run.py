@@ -28,8 +28,7 @@ from services.core.errors import (
 )
 from services.core.generation import GenerationSpec
 from services.gateway.events import Finished, RequestSink
-from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
-from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
 from services.gateway.idempotency.ownership import RecordOwnership, write_ending
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of

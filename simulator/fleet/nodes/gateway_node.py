@@ -36,7 +36,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.prefix_names import PrefixNames
+from services.gateway.text.tokenise import PrefixNames
 from services.ports.placement import FallbackPlacer
 from services.ports.store import Entry
 from services.ports.worker import WorkerClient

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.idempotency.runs import KeyedRuns
-from services.gateway.requests.capacity import RequestCapacity
+from services.gateway.service_types import RequestCapacity
 from services.gateway.text.pool import TextProcesses
 from services.ports.idempotency import RecordKey
 from services.runtime.clock import SystemClock
