@@ -139,7 +139,7 @@ class GatewayService:
         tenant_id, most = principal.tenant_id, self.limits.max_tenant_counts
         if self._counting[tenant_id] >= most:
             raise RequestRateExceeded(
-                f"{most} calls of this tenant count tokens here, the most that may",
+                f"{most} calls of this tenant count tokens at this gateway, the maximum",
                 retry_after_s=1.0,
                 limit=most,
             )

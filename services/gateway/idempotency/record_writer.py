@@ -99,7 +99,7 @@ class PendingRecordEnds:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def keep(self, run: KeyedRun) -> None:
+    def retain(self, run: KeyedRun) -> None:
         tenant_id = run.key.tenant_id
         self._runs[run] = None
         self._has_ends.set()

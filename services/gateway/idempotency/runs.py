@@ -72,7 +72,7 @@ class KeyedRuns:
         if self._per_tenant[key.tenant_id] >= most:
             self._ports.telemetry.clients(key.tenant_id, KeyOutcome.REFUSED)
             raise ConcurrencyExceeded(
-                f"this gateway serves {most} clients of this tenant's idempotency keys, its most",
+                f"this gateway serves {most} clients of this tenant's idempotency keys, the maximum",
                 retry_after_s=1.0,
                 limit=most,
             )
@@ -150,7 +150,7 @@ class KeyedRuns:
         if run.pending_end is None:
             self._forget(run)
         else:
-            self._pending_ends.keep(run)
+            self._pending_ends.retain(run)
 
     def _forget(self, run: KeyedRun) -> None:
         name = (run.key, run.fingerprint)

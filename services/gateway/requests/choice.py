@@ -138,7 +138,7 @@ class ChoiceRun:
             self._allowed += tokens
             self._extend()
 
-    def _open_to(self) -> int:
+    def _credit_limit(self) -> int:
         """The output offset up to which tokens may arrive.
 
         Unread tokens of a wide client window are buffered here, so it never widens this process's own window.
@@ -147,7 +147,7 @@ class ChoiceRun:
         return limit if self._allowed is None else min(limit, self._allowed)
 
     def _extend(self) -> None:
-        limit = self._open_to()
+        limit = self._credit_limit()
         if self._running is not None and limit > self._limit:
             self._running.credit(limit - self._limit)
             self._limit = limit
@@ -211,7 +211,7 @@ class ChoiceRun:
         request, ports = self._request, self._request.ports
         # A start has at least one token of credit. A stream that resumes at the end of the client's window
         # exceeds it by that token.
-        self._limit = max(self._open_to(), len(self._produced) + 1)
+        self._limit = max(self._credit_limit(), len(self._produced) + 1)
         start = StartSpec(
             generation=self.spec,
             choice=self.choice,
@@ -253,7 +253,7 @@ class ChoiceRun:
                 raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
         else:
             if isinstance(outcome, SequenceEnd):
-                self._note_cached(outcome)
+                self._record_cached(outcome)
                 if outcome.reason is FinishReason.PREEMPTED:
                     self._log_placed_again(grant, outcome)
                     return PlaceAgain()
@@ -263,7 +263,7 @@ class ChoiceRun:
             if isinstance(decision, GiveUp) and _is_not_finite(outcome):
                 raise VersionFailing(
                     f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
-                    f"finite on {self.losses} tries: the version is at fault",
+                    f"finite on {self.losses} tries: the version is faulty",
                     retry_after_s=10.0,
                     version_digest=self.spec.version_digest,
                     model=self.spec.model,
@@ -301,7 +301,7 @@ class ChoiceRun:
             produced=len(self._produced),
         )
 
-    def _note_cached(self, end: SequenceEnd) -> None:
+    def _record_cached(self, end: SequenceEnd) -> None:
         """A resume may find cached blocks that this request itself computed: they do not count as cached."""
         if self._first_run:
             self.cached_tokens = end.cached_tokens
@@ -310,13 +310,13 @@ class ChoiceRun:
         if end.reason is FinishReason.DEADLINE:
             return DeadlineExceeded("the deadline passed while the output was being produced")
         if end.reason is FinishReason.SLOW_READER:
-            return SlowReader("the output was not read for too long; read faster or ask for less")
+            return SlowReader("the output was not read for too long; read faster or request less")
         if end.reason is FinishReason.ERROR:
             return self._request.ports.error_of(end.error_reason, end.error_message)
         return InternalError(f"the worker ended the sequence with {end.reason.value}")
 
     def _result(self, end: SequenceEnd) -> ChoiceResult:
-        self._note_cached(end)
+        self._record_cached(end)
         now_s = self._clock.monotonic_s()
         self._pace.finished(len(self._produced), now_s)
         self.timer.enter(Stage.SEND, now_s)
@@ -343,7 +343,7 @@ class ChoiceRun:
             self._pace.tokens(len(ids), now_s)
         produced = self._produced
         if offset != len(produced):
-            self._resolve(Lost(f"token {offset} came where {len(produced)} was due"))
+            self._resolve(Lost(f"received token {offset}, expected token {len(produced)}"))
             return
         produced.extend(ids)
         self._chars += len(text)

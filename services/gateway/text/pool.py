@@ -60,7 +60,7 @@ MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 TICK_S: Final = 0.05
 RETRY_S: Final = (1.0, 60.0)  # the delay before a failed start is retried: first, maximum
 MAX_FAILED: Final = 256
-_GIVEN_UP: Final = "the version's tokenizer was given up; send the request again"
+_UNLOADED: Final = "the version's tokenizer was unloaded; send the request again"
 
 
 @dataclass(eq=False, slots=True)
@@ -185,7 +185,7 @@ class TextProcesses:
             async with self._loads:
                 model = await self._open(version, process)
         except FailedPrecondition as error:
-            self._note_failure(version_digest, error)
+            self._record_failure(version_digest, error)
             raise
         self._failed.pop(version_digest, None)
         self.unload(version_digest)
@@ -197,7 +197,7 @@ class TextProcesses:
         """See ``Texts``. Texts that wait or are being read end with Unavailable."""
         version = self._versions.pop(version_digest, None)
         if version is not None:
-            self._refuse_waiting(version, _GIVEN_UP)
+            self._refuse_waiting(version, _UNLOADED)
             for process in version.processes:
                 process.kill(Cause.STOPPED)
 
@@ -207,7 +207,7 @@ class TextProcesses:
         """See ``Texts``."""
         version = self._versions.get(model.version_digest)
         if version is None:
-            raise Unavailable(_GIVEN_UP, retry_after_s=0.5)
+            raise Unavailable(_UNLOADED, retry_after_s=0.5)
         began_s = self._clock.monotonic_s()
         self._check(version, tenant_id, size_bytes, began_s)
         job = _Job(tenant_id, text, size_bytes, asyncio.get_running_loop().create_future())
@@ -260,7 +260,7 @@ class TextProcesses:
         """Give each idle process the next text."""
         for process in version.processes:
             if process.idle and (job := self._next(version, process)) is not None:
-                self._ask(version, process, job)
+                self._send(version, process, job)
 
     def _next(self, version: _Version, process: TextProcess) -> _Job | None:
         while True:
@@ -276,7 +276,7 @@ class TextProcesses:
             if not job.future.done():
                 return job
 
-    def _ask(self, version: _Version, process: TextProcess, job: _Job) -> None:
+    def _send(self, version: _Version, process: TextProcess, job: _Job) -> None:
         (self._long if job.is_long else version.reading).add(job.tenant_id)
         cpu_s = self._limits.cpu_s(job.size_bytes)
         order: Order = (
@@ -416,7 +416,7 @@ class TextProcesses:
             self._work.set()
             self._tend(version, self._clock.monotonic_s())
 
-    def _note_failure(self, digest: str, error: FailedPrecondition) -> None:
+    def _record_failure(self, digest: str, error: FailedPrecondition) -> None:
         known = self._failed.pop(digest, None)
         count = 1 if known is None else min(known.count + 1, 10)
         first_s, most_s = RETRY_S
@@ -433,8 +433,8 @@ def _fail(job: _Job, error: FairwayError) -> None:
 
 def _share_full(what: str, most: int) -> ShareExceeded:
     return ShareExceeded(
-        f"{what} of this tenant wait to be tokenised at this gateway, and at most {most} may; wait until "
-        "some are read",
+        f"{what} of this tenant wait to be tokenised at this gateway; the maximum is {most}; wait until "
+        "some are tokenised",
         retry_after_s=1.0,
         limit=most,
     )
@@ -442,6 +442,6 @@ def _share_full(what: str, most: int) -> ShareExceeded:
 
 def _suspended(suspended_s: float) -> VersionFailing:
     return VersionFailing(
-        "texts ended the processes of this version's tokenizer again and again: for a while it reads none",
+        "texts crashed the processes of this version's tokenizer repeatedly; it is suspended for a while",
         retry_after_s=suspended_s,
     )

@@ -19,7 +19,7 @@ from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
-from services.gateway.faces.openai.exchange import Reply, foremost
+from services.gateway.faces.openai.exchange import Reply, primary_failure
 from services.gateway.faces.openai.requests import Wanted
 from services.gateway.policy.degrade import Degradation, header_value
 
@@ -60,7 +60,7 @@ class EventStream:
                 for number, source in enumerate(sources):
                     group.create_task(self._relay(number, source))
         except BaseExceptionGroup as failures:
-            raise foremost(failures) from None
+            raise primary_failure(failures) from None
 
     async def _relay(self, number: int, source: AsyncGenerator[Event, None]) -> None:
         async with aclosing(source) as events:

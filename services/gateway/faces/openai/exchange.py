@@ -288,7 +288,7 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
             finally:
                 watcher.cancel()
     except BaseExceptionGroup as failures:
-        raise foremost(failures) from None
+        raise primary_failure(failures) from None
 
 
 async def _watch(receive: Receive, reply: Reply) -> None:
@@ -299,7 +299,7 @@ async def _watch(receive: Receive, reply: Reply) -> None:
         raise ClientDisconnected
 
 
-def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def primary_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """The ClientDisconnected among them, if any: the others are its consequences; otherwise the first."""
     leaves: list[BaseException] = []
     groups: list[BaseExceptionGroup[BaseException]] = [failures]

@@ -39,8 +39,8 @@ from services.gateway.faces.openai.exchange import (
     Reply,
     Scope,
     Send,
-    foremost,
     mark_authenticated,
+    primary_failure,
     read_body,
     unless_disconnected,
 )
@@ -72,7 +72,7 @@ class Exchange:
 
     @property
     def caller(self) -> Principal:
-        assert self.principal is not None, "a public route asks who calls"
+        assert self.principal is not None, "a public route has no caller"
         return self.principal
 
 
@@ -289,7 +289,7 @@ class OpenAiFace:
                     )
                 ]
         except BaseExceptionGroup as failures:
-            raise foremost(failures) from None
+            raise primary_failure(failures) from None
         return [task.result() for task in tasks]
 
 

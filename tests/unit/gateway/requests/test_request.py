@@ -259,7 +259,7 @@ async def test_a_version_without_finite_logits_is_named_after_bounded_tries() ->
     harness = Harness(*(emit(0, NOT_FINITE) for _ in range(4)))
     end = await harness.run()
     assert isinstance(end, errors.VersionFailing)
-    assert "not finite on 3 tries: the version is at fault" in end.message
+    assert "not finite on 3 tries: the version is faulty" in end.message
     assert len(harness.workers.started) == 3
 
 
