@@ -38,9 +38,9 @@ from bench.scheduler_load import (
     Prompts,
     Worker,
 )
+from services.app.process import rest_collector
 from services.core.fleet import Granted
 from services.core.generation import PlaceSpec
-from services.runtime.process.collector import rest_collector
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.telemetry import SchedulerTelemetry
@@ -105,13 +105,13 @@ class Bench:
         telemetry = SchedulerTelemetry(Metrics(), self.clock, lines=lines)
         self.term = Term(1, TermSettings(), self.clock, Random(seed + 1), telemetry=telemetry)
         telemetry.term_started(self.term)
-        self.session = self.term.open_session("gateway", lambda: None, zone="a")
+        self.session = self.term.streams.open_session("gateway", lambda: None, zone="a")
         self.rate_per_s = min(MAX_RATE_PER_S, RATE_PER_WORKER_S * workers)
         slots = max(128, round(2 * self.rate_per_s * RUN_S / workers))
         self.prompts = Prompts(self.rng)
         self.workers = [Worker(f"worker-{n}", slots, "ab"[n % 2]) for n in range(workers)]
         self.by_id = {worker.worker_id: worker for worker in self.workers}
-        self.reporters = {name: self.term.open_reporter(lambda: None) for name in self.by_id}
+        self.reporters = {name: self.term.streams.open_reporter(lambda: None) for name in self.by_id}
         self.digest = hashlib.sha256()
         self.number = 0
         self.due = 0.0
@@ -130,7 +130,7 @@ class Bench:
         commands: list[SubmitPlacements | Report] = [*self._submissions(), *self._reports()]
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for command in commands:
-            self.term.send(command)
+            self.term.streams.send(command)
         self.term.step()
         self.turns.append(Turn(time.perf_counter() - began_s, time.process_time() - began_cpu_s))
         outcomes, self.session.outbox = self.session.outbox, []
@@ -180,7 +180,7 @@ class Bench:
         for worker in self.workers:
             # Spread over the second, as workers that started at different times are.
             worker.reported_s = self.clock.now_s
-            self.term.send(self._report(worker))
+            self.term.streams.send(self._report(worker))
             worker.reported_s -= self.rng.random() * BEAT_S
         self.term.step()
         self.term.check_integrity()

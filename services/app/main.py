@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import structlog
 import uvloop
 
 from fairway.log_stream import LogStream
-from services.app.compose import ROLES
 from services.app.environment import Environment
-from services.app.process import run
+from services.app.process import Role, run
+from services.app.roles.controlplane import controlplane
+from services.app.roles.gateway import gateway
+from services.app.roles.registry import registry
+from services.app.roles.scheduler import scheduler
+from services.app.roles.worker import worker
 from services.core.errors import FairwayError
 from services.runtime import config
 from services.runtime.process.descriptors import raise_descriptor_limit
@@ -49,3 +54,12 @@ def main() -> None:
         structlog.get_logger().error("role.cannot_start", reason=error.reason, message=error.message)
         sys.stderr.write(f"{role}: {error.message}\n")
         sys.exit(EXIT_CANNOT_START)
+
+
+ROLES: Final[Mapping[str, Callable[[Environment], Role]]] = {
+    "registry": registry,
+    "controlplane": controlplane,
+    "scheduler": scheduler,
+    "worker": worker,
+    "gateway": gateway,
+}

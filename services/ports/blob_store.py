@@ -2,7 +2,7 @@
 
 A blob is stored completely or not at all and is never overwritten. A damaged blob is never returned: when a
 read finds bytes that do not match their digest, the blob is set aside, counts as missing, and can be stored
-again. Implementations: ``adapters/blobs/folder.py``, ``adapters/blobs/s3.py``, ``adapters/memory/blobs.py``.
+again. Implementations: ``adapters/blobs/folder.py``, ``adapters/blobs/s3.py``.
 """
 
 from __future__ import annotations

@@ -7,13 +7,18 @@ version. Implements ``ports.registry.VersionSource`` for callers in this process
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import structlog
 
+from fairway.formats import drafts
+from fairway.formats.names import GATEWAY_FILES
+from fairway.formats.servable import INDEX, problem_of
 from services.adapters.threads import in_thread
 from services.core.errors import (
     Conflict,
@@ -29,6 +34,7 @@ from services.core.manifest import (
     CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
     Manifest,
+    ManifestFile,
     canonical_json,
     check_draft,
     check_manifest,
@@ -58,7 +64,6 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector
-from services.registry.servable import require_servable
 from services.registry.sweep_fence import SweepFence
 from services.registry.verification import VerificationLimiter, verify
 from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
@@ -372,3 +377,39 @@ async def with_idle_timeout(digest: str, data: AsyncIterator[bytes]) -> AsyncIte
         if not piece:
             return
         yield piece
+
+
+_READ: Final = frozenset((*GATEWAY_FILES, INDEX, f"{drafts.FOLDER}/config.json", f"{drafts.FOLDER}/{INDEX}"))
+_NEXT: Final = "publish it for another engine, or repair it"
+
+
+async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck) -> None:
+    """Return if the engine and the gateways can serve a verified version.
+
+    Raises InvalidInput that names the unusable file, Unavailable where the check could not run.
+    """
+    with tempfile.TemporaryDirectory(prefix="fw-text-") as name:
+        folder = Path(name)
+        for file in manifest.files:
+            if file.path in _READ:
+                await _copy(blobs, file, folder / file.path)
+        names = [file.path for file in manifest.files]
+        problem = await in_thread(problem_of, names, lambda path: (folder / path).read_bytes())
+        if not problem:
+            try:
+                problem = await texts.fault(folder, digest)
+            except FailedPrecondition as error:
+                problem = error.message
+    if problem:
+        raise InvalidInput(f"the version cannot be served here: {problem}; {_NEXT}", field="manifest.files")
+
+
+async def _copy(blobs: BlobStore, file: ManifestFile, path: Path) -> None:
+    """Write a file of at most 64 MiB, the limit of a text file."""
+    body = bytearray()
+    for chunk in file.chunks:
+        async with aclosing(blobs.get(chunk)) as pieces:
+            async for piece in pieces:
+                body += piece
+    path.parent.mkdir(exist_ok=True)
+    await in_thread(path.write_bytes, body)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health_pb2_grpc
+from grpc._cython import cygrpc
+from grpc.aio import _server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.core.errors import FailedPrecondition
+from services.core.errors import FailedPrecondition, NotFound
 from services.ports.clock import Clock
+from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.connections import MAX_CONNECTIONS, Connections
-from services.rpc.health import HealthServicer
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
@@ -27,7 +31,6 @@ from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.traces import TraceRpcs
 from services.rpc.message_size import limits_of
 from services.rpc.strangers import Strangers
-from services.rpc.unknown_methods import make_server
 from services.runtime.process.descriptors import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
@@ -172,3 +175,101 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Accept no new RPCs, let running ones finish within ``grace_s``, then cancel them."""
         await self._server.stop(grace_s)
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_Response = health_pb2.HealthCheckResponse
+_UNREAD_S = 10.0
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, name: str, serving: bool | None) -> None:
+        """Set the status of this name; None removes the name."""
+        if self._serving.get(name) is serving:
+            return
+        if serving is None:
+            del self._serving[name]
+        else:
+            self._serving[name] = serving
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._serving:
+            raise NotFound("there is no such service here")
+        return _response(self._serving[request.service])
+
+    async def List(self, request: Any, context: Context) -> Any:  # newer than the published type stubs
+        found = {name: _response(serving) for name, serving in self._serving.items()}
+        return health_pb2.HealthListResponse(statuses=found)  # type: ignore[attr-defined]
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        with BoundedWrites(context, _UNREAD_S) as writes:
+            sent = None
+            while True:
+                changed, answer = self._changed, _response(self._serving.get(request.service))
+                if answer != sent:
+                    await writes.write(answer)
+                    sent = answer
+                await changed.wait()
+
+
+def _response(serving: bool | None) -> health_pb2.HealthCheckResponse:
+    if serving is None:
+        return _Response(status=_Response.SERVICE_UNKNOWN)
+    return _Response(status=_Response.SERVING if serving else _Response.NOT_SERVING)
+
+
+def make_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    options: Sequence[tuple[str, Any]],
+    refused: Callable[[str], None],
+) -> grpc.aio.Server:
+    """Return a server that rejects calls of methods that generated code has not registered.
+
+    grpc.aio decodes the name of such a method in the loop that accepts every call. A name that is not UTF-8
+    ends that loop and with it the server, so one unauthenticated call could stop a role. Here that loop gets
+    only calls of registered methods.
+
+    ``refused`` is called with the peer of each such call, in the task that ends with the call.
+    """
+    return cast(grpc.aio.Server, _Server(interceptors, options, refused))
+
+
+class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
+    refused: Callable[[str], None]  # set before the server starts
+
+    async def _request_call(self) -> Any:
+        """Answer calls of unregistered methods until the server stops. Never returns a call."""
+        loop = asyncio.get_running_loop()
+        answering: set[asyncio.Task[None]] = set()
+        while True:
+            call = await super()._request_call()
+            task = loop.create_task(self._refuse(cygrpc._ServicerContext(call, None, None, loop)))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+
+    async def _refuse(self, context: Any) -> None:
+        self.refused(context.peer())
+        # the caller has disconnected
+        with contextlib.suppress(grpc.aio.AbortError, cygrpc.ExecuteBatchError):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method here")
+
+
+class _Server(_server.Server):
+    def __init__(
+        self,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        options: Sequence[tuple[str, Any]],
+        refused: Callable[[str], None],
+    ) -> None:
+        # As in the base class, with this module's type for its C server.
+        self._loop = cygrpc.get_working_loop()
+        self._server = _AioServer(self._loop, None, (), tuple(interceptors), tuple(options), None)
+        self._server.refused = refused

@@ -8,13 +8,18 @@ is no leader, and a gateway can place only on workers in its list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from random import Random
 from typing import Final, NamedTuple
 
 from services.core.fleet import PoolMember
+from services.ports.clock import Clock
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.overload.pool_load import Overload
+from services.scheduler.term_streams import GatewaySession
 
+_MEMBERS_S: Final = 0.25  # age up to which a read of the fleet is used again
 PER_POOL: Final = 64
 MAX_MEMBERS: Final = 1024  # in one frame, over all pools
 MAX_LISTED: Final = 8192  # in one heartbeat, over all gateways: about 25 ms of the leader's core
@@ -28,6 +33,50 @@ class Members(NamedTuple):
 
 
 Fleet = Mapping[str, Members]
+
+
+class LeaderHeartbeat:
+    """Sends the worker list and the pressures of the pools to the gateways."""
+
+    def __init__(
+        self, fleet: FleetView, overload: Overload, clock: Clock, rng: Random, period_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._overload = overload
+        self._clock = clock
+        self._rng = rng
+        self._period_s = period_s
+        self._members: Fleet = {}
+        self._members_until_s = -math.inf
+        self.due_s = clock.monotonic_s() + period_s  # when ``send`` is next due
+
+    def greet(self, session: GatewaySession) -> None:
+        """Send the worker list to a new session. Before the first worker reports, no list is sent."""
+        if members := sample_of(self._members_now(), self._rng):
+            session.members, session.listed_s = members, self._clock.monotonic_s()
+            session.wake()
+
+    def send(self, sessions: Collection[GatewaySession], now_s: float) -> None:
+        """Send every gateway the pressures, and the worker list to the gateways with the oldest lists: to
+        all, unless they are many."""
+        self.due_s = now_s + self._period_s
+        pressures = self._overload.pressures()
+        fleet = self._members_now() if sessions else {}
+        left = MAX_LISTED
+        for session in sorted(sessions, key=lambda found: found.listed_s):
+            session.pressures = pressures
+            if left > 0 and (members := sample_of(fleet, self._rng)):
+                session.members, session.listed_s = members, now_s
+                left -= len(members)
+            session.wake()
+
+    def _members_now(self) -> Fleet:
+        """Return the workers for fallback placement, cached for a short time: many gateways connect to a new
+        leader at once, and reading the whole fleet for each would delay it."""
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._members_until_s:
+            self._members, self._members_until_s = members_of(self._fleet), now_s + _MEMBERS_S
+        return self._members
 
 
 def members_of(fleet: FleetView) -> Fleet:

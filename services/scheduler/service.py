@@ -6,16 +6,16 @@ every stream fails with NoLeader, so that clients find the leader again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Final, Protocol
 
 import structlog
 
-from services.core.decisions import FleetWorker, PlacementDecision
+from services.core.decisions import FleetWorker, PlacementDecision, WorkerPool
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
-from services.core.fleet import PlacementFrame, PlacementRefused, ReportSnapshot
+from services.core.fleet import PlacementFrame, PlacementRefused, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.core.paging import page_of
 from services.core.queues import PoolQueue
@@ -24,7 +24,9 @@ from services.ports.report_stream import ReportAnswer
 from services.runtime.race import first_of
 from services.runtime.secrets import check_ticket
 from services.scheduler.explain.decision_log import DecisionLog
-from services.scheduler.fleet.worker_list import workers_of
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import NO_SUMS, WorkerState
+from services.scheduler.health.worker_health import WorkerStanding
 from services.scheduler.queue.report import Now, counters_of, pools_of
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
@@ -80,7 +82,7 @@ class SchedulerService:
 
     def problem(self) -> str:
         """Return the health problem: empty while commands are processed in time."""
-        stalled_s = 0.0 if self._term is None else self._term.stalled_s()
+        stalled_s = 0.0 if self._term is None else self._term.streams.stalled_s()
         return f"no decision for {stalled_s:.1f} s" if stalled_s > _STALLED_S else ""
 
     async def run(self, election: Leading) -> None:
@@ -97,7 +99,7 @@ class SchedulerService:
                 self._term = None
                 if self._telemetry is not None:
                     self._telemetry.term_ended()
-                term.end(NoLeader("this scheduler is no longer the leader", retry_after_s=1.0))
+                term.streams.end(NoLeader("this scheduler is no longer the leader", retry_after_s=1.0))
                 log.info("scheduler.term_ended", epoch=epoch)
 
     def new_term(self, epoch: int) -> Term:
@@ -114,12 +116,12 @@ class SchedulerService:
     def open(self, gateway_id: str, wake: Callable[[], None], *, zone: str = "") -> GatewayPlacementStream:
         """Return a gateway's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return GatewayPlacementStream(self, term, term.open_session(gateway_id, wake, zone=zone))
+        return GatewayPlacementStream(self, term, term.streams.open_session(gateway_id, wake, zone=zone))
 
     def open_report(self, wake: Callable[[], None]) -> WorkerReportStream:
         """Return a worker's stream. Raises NoLeader while not leading."""
         term = self._leading()
-        return WorkerReportStream(term, term.open_reporter(wake))
+        return WorkerReportStream(term, term.streams.open_reporter(wake))
 
     def pools(self, *, size: int, token: str, tenant: str) -> tuple[int, tuple[PoolQueue, ...], str]:
         """Return the epoch and a page of the pools, as of now. Raises NoLeader while not leading."""
@@ -146,9 +148,8 @@ class SchedulerService:
     def workers(self, *, size: int, token: str) -> tuple[int, tuple[FleetWorker, ...], str]:
         """Return the epoch and a page of the workers, as of now. Raises NoLeader while not leading."""
         term = self._leading()
-        found = workers_of(
-            term.fleet, term.worker_health(), term.prefixes_by_worker, self._clock.monotonic_s()
-        )
+        health, prefixes = term.health.worker_health(), term.applied.prefixes_by_worker
+        found = workers_of(term.fleet, health, prefixes, self._clock.monotonic_s())
         page, following = page_of(found, lambda worker: worker.worker_id, size=size, token=token)
         return term.epoch, page, following
 
@@ -210,12 +211,12 @@ class GatewayPlacementStream:
         return PlacementFrame(self._term.epoch, tuple(outcomes), pressures=pressures, members=members)
 
     def close(self) -> None:
-        self._term.close_session(self._session)
+        self._term.streams.close_session(self._session)
 
     def _send(self, command: SubmitPlacements | CancelPlacements) -> None:
         if self._session.error is not None:
             raise self._session.error
-        self._term.send(command)
+        self._term.streams.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
         """Refuse a placement that is not submitted."""
@@ -239,7 +240,7 @@ class WorkerReportStream:
         """Pass a report on; ``number`` counts the reports of this stream."""
         if self._reporter.error is not None:
             raise self._reporter.error
-        self._term.send(Report(self._reporter, number, snapshot))
+        self._term.streams.send(Report(self._reporter, number, snapshot))
 
     def take(self) -> ReportAnswer | None:
         if self._reporter.error is not None:
@@ -251,8 +252,56 @@ class WorkerReportStream:
 
     def close(self) -> None:
         """Stop placements on the worker until it reports again. Idempotent."""
-        self._term.close_reporter(self._reporter)
+        self._term.streams.close_reporter(self._reporter)
 
 
 def _still(election: Leading, epoch: int) -> Callable[[], bool]:
     return lambda: election.epoch == epoch
+
+
+def workers_of(
+    fleet: FleetView, standings: Iterable[WorkerStanding], prefix_blocks: Mapping[str, int], now_s: float
+) -> list[FleetWorker]:
+    """Return every worker that has reported, sorted by name."""
+    found = {(standing.worker_id, standing.digest): standing for standing in standings}
+    return [
+        FleetWorker(
+            worker_id=worker.worker_id,
+            address=worker.address,
+            incarnation=worker.incarnation,
+            zone=worker.zone,
+            device_type=worker.device_type,
+            cost_per_hour=worker.cost_per_hour,
+            state=worker.state,
+            silent_s=max(0.0, now_s - worker.report_s),
+            prefix_blocks=prefix_blocks.get(worker.worker_id, 0),
+            pools=tuple(
+                _pool(fleet, worker, pool, found.get((worker.worker_id, digest)))
+                for digest, pool in sorted(worker.pools.items())
+            ),
+        )
+        for worker in sorted(fleet.states, key=lambda state: state.worker_id)
+    ]
+
+
+def _pool(
+    fleet: FleetView, worker: WorkerState, pool: PoolSnapshot, standing: WorkerStanding | None
+) -> WorkerPool:
+    candidate = fleet.candidates(pool.digest)[worker.worker_id]
+    model = candidate.step_model
+    return WorkerPool(
+        version_digest=pool.digest,
+        kv_tokens_total=candidate.kv_tokens_total,
+        kv_tokens_room=candidate.kv_tokens_room,
+        slots=candidate.slots,
+        running=pool.running,
+        waiting=pool.waiting,
+        granted=worker.sums.get(pool.digest, NO_SUMS).grants,
+        queued_prefill_tokens=candidate.queued_prefill_tokens,
+        ready=pool.ready,
+        measured_step_s=pool.step_seconds / pool.steps if pool.steps else None,
+        predicted_step_s=max(0.0, model.seconds(1, 0, candidate.running, candidate.attended_tokens)),
+        slowness_ratio=candidate.slowness_ratio,
+        health="" if standing is None else standing.state,
+        health_reason="" if standing is None else standing.why,
+    )

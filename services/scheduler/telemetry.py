@@ -2,98 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Protocol
 
 import structlog
 
 from services.core.generation import PlaceSpec
-from services.core.records import Priority
 from services.ports.clock import Clock
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import SHORT_S, Metrics, Reading
 from services.runtime.telemetry.tracing import Tracing
+from services.scheduler.levels import TermLevels
+from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
 
 log = structlog.get_logger()
 
-GRANTED: Final = "GRANTED"
-WITHDRAWN: Final = "WITHDRAWN"
 
-
-class QueueObserver(Protocol):
-    """Receives the changes of placements. Called by the queue's single writer; must not block or raise."""
-
-    def entered(self, spec: PlaceSpec) -> None:
-        """The placement waits from now on."""
-
-    def left(self, spec: PlaceSpec) -> None:
-        """The placement has left the queue, for any reason."""
-
-    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
-        """The placement ended with GRANTED, WITHDRAWN or the reason of its refusal. ``queued_s``: when it
-        entered."""
-
-
-class Unobserved:
-    """Ignores every event."""
-
-    def entered(self, spec: PlaceSpec) -> None: ...
-
-    def left(self, spec: PlaceSpec) -> None: ...
-
-    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None: ...
-
-
-class CompositeObserver:
-    """Two observers; the first one is called first."""
-
-    def __init__(self, first: QueueObserver, second: QueueObserver) -> None:
-        self._first = first
-        self._second = second
-
-    def entered(self, spec: PlaceSpec) -> None:
-        self._first.entered(spec)
-        self._second.entered(spec)
-
-    def left(self, spec: PlaceSpec) -> None:
-        self._first.left(spec)
-        self._second.left(spec)
-
-    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
-        self._first.ended(spec, outcome, queued_s, now_s, worker_id)
-        self._second.ended(spec, outcome, queued_s, now_s, worker_id)
-
-
-class TermLevels(Protocol):
-    """The metrics of the current term. ``Term`` has this shape."""
+class LedTerm(Protocol):
+    """The current term. ``Term`` has this shape."""
 
     @property
-    def workers_by_state(self) -> dict[str, int]: ...
-
-    @property
-    def grants_outstanding(self) -> int: ...
-
-    @property
-    def gateways(self) -> int: ...
-
-    @property
-    def inbox(self) -> int: ...
-
-    @property
-    def prompt_tokens(self) -> dict[str, int]: ...
-
-    @property
-    def indexed_blocks(self) -> int: ...
-
-    @property
-    def pressure_by_model(self) -> dict[str, float]: ...
-
-    @property
-    def pools_out_by_state(self) -> dict[str, int]: ...
-
-    @property
-    def counter_gaps(self) -> dict[tuple[str, Priority], float]: ...
-
-    def view_age_s(self) -> float: ...
+    def levels(self) -> TermLevels: ...
 
 
 class SchedulerTelemetry:
@@ -112,7 +40,7 @@ class SchedulerTelemetry:
         self._tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
         self._depth: dict[tuple[str, str], int] = {}
-        self._standing: TermLevels | None = None
+        self._levels: TermLevels | None = None
         metrics.gauge(
             "fairway_scheduler_queue_placements",
             "Placements in the queue, by deployment and class",
@@ -139,14 +67,14 @@ class SchedulerTelemetry:
             "Worker ejections, probes and readmissions, and changes of circuit breakers",
             ("what", "state"),
         )
-        self._levels(metrics)
+        self._add_levels(metrics)
 
     def health_changed(self, what: str, state: str) -> None:
         """Count a change of a worker (ejected, probed, readmitted) or of a circuit (opened, half-open,
         closed)."""
         self._health_changes.add(what, state)
 
-    def _levels(self, metrics: Metrics) -> None:
+    def _add_levels(self, metrics: Metrics) -> None:
         metrics.gauge(
             "fairway_scheduler_workers",
             "Workers of the leader, by state",
@@ -174,22 +102,22 @@ class SchedulerTelemetry:
         metrics.level(
             "fairway_scheduler_grants_outstanding",
             "Grants that no worker report confirmed yet",
-            lambda: float(self._standing.grants_outstanding) if self._standing else 0.0,
+            lambda: float(self._levels.grants_outstanding()) if self._levels else 0.0,
         )
         metrics.level(
             "fairway_scheduler_gateways",
             "Gateways with an open stream to this leader",
-            lambda: float(self._standing.gateways) if self._standing else 0.0,
+            lambda: float(self._levels.gateways()) if self._levels else 0.0,
         )
         metrics.level(
             "fairway_scheduler_inbox_commands",
             "Commands that wait for the next decision turn",
-            lambda: float(self._standing.inbox) if self._standing else 0.0,
+            lambda: float(self._levels.inbox()) if self._levels else 0.0,
         )
         metrics.level(
             "fairway_scheduler_view_age_seconds",
             "Time since the oldest last report of a connected worker; 0 without workers",
-            lambda: self._standing.view_age_s() if self._standing else 0.0,
+            lambda: self._levels.view_age_s() if self._levels else 0.0,
         )
         metrics.gauge(
             "fairway_scheduler_prompt_tokens",
@@ -200,17 +128,17 @@ class SchedulerTelemetry:
         metrics.level(
             "fairway_scheduler_prefix_blocks",
             "Cached prefix blocks in the leader's index",
-            lambda: float(self._standing.indexed_blocks) if self._standing else 0.0,
+            lambda: float(self._levels.indexed_blocks()) if self._levels else 0.0,
         )
 
-    def term_started(self, standing: TermLevels) -> None:
+    def term_started(self, term: LedTerm) -> None:
         self._depth.clear()
-        self._standing = standing
+        self._levels = term.levels
 
     def term_ended(self) -> None:
         """Clear the queue metrics, because waiting placements end with the term."""
         self._depth.clear()
-        self._standing = None
+        self._levels = None
 
     def entered(self, spec: PlaceSpec) -> None:
         key = self._models.of(spec.model), spec.priority.value
@@ -244,27 +172,27 @@ class SchedulerTelemetry:
             )
 
     def _prompt_tokens(self) -> Reading:
-        found = self._standing.prompt_tokens if self._standing else {}
+        found = self._levels.prompt_tokens() if self._levels else {}
         return [((kind,), float(tokens)) for kind, tokens in found.items()]
 
     def _pools_out(self) -> Reading:
-        found = self._standing.pools_out_by_state if self._standing else {}
+        found = self._levels.pools_out_by_state() if self._levels else {}
         return [((state,), float(count)) for state, count in found.items()]
 
     def _pressure(self) -> Reading:
         by_label: dict[str, float] = {}
-        for model, ratio in (self._standing.pressure_by_model if self._standing else {}).items():
+        for model, ratio in (self._levels.pressure_by_model() if self._levels else {}).items():
             label = self._models.of(model)  # models beyond the label limit share a label
             by_label[label] = max(ratio, by_label.get(label, 0.0))
         return [((label,), ratio) for label, ratio in by_label.items()]
 
     def _counter_gaps(self) -> Reading:
         by_label: dict[tuple[str, str], float] = {}
-        for (model, priority), tokens in (self._standing.counter_gaps if self._standing else {}).items():
+        for (model, priority), tokens in (self._levels.counter_gaps() if self._levels else {}).items():
             label = self._models.of(model), priority.value
             by_label[label] = max(tokens, by_label.get(label, 0.0))
         return list(by_label.items())
 
     def _workers(self) -> Reading:
-        found = self._standing.workers_by_state if self._standing else {}
+        found = self._levels.workers_by_state() if self._levels else {}
         return [((state,), float(count)) for state, count in found.items()]

@@ -129,7 +129,7 @@ class SimFleet:
     def ready(self) -> bool:
         """Every process runs and has discovered the others."""
         term = self.term
-        if term is None or term.workers_by_state["placed_on"] < len(self.workers):
+        if term is None or term.fleet.workers_by_state["placed_on"] < len(self.workers):
             return False
         return all(node.process.running and node.ready for node in self.gateways.values())
 
@@ -241,7 +241,7 @@ class SimFleet:
 
     def _standing(self) -> str:
         term = self.term
-        workers = "no leader" if term is None else str(term.workers_by_state)
+        workers = "no leader" if term is None else str(term.fleet.workers_by_state)
         gateways = {name: node.ready for name, node in self.gateways.items()}
         return f"{workers}; gateways {gateways}"
 

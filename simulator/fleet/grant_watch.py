@@ -14,7 +14,8 @@ from services.core.records import Priority
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.telemetry import GRANTED, WITHDRAWN, SchedulerTelemetry, TermLevels
+from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
+from services.scheduler.telemetry import LedTerm, SchedulerTelemetry
 from services.scheduler.term import Term
 
 
@@ -111,21 +112,21 @@ class _WatchedTelemetry(SchedulerTelemetry):
         self._watch = watch
         self._term: Term | None = None
 
-    def term_started(self, standing: TermLevels) -> None:
-        assert isinstance(standing, Term)
-        self._term = standing
-        self._listen(standing.fleet)
-        super().term_started(standing)
-        self._watch.term_began(standing)
+    def term_started(self, term: LedTerm) -> None:
+        assert isinstance(term, Term)
+        self._term = term
+        self._listen(term.fleet)
+        super().term_started(term)
+        self._watch.term_began(term)
 
     def _listen(self, fleet: FleetView) -> None:
-        judge = fleet.on_granted
+        inner = fleet.ends_trial
 
-        def on_granted(worker_id: str, digest: str, now_s: float) -> bool:
+        def ends_trial(worker_id: str, digest: str, now_s: float) -> bool:
             self._watch.was_ejected = fleet.candidates(digest)[worker_id].ejected
-            return judge is not None and judge(worker_id, digest, now_s)
+            return inner(worker_id, digest, now_s)
 
-        fleet.on_granted = on_granted
+        fleet.ends_trial = ends_trial
 
     def entered(self, spec: PlaceSpec) -> None:
         self._watch.entered(spec)

@@ -54,7 +54,7 @@ def leftovers(fleet: SimFleet) -> dict[str, int]:
         found[f"{name} unsettled"] = gateway.limiter.unsettled
     term = fleet.term
     if term is not None:
-        found["outstanding grants"] = term.grants_outstanding
+        found["outstanding grants"] = term.fleet.outstanding
         found["queued placements"] = len(term.queue)
     for tenant in fleet.spec.tenants:
         found[f"slots of {tenant.name}"] = fleet.slots_held(tenant.name)

@@ -36,9 +36,9 @@ class Bounds:
     def _term(self, fleet: SimFleet, name: str, term: Term) -> None:
         limits = fleet.spec.term.queue
         self._expect(fleet, f"placements at {name}", len(term.queue), limits.max_total)
-        for waiting in term.queue.waiting_by_version().values():
+        for waiting in term.queue.waiting.by_version().values():
             self._expect(fleet, f"placements of a pool at {name}", len(waiting), limits.max_per_pool)
-        self._expect(fleet, f"commands at {name}", term.inbox, term.settings.max_inbox)
+        self._expect(fleet, f"commands at {name}", len(term.streams), term.settings.max_inbox)
 
     def _gateways(self, fleet: SimFleet) -> None:
         limits, settings = fleet.spec.gateway, PlacementSettings()

@@ -36,7 +36,7 @@ class Shedding(GrantListener):
             return
         self.refusals += 1
         refused = _class_rank(spec)
-        for item in term.queue.waiting_by_version().get(spec.version_digest, ()):
+        for item in term.queue.waiting.by_version().get(spec.version_digest, ()):
             if _class_rank(item.spec) < refused:
                 self._fleet.violations.add(
                     INVERSION,

@@ -8,16 +8,60 @@ is as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
+from services.core.records import Priority
 from services.scheduler.policy.placement.candidate import Offer, PlaceQuery
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.placement.scorers import kv_headroom, prefill_headroom, prefix_hit
+from services.scheduler.policy.queue.fair_order import FairOrder
+from services.scheduler.policy.queue.fairness import FairShares
+from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy
+from services.scheduler.queue.rules import PRODUCTION, BypassLimit, QueueDiscipline, QueueRule
+from services.scheduler.queue.waiting import QueuedPlacement
 from services.scheduler.term import TermSettings
 
 TIE: Final = 0.01  # far below any difference in the score that it breaks
+
+
+class ArrivalOrder(FairOrder[QueuedPlacement]):
+    """First come, first served: by class and arrival; a class waits one head start for each step below the
+    highest. The counters are kept, and nothing is ordered by them."""
+
+    def __init__(self, policy: OrderPolicy, shares: dict[Priority, FairShares]) -> None:
+        super().__init__(policy, shares)
+        self._head_start_us = round(policy.class_head_start_s * MICROSECONDS)
+        self._sorted: list[QueuedPlacement] = []
+
+    def add(self, item: QueuedPlacement) -> None:
+        super().add(item)
+        insort(self._sorted, item, key=self._key)
+
+    def discard(self, item: QueuedPlacement) -> None:
+        super().discard(item)
+        del self._sorted[bisect_left(self._sorted, self._key(item), key=self._key)]
+
+    def value(self, item: QueuedPlacement) -> float:
+        return 0.0
+
+    def in_order(self, now_us: int = 0) -> Iterator[QueuedPlacement]:
+        index = 0
+        while index < len(self._sorted):
+            item = self._sorted[index]
+            yield item
+            if index < len(self._sorted) and self._sorted[index] is item:
+                index += 1
+
+    def _key(self, item: QueuedPlacement) -> tuple[int, int]:
+        behind = Priority.INTERACTIVE.rank - item.priority.rank
+        return item.arrival_us + behind * self._head_start_us, item.number
+
+
+ARRIVAL: Final = QueueDiscipline(ArrivalOrder, (BypassLimit,))
 
 
 class NextInTurn:
@@ -77,9 +121,14 @@ def prefix_only() -> TermSettings:
 
 
 def first_come() -> TermSettings:
-    """The queue in order of class and arrival; routing as in production."""
-    production = TermSettings()
-    return replace(production, order=replace(production.order, kind="arrival"))
+    """The queue in order of class and arrival, under the bypass limit alone; routing as in production."""
+    return replace(TermSettings(), discipline=ARRIVAL)
+
+
+def without(rule: type[QueueRule]) -> TermSettings:
+    """Production without one rule of its queue."""
+    left = tuple(each for each in PRODUCTION.rules if each is not rule)
+    return replace(TermSettings(), discipline=replace(PRODUCTION, rules=left))
 
 
 def _routed(profile: PlacementProfile) -> TermSettings:
@@ -92,3 +141,8 @@ LEAST_LOADED: Final = Policy("least-loaded", "the worker with the most room", le
 PREFIX_ONLY: Final = Policy("prefix-only", "the worker that has the most of the prompt", prefix_only)
 FIRST_COME: Final = Policy("first-come", "a queue by arrival, our routing", first_come)
 POLICIES: Final = (OURS, ROUND_ROBIN, LEAST_LOADED, PREFIX_ONLY, FIRST_COME)
+# Production with one rule of the queue less, each.
+ABLATIONS: Final = tuple(
+    Policy(f"without {rule.__name__}", f"our queue without {rule.__name__}", partial(without, rule))
+    for rule in PRODUCTION.rules
+)

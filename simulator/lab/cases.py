@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from simulator.lab.baselines import POLICIES
+from simulator.lab.baselines import ABLATIONS, POLICIES
 from simulator.lab.load import replay, synthetic
 from simulator.lab.load.load import of_trace
 from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
@@ -102,7 +102,7 @@ def scenario_of(case: Case) -> Scenario:
         scenario = slow_worker.scenario(_options(case, 100.0))
     else:
         scenario = _whale(case)
-    policy = next(policy for policy in POLICIES if policy.name == case.policy)
+    policy = next(policy for policy in (*POLICIES, *ABLATIONS) if policy.name == case.policy)
     return replace(scenario, fleet=replace(scenario.fleet, term=policy.settings()))
 
 

@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
-from simulator.lab.baselines import FIRST_COME, OURS, POLICIES, ROUND_ROBIN
+from simulator.lab.baselines import ABLATIONS, FIRST_COME, OURS, POLICIES, ROUND_ROBIN
 from simulator.lab.cases import GRAY, TRACES, WHALE, WHALE_CAPPED, WORKERS, Case, Figures, run_case
 from simulator.lab.command import traces_folder
 from simulator.lab.load.traces import TraceError
@@ -38,6 +38,14 @@ from simulator.lab.scenario import ScenarioError
 from simulator.lab.scenarios.whale import LOAD_RATIO
 
 Results = dict[Case, Figures]
+_PER_RULE: Final[tuple[tuple[str, str, Callable[[float], str]], ...]] = (
+    ("TTFT p50", "ttft_p50_s", seconds),
+    ("p95", "ttft_p95_s", seconds),
+    ("p99", "ttft_p99_s", seconds),
+    ("small tenants' p95", "minnow_ttft_p95_s", seconds),
+    ("good/s", "good_per_s", lambda value: f"{value:.2f}"),
+    ("tokens/s", "tokens_per_s", lambda value: f"{value:.0f}"),
+)
 _PER_TRACE: Final[tuple[tuple[str, Callable[[float], str]], ...]] = (
     ("ttft_mean_s", seconds),
     ("ttft_p50_s", seconds),
@@ -70,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the comparison; the result is its exit status."""
     parsed = _parser().parse_args(arguments)
     folder = traces_folder(parsed.traces)
-    cases = planned(parsed.seeds, parsed.size, folder)
+    plan = planned_ablations if parsed.rules else planned
+    cases = plan(parsed.seeds, parsed.size, folder)
     source = "recorded traces" if folder is not None else "synthetic traces of the recorded ones' shape"
     print(f"{len(cases)} runs on {WORKERS} workers each, {parsed.seeds} seeds, {source}", flush=True)
     try:
@@ -78,9 +87,10 @@ def main(arguments: Sequence[str]) -> int:
     except (ScenarioError, TraceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in tables(results):
+    lines, found = ablated(results) if parsed.rules else (tables(results), result(results))
+    for line in lines:
         print(line)
-    print("RESULT", json.dumps(result(results), allow_nan=False))
+    print("RESULT", json.dumps(found, allow_nan=False))
     return 0
 
 
@@ -93,6 +103,32 @@ def planned(seeds: int, size_ratio: float, traces: Path | None) -> list[Case]:
         for seed in range(seeds)
         for workload, policy in pairs
     ]
+
+
+def planned_ablations(seeds: int, size_ratio: float, traces: Path | None) -> list[Case]:
+    """Return the runs that show what each rule of the queue changes."""
+    return [
+        Case(workload, policy.name, seed, size_ratio, traces)
+        for seed in range(seeds)
+        for workload in (*TRACES, WHALE)
+        for policy in (OURS, *ABLATIONS)
+    ]
+
+
+def ablated(results: Results) -> tuple[list[str], dict[str, float | None]]:
+    """Return a table of the medians, and by workload and rule the p99 of the time to first token without the
+    rule over that with it; of the whale's workload the p95 of the small tenants."""
+    rows: list[tuple[str, ...]] = [("workload", "policy", *(title for title, _, _ in _PER_RULE))]
+    ratios: dict[str, float | None] = {}
+    for workload in (*TRACES, WHALE):
+        figure = "minnow_ttft_p95_s" if workload == WHALE else "ttft_p99_s"
+        for policy in (OURS, *ABLATIONS):
+            medians = [show(_median(results, workload, policy.name, name)) for _, name, show in _PER_RULE]
+            rows.append((workload, policy.name, *medians))
+            if policy is not OURS:
+                ratio = _paired(results, (workload, policy.name), (workload, OURS.name), figure)
+                ratios[f"{workload}, {policy.name}"] = _rounded(ratio, 3)
+    return list(aligned(rows)), ratios
 
 
 def run_all(cases: Sequence[Case], *, jobs: int) -> Results:
@@ -226,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--rules", action="store_true", help="leave out one rule of our queue at a time")
     parser.add_argument("--traces", type=Path, help="a folder of recorded traces; else FAIRWAY_TRACES")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", type=float, default=1.0, help="scales the runs: 2 is twice the rows")

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from simulator.engine.cost_model import cost_model
+from simulator.engine.cost_model import CostModel, cost_model
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.fleet import Plan, SimFleet
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
-from simulator.lab import capacity, scenarios
+from simulator.lab import scenarios
 from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import Mark
 
@@ -132,7 +132,7 @@ def rate_of(
         return options.rate_per_s
     kind = fleet.worker_kinds[0]
     try:
-        one = capacity.requests_per_s(
+        one = requests_per_s(
             cost_model(kind.preset),
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -192,3 +192,28 @@ def _module(name: str) -> ModuleType:
     except Exception as error:  # whatever the file raises is its author's to read
         raise ScenarioError(f"{name} failed while it was read: {type(error).__name__}: {error}") from error
     return module
+
+
+def requests_per_s(
+    model: CostModel, *, prompt_tokens: float, output_tokens: float, kv_tokens: int, max_sequences: int
+) -> float:
+    """Return the highest sustained rate of one worker, with nothing cached.
+
+    In a steady state with ``b`` sequences in decode, every step produces ``b`` tokens and prefills
+    ``b * prompt / output``, so that a step of ``s(b)`` seconds serves ``b / (output * s(b))`` requests per
+    second. The best ``b`` within the KV that fits is the capacity. Prompts are taken at their mean length.
+
+    ``kv_tokens`` is what its cache holds. Raises ValueError where not one sequence fits.
+    """
+    held_tokens = prompt_tokens + output_tokens / 2
+    most = min(max_sequences, int(kv_tokens / (prompt_tokens + output_tokens)))
+    if most < 1:
+        raise ValueError(f"{prompt_tokens + output_tokens:g} tokens do not fit into {kv_tokens} of KV")
+    best = 0.0
+    for decodes in range(1, most + 1):
+        prefill = decodes * prompt_tokens / output_tokens
+        step_s = model.step_s(
+            round(prefill), decodes, round(decodes * held_tokens), round(prefill * prompt_tokens / 2)
+        )
+        best = max(best, decodes / (output_tokens * step_s))
+    return best

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from random import Random
 
 from services.adapters.grpc.placement import GrpcPlacement
-from services.adapters.links.local_placement import LocalPlacement
 from services.adapters.links.muxed_placement import MuxedPlacement, PlacementSettings
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import KnownLeader
@@ -20,8 +19,6 @@ from services.scheduler.term import Term, TermSettings
 from simulator.kernel.links.links import SimPlacementLinks, SimReportLinks
 from tests.integration.scheduler_fleet import TOKEN, FakeWorker, SchedulerNode, StaticDirectory
 from tests.support.simulated import SimulatedScheduler, World
-
-LINKS = ("grpc", "local")
 
 
 @dataclass
@@ -55,7 +52,7 @@ class PlacementRig:
 
 @asynccontextmanager
 async def placing(
-    link: str, settings: TermSettings, fallback: GatewayFallback | None = None
+    settings: TermSettings, fallback: GatewayFallback | None = None
 ) -> AsyncIterator[PlacementRig]:
     """Yield the parts, nobody leading yet. At the end the books are right and nothing is pending."""
     clock = SystemClock()
@@ -65,11 +62,7 @@ async def placing(
     directory = StaticDirectory()
     worker = FakeWorker("w1", kv_blocks=16)
     common = ("g1", clock, supervisor, Random(3), PlacementSettings(max_pending=32))
-    placement: MuxedPlacement
-    if link == "grpc":
-        placement = GrpcPlacement(directory, TOKEN, *common, fallback=fallback)
-    else:
-        placement = LocalPlacement(node.service, *common, fallback=fallback)
+    placement = GrpcPlacement(directory, TOKEN, *common, fallback=fallback)
     reporter = worker.reporter(directory, supervisor)
     rig = PlacementRig(node, directory, worker, placement, clock)
     yield rig

@@ -17,9 +17,9 @@ import pytest
 
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.blobs.s3 import S3Blobs
-from services.adapters.memory.blobs import MemoryBlobs
 from services.core.errors import IntegrityError, InvalidInput, NotFound, StoreUnavailable
 from services.ports.blob_store import BlobStore, StoredBlob
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.object_store import ObjectStore
 from tests.support.tiny_disk import tiny_disk
 

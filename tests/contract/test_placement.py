@@ -26,7 +26,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
-from tests.contract.placement_rig import LINKS, PlacementRig, placing, placing_simulated
+from tests.contract.placement_rig import PlacementRig, placing, placing_simulated
 from tests.integration.scheduler_fleet import DIGEST, TICKET_KEY, place_spec
 from tests.support.simulated import Check, World, checks_of, simulate
 from tests.support.waiting import until
@@ -50,9 +50,9 @@ class Rig(PlacementRig):
         return self.term.fleet.candidates(DIGEST)["w1"].kv_tokens_room
 
 
-@pytest.fixture(params=LINKS)
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    async with placing(request.param, SETTINGS) as parts:
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with placing(SETTINGS) as parts:
         yield Rig(**vars(parts))
 
 

@@ -17,7 +17,7 @@ from services.core.records import Priority
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
-from tests.contract.placement_rig import LINKS, PlacementRig, placing, placing_simulated
+from tests.contract.placement_rig import PlacementRig, placing, placing_simulated
 from tests.integration.scheduler_fleet import DIGEST, place_spec
 from tests.support.simulated import Check, World, checks_of, simulate
 from tests.support.waiting import until
@@ -44,10 +44,10 @@ class Rig(PlacementRig):
         return grant
 
 
-@pytest.fixture(params=LINKS)
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
     fallback = GatewayFallback(Random(5), ALONE)
-    async with placing(request.param, SETTINGS, fallback) as parts:
+    async with placing(SETTINGS, fallback) as parts:
         yield Rig(**vars(parts), fallback=fallback)
 
 

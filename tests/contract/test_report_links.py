@@ -1,4 +1,4 @@
-"""What every ``ReportLinks`` does, over gRPC, in the scheduler's process and over the simulated network: a
+"""What every ``ReportLinks`` does, over gRPC and over the simulated network: a
 worker's reports arrive in order and as they were meant, and the leader's answers come back.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.adapters.grpc.reporter import GrpcReportLinks
-from services.adapters.links.local_reporter import LocalReportLinks
 from services.adapters.links.reporter import ReportLink, ReportLinks
 from services.adapters.links.scheduler_directory import KnownLeader
 from services.core.errors import Conflict, FairwayError, NoLeader
@@ -77,18 +76,13 @@ class Rig:
         await self.node.stop()
 
 
-@pytest.fixture(params=["grpc", "local"])
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
     clock = SystemClock()
     supervisor = Supervisor(clock)
     node, directory = SchedulerNode(supervisor), StaticDirectory()
     await node.start()
-    links: ReportLinks
-    if request.param == "grpc":
-        links = GrpcReportLinks(directory, TOKEN)
-    else:
-        links = LocalReportLinks(node.service, clock)
-    rig = Rig(node, directory, links, clock, supervisor)
+    rig = Rig(node, directory, GrpcReportLinks(directory, TOKEN), clock, supervisor)
     yield rig
     await rig.close()
     assert supervisor.failures == ()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 
 from services.adapters.grpc.registry_client import RegistryClient
-from services.adapters.memory.blobs import MemoryBlobs
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import IntegrityError, InvalidInput, NotFound, Unavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, digest_of, sha256_of
@@ -17,6 +16,7 @@ from services.ports.registry import VersionSource
 from services.registry.service import RegistryService
 from services.rpc.channel import open_channel
 from services.runtime.clock import SystemClock
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.registry import TOKEN, served
 
 CLOCK = SystemClock()

@@ -1,5 +1,5 @@
-"""What every client of workers does, over a wire, in process and over the simulated network: order, silence
-at the end, no lost word.
+"""What every client of workers does, over a wire and over the simulated network: order, no message after
+the end, none lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models
 
 from fairway.v1 import worker_pb2_grpc
 from services.adapters.grpc.worker import GrpcWorkers
-from services.adapters.links.local_worker import LocalWorkers
 from services.core.generation import (
     FinishReason,
     GenerationSpec,
@@ -54,7 +53,7 @@ class Rig:
 
     host: SequenceHost
     table: SequenceTable
-    client: GrpcWorkers | LocalWorkers | SimWorkers
+    client: GrpcWorkers | SimWorkers
     address: str
     frames: list[int]
     sent: list[wire.Command] = field(default_factory=list)
@@ -159,28 +158,22 @@ def new_host(clock: Clock, sent: list[wire.Command]) -> tuple[SequenceHost, Sequ
     return host, table
 
 
-@pytest_asyncio.fixture(params=["grpc", "local"])
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[Rig]:
     clock = SystemClock()
     supervisor = Supervisor(clock)
     sent: list[wire.Command] = []
     host, table = new_host(clock, sent)
     frames: list[int] = []
-    server = None
-    if request.param == "local":
-        client: GrpcWorkers | LocalWorkers = LocalWorkers({"w1": host}, after_frame=lambda: frames.append(1))
-        address = "w1"
-    else:
-        server = grpc.aio.server()
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        agent = cast(Any, SimpleNamespace())
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
-        await server.start()
-        client = GrpcWorkers("token", "g1", clock, supervisor, after_frame=lambda: frames.append(1))
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    agent = cast(Any, SimpleNamespace())
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
+    await server.start()
+    client = GrpcWorkers("token", "g1", clock, supervisor, after_frame=lambda: frames.append(1))
     yield Rig(host, table, client, address, frames, sent, server)
     await client.close()
-    if server is not None:
-        await server.stop(0)
+    await server.stop(0)
     await supervisor.close()
     assert supervisor.healthy
     await all_is_free(host, table)
@@ -290,7 +283,6 @@ async def test_a_worker_that_is_not_there_is_lost_and_never_from_within_start(ri
     assert sink.heard == ["lost"]
 
 
-@pytest.mark.parametrize("rig", ["grpc"], indirect=True)  # the local client has no task of its own
 async def test_a_stream_logs_under_no_request_that_happened_to_open_it(rig: Rig) -> None:
     heard_under: list[dict[str, Any]] = []
 

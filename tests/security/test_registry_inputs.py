@@ -19,7 +19,6 @@ from fairway.client.publish.publish import publish
 from fairway.formats.repetition import FREE_BYTES, MAX_RATIO
 from fairway.formats.safetensors import MAX_TENSORS
 from fairway.v1 import registry_pb2 as pb
-from services.adapters.memory.blobs import MemoryBlobs
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import FailedPrecondition, InvalidInput, Unavailable
 from services.core.manifest import (
@@ -35,6 +34,7 @@ from services.registry.verification import MAX_WAITING
 from services.rpc.convert.registry import manifest_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.registry import ADMIN, served
 
 CLOCK = SystemClock()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
 from services.core.records import Priority
+from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from simulator.fleet.assembly import Parts
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
 from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.faults import Fault, FaultKind, Moment
-from simulator.fleet.fleet import RunReport, simulate
+from simulator.fleet.fleet import REST, RunReport, simulate
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
-from simulator.fleet.quiesce import REST
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
@@ -27,6 +26,7 @@ from simulator.invariants.fairness import FAIRNESS, Fairness
 from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
 from simulator.invariants.instants import Looks
 from simulator.invariants.shedding import INVERSION, Shedding
+from simulator.lab.baselines import ARRIVAL
 from simulator.lab.runner import run as run_scenario
 from simulator.lab.scenario import Scenario
 from tests.sim.planted.gateways import (
@@ -192,33 +192,33 @@ def small_fleet() -> FleetSpec:
     return FleetSpec(workers=1, worker_kinds=(kind,), tenants=tenants)
 
 
-def fair_fleet(kind: Literal["fair", "arrival"]) -> FleetSpec:
+def fair_fleet(discipline: QueueDiscipline) -> FleetSpec:
     spec = small_fleet()
     term = spec.term
-    order = replace(term.order, kind=kind, bypass_window_tokens=512.0)
-    term = replace(term, order=order, shedding=replace(term.shedding, enabled=False))
+    order = replace(term.order, bypass_window_tokens=512.0)
+    term = replace(term, order=order, discipline=discipline, shedding=replace(term.shedding, enabled=False))
     return replace(spec, term=term, gateway=replace(spec.gateway, queue_ttl_s=600.0))
 
 
-def fair_run(kind: Literal["fair", "arrival"]) -> tuple[RunReport, Fairness]:
-    spec, fairness = fair_fleet(kind), Fairness()
+def fair_run(discipline: QueueDiscipline) -> tuple[RunReport, Fairness]:
+    spec, fairness = fair_fleet(discipline), Fairness()
     return simulate(spec, crowd({"whale": 120, "minnow": 40}), invariants=(fairness,)), fairness
 
 
 def test_planted_first_come_first_served_is_unfair() -> None:
-    report, _ = fair_run("arrival")
+    report, _ = fair_run(ARRIVAL)
     assert any(text.startswith(FAIRNESS) for text in report.violations)
 
 
 def test_the_fair_order_keeps_its_bound_on_the_same_load() -> None:
-    report, fairness = fair_run("fair")
+    report, fairness = fair_run(PRODUCTION)
     assert report.violations == ()
     assert fairness.compared > 0
 
 
-@pytest.mark.parametrize(("kind", "is_fair"), [("fair", True), ("arrival", False)])
-def test_a_scenario_with_an_unfair_queue_is_violated(kind: Literal["fair", "arrival"], is_fair: bool) -> None:
-    fleet = fair_fleet(kind)
+@pytest.mark.parametrize(("discipline", "is_fair"), [(PRODUCTION, True), (ARRIVAL, False)])
+def test_a_scenario_with_an_unfair_queue_is_violated(discipline: QueueDiscipline, is_fair: bool) -> None:
+    fleet = fair_fleet(discipline)
     load = crowd({"whale": 120, "minnow": 40})
     crowded = Scenario("crowd", "two tenants at once", fleet, lambda: iter(load), duration_s=60.0)
     report = run_scenario(crowded)

@@ -65,7 +65,7 @@ from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
 from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
-from services.scheduler.policy.step_time import Measured, StepTimes, WorkerKind
+from services.scheduler.policy.step_time import StepTimes, WorkerKind
 
 _PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
@@ -75,17 +75,23 @@ _NO_POOL: Final = no_worker(NO_REJECTIONS)
 class FleetView:
     """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
 
-    def __init__(self, epoch: int, limits: FleetLimits) -> None:
-        """``on_measured``, if set, receives the steps of each report, with the time. ``on_granted`` receives
-        the worker and version of each grant and returns whether the pool is barred from now on."""
+    def __init__(
+        self,
+        epoch: int,
+        limits: FleetLimits,
+        step_times: StepTimes,
+        *,
+        ends_trial: Callable[[str, str, float], bool] = lambda _worker_id, _digest, _now_s: False,
+    ) -> None:
+        """``ends_trial`` receives the worker and version of each grant, and returns whether the worker gets
+        no further grants of the version for now."""
         self.epoch = epoch
         self.limits = limits
-        self.step_times = StepTimes()
+        self.step_times = step_times
         self.prefixes = PrefixIndex(max(1, limits.prefix_blocks))
         self.shared = SharedPrefixes()
         self.prefix_tokens = PrefixTokens()
-        self.on_measured: Callable[[Measured, float], None] | None = None
-        self.on_granted: Callable[[str, str, float], bool] | None = None
+        self.ends_trial = ends_trial
         self._roster = Roster(limits)
         self._workers: Mapping[str, WorkerState] = self._roster.workers
         self._pools: dict[str, PoolSeats] = {}
@@ -275,7 +281,7 @@ class FleetView:
         hold_s = self.limits.grant_ttl_s + self.limits.transit_margin_s
         self._lapses.append((now_s + hold_s, worker_id, sequence))
         self._pools[digest].take(worker_id, level_of(worker, pool))
-        if self.on_granted is not None and self.on_granted(worker_id, digest, now_s):
+        if self.ends_trial(worker_id, digest, now_s):
             self.bar(worker_id, digest, barred=True)
         return Grant(
             worker_id=worker_id,
@@ -356,8 +362,6 @@ class FleetView:
             measured = self.step_times.observe(worker.worker_id, worker.device_type, pool, now_s)
             if measured is not None:
                 worker.attended[pool.digest] = measured.attended_tokens // measured.steps
-                if self.on_measured is not None:
-                    self.on_measured(measured, now_s)
         for used in report.tenants:
             self.prefix_tokens.reported += used.prefill
             self.prefix_tokens.cached += used.cached

@@ -23,7 +23,7 @@ from services.scheduler.policy.health.ejection import (
     EjectionState,
     WorkerHealth,
 )
-from services.scheduler.policy.step_time import StepModel
+from services.scheduler.policy.step_time import StepModel, WorkerKind
 
 EJECTED: Final = "ejected"
 PROBED: Final = "probed"  # the result of its probe is not judged yet
@@ -109,9 +109,9 @@ class _Seen:
 
 
 class FleetHealth:
-    """Health of all workers. ``model`` returns the fitted step-time model of a version on a device type."""
+    """Health of all workers. ``model`` returns the fitted step-time model of a kind of worker."""
 
-    def __init__(self, policy: HealthPolicy, model: Callable[[str, str], StepModel]) -> None:
+    def __init__(self, policy: HealthPolicy, model: Callable[[WorkerKind], StepModel]) -> None:
         self.policy: Final = policy
         self._model = model
         self._pools: dict[str, _Pool] = {}
@@ -284,7 +284,7 @@ class FleetHealth:
             if not report.draining:
                 self._failed(report.worker_id, now.digest, report.zone, now_s)
             before = None
-        model = self._model(now.digest, report.device_type)
+        model = self._model(WorkerKind(report.device_type, now.digest))
         base = before if before is not None else now  # work before the first report is no evidence
         pool.ejection.observe(
             report.worker_id,

@@ -44,7 +44,7 @@ from services.scheduler.policy.overload.shedding import (
     spread_s,
 )
 from services.scheduler.policy.overload.tenant_rate import TenantRates
-from services.scheduler.queue.waiting import QueuedPlacement
+from services.scheduler.queue.waiting import UNSETTLED, QueuedPlacement, Unsettled
 
 MAX_PRESSURES: Final = 1024  # pools in one frame to a gateway
 
@@ -94,9 +94,6 @@ class Overload:
         self._rng = rng
         self._serving = serving
         self._failing_s = failing_s
-        # Set by the queue's owner: runs a pass that uses the room there is, before a placement is refused for
-        # lack of it.
-        self.settle: Callable[[float], None] = lambda _now_s: None
         self._pools: dict[str, _Pool] = {}
         self._waits: dict[int, _Waits] = {}
         self._victims: dict[int, Victim] = {}
@@ -154,19 +151,17 @@ class Overload:
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
-        """Return why the placement may not wait, None when it may; another placement may then be shed for it.
-
-        Called while no placement is being added or removed, because a pass runs before a refusal.
-        """
+    def admit(
+        self, spec: PlaceSpec, predicted_tokens: int, now_s: float, *, settled: bool = True
+    ) -> FairwayError | Unsettled | None:
+        """Return why the placement may not wait, None when it may; another may then be shed for it."""
         later_s = None if spec.begun else self._failing_s(spec.version_digest, now_s)
         if later_s is not None:
             return _failing(spec, spread_s(later_s, self.policy, self._rng))
         arrival, tokens = self._arrival(spec, now_s), spec.prompt_tokens + predicted_tokens
         verdict = self._judge(spec, arrival, tokens, now_s)
-        if not isinstance(verdict, Take):
-            self.settle(now_s)
-            verdict = self._judge(spec, arrival, tokens, now_s)
+        if not settled and not isinstance(verdict, Take):
+            return UNSETTLED
         match verdict:
             case Hopeless(found_s, limit_s, later_s):
                 return _unmeetable(spec, found_s, limit_s, later_s)

@@ -40,13 +40,13 @@ class _Sum:
 
 def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") -> list[PoolQueue]:
     """Return every pool with a worker or a queue, by digest; only the shares of ``tenant`` if it is given."""
-    waiting, levels = queue.waiting_by_version(), fleet.levels_by_version()
+    waiting, levels = queue.waiting.by_version(), fleet.levels_by_version()
     return [
         _pool(
             digest,
             waiting.get(digest, ()),
             levels.get(digest, PoolLevels()),
-            queue.drain_s(digest, now.monotonic_s),
+            queue.waiting.drain_s(digest, now.monotonic_s),
             now,
             tenant,
         )
@@ -106,7 +106,7 @@ def counter_gaps(queue: FlowQueue) -> dict[tuple[str, Priority], float]:
     queue, the widest. In weighted tokens over weight."""
     found: dict[tuple[str, Priority], float] = {}
     for digest, shares in queue.ledger.pools():
-        item = next(queue.waiting_for(digest), None)
+        item = next(queue.waiting.of_version(digest), None)
         if item is None:
             continue
         for priority, fair in shares.items():

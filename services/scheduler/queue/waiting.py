@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final, Protocol
 
 from services.core.errors import FairwayError
@@ -13,6 +14,8 @@ from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery,
 from services.scheduler.policy.placement.choose import Chosen, NoWorker
 from services.scheduler.policy.placement.kv_admission import Demand
 
+GRANTED: Final = "GRANTED"
+WITHDRAWN: Final = "WITHDRAWN"
 MAX_EARMARKED: Final = 8  # workers of a pool; further placements share them
 
 
@@ -24,8 +27,7 @@ class QueuedPlacement:
     placement_id: int
     spec: PlaceSpec
     demand: Demand
-    key: int  # orders by arrival, with ``number``
-    number: int
+    number: int  # grows with submission; unique
     deadline_s: float
     size_bytes: int
     query: PlaceQuery
@@ -55,6 +57,59 @@ class QueuedPlacement:
         return self.demand.reserved_tokens - self.demand.prompt_tokens
 
 
+class QueueObserver(Protocol):
+    """Receives the changes of placements. Called by the queue's single writer; must not block or raise."""
+
+    def entered(self, spec: PlaceSpec) -> None:
+        """The placement waits from now on."""
+
+    def left(self, spec: PlaceSpec) -> None:
+        """The placement has left the queue, for any reason."""
+
+    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
+        """The placement ended with GRANTED, WITHDRAWN or the reason of its refusal. ``queued_s``: when it
+        entered."""
+
+
+class Unobserved:
+    """Ignores every event."""
+
+    def entered(self, spec: PlaceSpec) -> None: ...
+
+    def left(self, spec: PlaceSpec) -> None: ...
+
+    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None: ...
+
+
+class CompositeObserver:
+    """Two observers; the first one is called first."""
+
+    def __init__(self, first: QueueObserver, second: QueueObserver) -> None:
+        self._first = first
+        self._second = second
+
+    def entered(self, spec: PlaceSpec) -> None:
+        self._first.entered(spec)
+        self._second.entered(spec)
+
+    def left(self, spec: PlaceSpec) -> None:
+        self._first.left(spec)
+        self._second.left(spec)
+
+    def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
+        self._first.ended(spec, outcome, queued_s, now_s, worker_id)
+        self._second.ended(spec, outcome, queued_s, now_s, worker_id)
+
+
+class Unsettled(Enum):
+    """A gate's answer: a refusal is possible, and a pass may prevent it."""
+
+    UNSETTLED = auto()
+
+
+UNSETTLED: Final = Unsettled.UNSETTLED
+
+
 class QueueGate(Protocol):
     """Decides which placements may wait, and observes the queue. Called by the queue's single writer; must
     not block or raise.
@@ -62,8 +117,14 @@ class QueueGate(Protocol):
     To make room for others, it returns victims for ``FlowQueue.evict``, never from within these calls.
     """
 
-    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
-        """Return why the placement may not wait, None when it may."""
+    def admit(
+        self, spec: PlaceSpec, predicted_tokens: int, now_s: float, *, settled: bool = True
+    ) -> FairwayError | Unsettled | None:
+        """Return why the placement may not wait, None when it may.
+
+        ``settled``: a pass has used the room there is. Otherwise UNSETTLED is returned in place of a refusal:
+        the queue runs a pass and calls again.
+        """
 
     def displaced(
         self, spec: PlaceSpec, now_s: float, *, own: bool = False
@@ -84,7 +145,9 @@ class QueueGate(Protocol):
 class OpenGate:
     """Admits every placement."""
 
-    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
+    def admit(
+        self, spec: PlaceSpec, predicted_tokens: int, now_s: float, *, settled: bool = True
+    ) -> FairwayError | Unsettled | None:
         return None
 
     def displaced(

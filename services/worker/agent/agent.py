@@ -53,7 +53,10 @@ from services.worker.policy.lifecycle import (
 )
 from services.worker.policy.memory_shares import MemoryShare, kv_targets
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.version_slot import RESIZABLE, ModelSource, SlotContext, VersionSlot
+from services.worker.slots.version_engine import RESIZABLE, SlotContext
+from services.worker.slots.version_files import ModelSource
+from services.worker.slots.version_report import record_of
+from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
 
@@ -225,7 +228,7 @@ class WorkerAgent:
         if self._host.draining:
             return "this worker takes no new requests"
         silent = [
-            f"{digest[:19]} for {self._slots[digest].silent_s:.1f} s"
+            f"{digest[:19]} for {self._slots[digest].engine.silent_s:.1f} s"
             for digest, moves in self.moving().items()
             if not moves
         ]
@@ -371,7 +374,7 @@ class WorkerAgent:
             slot = self._slots.get(assigned.version_digest)
             if slot is None:
                 continue
-            record = slot.record(assigned.deployment)
+            record = record_of(slot, assigned.deployment)
             if assigned.executor != slot.version.executor and slot.phase is not VersionPhase.STOPPING:
                 record = LoadedVersion(
                     assigned.deployment,
@@ -384,7 +387,7 @@ class WorkerAgent:
             records.append(record)
         assigned_digests = {assigned.version_digest for assigned in self._assigned.versions}
         records += [
-            slot.record(slot.version.deployment)
+            record_of(slot, slot.version.deployment)
             for digest, slot in self._slots.items()
             if digest not in assigned_digests
         ]
@@ -403,8 +406,8 @@ class WorkerAgent:
             waiting=0 if table is None else table.waiting,
             parked=0 if table is None else table.slots.parked,
             queued_prefill_tokens=0 if table is None else table.prefills.queued_tokens,
-            silent_s=slot.silent_s,
-            rss_bytes=resident_bytes(slot.engine_pid),
+            silent_s=slot.engine.silent_s,
+            rss_bytes=resident_bytes(slot.engine.pid),
             device_bytes=0 if grant is None else grant.bytes,
         )
 
@@ -412,7 +415,7 @@ class WorkerAgent:
         slot = self._slots[record.version_digest]
         table = slot.table
         if table is None:
-            return VersionStatus(record, engine_pid=slot.engine_pid)
+            return VersionStatus(record, engine_pid=slot.engine.pid)
         return VersionStatus(
             record,
             kv_blocks_reserved=table.kv.blocks,
@@ -420,7 +423,7 @@ class WorkerAgent:
             running=table.running,
             waiting=table.waiting,
             steps=table.stats.steps,
-            engine_pid=slot.engine_pid,
+            engine_pid=slot.engine.pid,
         )
 
 

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Final, Literal
 
 from services.worker.engine_protocol import EngineConfig
-from services.worker.slots.drafts import Speculation, speculation_of
 from services.worker.slots.engine_process import EngineTimeouts
 
 Executor = Literal["torch", "null"]
 
 RETIRE_MARGIN_S: Final = 5.0  # for gateways to observe an update and place the requests accepted before it
+
+Speculation = Literal["off", "prompt_lookup", "draft"]
+
+
+def speculation_of(wished: Speculation, draft: Path | None) -> Speculation:
+    """Return the engine's speculation mode: without a draft, "draft" becomes prompt lookup."""
+    return "prompt_lookup" if wished == "draft" and draft is None else wished
 
 
 @dataclass(frozen=True, slots=True)

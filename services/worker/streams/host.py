@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from services.core.errors import InvalidInput
+from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
+from services.core.records import Priority
 from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
-from services.worker.streams.fairness_counters import CounterBook
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.grants import GrantFence
 from services.worker.streams.live_sequence import WorkerSequence
@@ -216,3 +217,26 @@ class GatewaySequences:
         if not self._closed:
             self._closed = True
             self.cancel(list(self._outbox.live))
+
+
+MAX_COUNTERS: Final = 4096
+
+
+class CounterBook:
+    """The latest counter of each tenant. Bounded: the least recently updated one is dropped."""
+
+    def __init__(self, *, most: int = MAX_COUNTERS) -> None:
+        self._most = most
+        self._counters: dict[tuple[str, str, Priority], TenantCounter] = {}
+
+    def hear(self, counters: Iterable[TenantCounter]) -> None:
+        """Store the leader's counters."""
+        for counter in counters:
+            key = counter.tenant, counter.digest, counter.priority
+            self._counters.pop(key, None)
+            self._counters[key] = counter
+        while len(self._counters) > self._most:
+            del self._counters[next(iter(self._counters))]
+
+    def all(self) -> tuple[TenantCounter, ...]:
+        return tuple(self._counters.values())

@@ -29,10 +29,13 @@ class TraceError(Exception):
     """A trace that cannot be read. ``line`` counts from 1; 0 where the whole file is meant."""
 
     def __init__(self, path: Path, line: int, what: str) -> None:
-        super().__init__(f"{path}, line {line}: {what}" if line else f"{path}: {what}")
+        super().__init__(path, line, what)  # all arguments, so that it can be sent between processes
         self.path = path
         self.line = line
         self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.what}" if self.line else f"{self.path}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)

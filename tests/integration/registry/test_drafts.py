@@ -9,7 +9,7 @@ import pytest
 from fairway.client.publish.publish import PublishRefused, publish
 from services.core.errors import InvalidInput
 from services.core.manifest import canonical_json, digest_of, parse, weights_digest_of
-from services.worker.slots.version_slot import without_weights
+from services.worker.slots.version_files import without_weights
 from tests.integration.registry.harness import (
     Counting,
     Registry,

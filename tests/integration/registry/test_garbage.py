@@ -16,7 +16,6 @@ from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.memory.blobs import MemoryBlobs
 from services.adapters.memory.store import MemoryStore
 from services.adapters.model_files.cache import ModelFiles
 from services.controlplane.resources.deployments import Deployments
@@ -38,6 +37,7 @@ from services.registry.service import RegistryService
 from services.registry.sweep_fence import LEASE_S, SWEEPING, SweepFence
 from services.runtime.clock import SystemClock
 from tests.conftest import Server
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.model_folder import write_model
 from tests.support.registry import ADMIN, Served, served
 

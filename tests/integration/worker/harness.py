@@ -47,7 +47,7 @@ from services.worker.agent.agent import WorkerAgent, WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import EngineTimeouts
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.version_slot import ModelSource
+from services.worker.slots.version_files import ModelSource
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import byte_of_char

@@ -27,6 +27,7 @@ from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
 from services.scheduler.policy.placement.kv_admission import demand_of
+from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
@@ -101,7 +102,7 @@ class Rig:
         self.host.add(self.table)
         self.engine.start()
         self.stream = self.host.open(lambda: None)
-        self.view = FleetView(1, FleetLimits())
+        self.view = FleetView(1, FleetLimits(), StepTimes())
         self.rng, self.profile = Random(7), PlacementProfile()
         self.numbers = 0
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.ports.store import Compacted, Put
-from simulator.kernel.links.leader_calls import LeaderConnections
+from simulator.kernel.links.leader_links import LeaderConnections
 from tests.sim.kernel.small_fleet import SmallFleet
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from random import Random
+from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from services.core.records import Priority
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, choose
 from services.scheduler.policy.placement.kv_admission import demand_of
+from services.scheduler.policy.queue.fairness import FairShares
+from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy
+from services.scheduler.queue.rules import PRODUCTION
+from services.scheduler.queue.waiting import QueuedPlacement
 from services.scheduler.term import TermSettings
 from simulator.lab import baselines
 
@@ -75,8 +84,60 @@ def test_prefix_only_follows_the_cache_whatever_the_load() -> None:
 
 def test_first_come_changes_the_order_alone() -> None:
     ours, settings = baselines.ours(), baselines.first_come()
-    assert settings.order.kind == "arrival"
-    assert settings.profile == ours.profile
+    assert settings == replace(ours, discipline=baselines.ARRIVAL)
+
+
+def test_an_ablation_lacks_one_rule_and_nothing_else() -> None:
+    for policy, rule in zip(baselines.ABLATIONS, PRODUCTION.rules, strict=True):
+        settings = policy.settings()
+        assert set(PRODUCTION.rules) - set(settings.discipline.rules) == {rule}
+        assert replace(settings, discipline=PRODUCTION) == baselines.ours()
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A placement as the order reads it."""
+
+    number: int
+    priority: Priority
+    arrival_us: int
+    due_us: int = 0
+    tenant: str = "acme"
+    weight: float = 1.0
+
+
+def arrival_order() -> baselines.ArrivalOrder:
+    policy = OrderPolicy(class_head_start_s=30.0)
+    return baselines.ArrivalOrder(policy, {priority: FairShares() for priority in Priority})
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from(Priority), st.booleans()), max_size=40))
+def test_the_order_of_arrival_is_that_of_a_sort(actions: list[tuple[int, Priority, bool]]) -> None:
+    order = arrival_order()
+    model: list[QueuedPlacement] = []
+    for number, (arrival_s, priority, add) in enumerate(actions):
+        if add or not model:
+            item = cast(QueuedPlacement, Waiting(number, priority, arrival_s * MICROSECONDS))
+            order.add(item)
+            model.append(item)
+        else:
+            order.discard(model.pop(arrival_s % len(model)))
+        model.sort(key=lambda each: (each.arrival_us - each.priority.rank * 30 * MICROSECONDS, each.number))
+        assert list(order.in_order()) == model
+        assert len(order) == len(model)
+
+
+def test_the_item_yielded_last_may_be_discarded_meanwhile() -> None:
+    order = arrival_order()
+    for number in range(6):
+        order.add(cast(QueuedPlacement, Waiting(number, Priority.STANDARD, 0)))
+    seen = []
+    for item in order.in_order():
+        seen.append(item.number)
+        if item.number % 2:
+            order.discard(item)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert [item.number for item in order.in_order()] == [0, 2, 4]
 
 
 def test_every_run_takes_turns_from_its_own_start() -> None:

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from simulator.fleet.clients.prompts import prompt_ids
+from simulator.fleet.clients.session import prompt_ids
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import Fixed
 from simulator.lab.load.load import Share, SharedPrefixes, Stream, merged, of_trace

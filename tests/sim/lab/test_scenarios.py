@@ -9,10 +9,9 @@ import pytest
 
 from simulator.engine.cost_model import PRESETS
 from simulator.lab import scenario as scenarios
-from simulator.lab.capacity import requests_per_s
 from simulator.lab.report.report import Report
 from simulator.lab.runner import run
-from simulator.lab.scenario import Options, ScenarioError
+from simulator.lab.scenario import Options, ScenarioError, requests_per_s
 
 NAMES = (
     "burst", "diurnal", "failover", "flapping-worker", "long-prompts", "network-cuts", "shared-prefixes",

@@ -21,6 +21,7 @@ from services.scheduler.term import Term
 from simulator.fleet.nodes.gateway_node import TICKET_KEY
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.spec import FleetSpec
+from simulator.lab.baselines import ARRIVAL
 
 
 class ShedsWhoComes(SchedulerNode):
@@ -111,7 +112,7 @@ class FirstComeFirstServed(SchedulerNode):
 
     def make_service(self, spec: FleetSpec, telemetry: SchedulerTelemetry) -> SchedulerService:
         process = self.process
-        term = dataclasses.replace(spec.term, order=dataclasses.replace(spec.term.order, kind="arrival"))
+        term = dataclasses.replace(spec.term, discipline=ARRIVAL)
         return SchedulerService(TICKET_KEY, term, process.clock, process.rng, telemetry=telemetry)
 
 

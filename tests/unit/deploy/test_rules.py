@@ -10,13 +10,13 @@ import yaml
 from prometheus_client import generate_latest
 
 from services.adapters.blobs.observed import ObservedBlobs
-from services.adapters.memory.blobs import MemoryBlobs
 from services.core.errors import FairwayError, IntegrityError
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.gateway.events import Received
 from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
 from services.runtime.telemetry.metrics import Metrics
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.metrics import ROOT, dashboard_expressions
 from tests.support.promql import Scrapes, evaluate
 

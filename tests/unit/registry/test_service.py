@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.adapters.memory.blobs import MemoryBlobs
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import DeadlineExceeded, IntegrityError, ModelNotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, digest_of, sha256_of
@@ -15,6 +14,7 @@ from services.ports.store import Committed, ConditionFailed
 from services.registry import service as module
 from services.registry.service import RegistryService
 from services.runtime.clock import SystemClock
+from tests.support.memory_blobs import MemoryBlobs
 
 CLOCK = SystemClock()
 

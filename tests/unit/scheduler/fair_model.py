@@ -26,6 +26,7 @@ from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from simulator.invariants.fairness_bound import granted_bound, service_bound
@@ -131,7 +132,7 @@ class FairRig:
     def new_leader(self) -> None:
         """Another scheduler leads: workers report to it first, gateways ask again."""
         self.epoch += 1
-        self.fleet = FleetView(self.epoch, FleetLimits())
+        self.fleet = FleetView(self.epoch, FleetLimits(), StepTimes())
         limits = QueueLimits(predicted_output_tokens=16)
         if self.exact:
             limits = QueueLimits(predicted_output_tokens=4096, output_samples=1_000_000)

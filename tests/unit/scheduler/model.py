@@ -247,7 +247,7 @@ class Fleet:
             self.open_stream(worker)
 
     def _gateway(self, gateway_id: str) -> ModelGateway:
-        return ModelGateway(gateway_id, self.term.open_session(gateway_id, lambda: None))
+        return ModelGateway(gateway_id, self.term.streams.open_session(gateway_id, lambda: None))
 
     # --- gateways ---------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Fleet:
         spec = replace(spec, request_id=f"req_{gateway.gateway_id}_{gateway.numbers}")
         gateway.pending[gateway.numbers] = spec
         arrival_us = spec.arrival_unix_us
-        self.term.send(SubmitPlacements(gateway.session, [(gateway.numbers, spec, arrival_us)]))
+        self.term.streams.send(SubmitPlacements(gateway.session, [(gateway.numbers, spec, arrival_us)]))
         return gateway.numbers
 
     def cancel(self, gateway: ModelGateway, placement_id: int) -> None:
@@ -267,7 +267,7 @@ class Fleet:
             gateway.withdrawn.add(placement_id)
             gateway.ended[placement_id] = "withdrawn"
         gateway.held = [held for held in gateway.held if held.placement_id != placement_id]
-        self.term.send(CancelPlacements(gateway.session, [placement_id]))
+        self.term.streams.send(CancelPlacements(gateway.session, [placement_id]))
 
     def receive(self, gateway: ModelGateway) -> None:
         """The gateway reads what its stream holds."""
@@ -300,13 +300,13 @@ class Fleet:
         """The gateway's stream breaks, noticed before or after its new one opens; it asks again."""
         old = gateway.session
         if cleanly:
-            self.term.close_session(old)
-        gateway.session = self.term.open_session(gateway.gateway_id, lambda: None)
+            self.term.streams.close_session(old)
+        gateway.session = self.term.streams.open_session(gateway.gateway_id, lambda: None)
         if not cleanly:
-            self.term.close_session(old)
+            self.term.streams.close_session(old)
         gateway.withdrawn.clear()
         for number, spec in gateway.pending.items():
-            self.term.send(SubmitPlacements(gateway.session, [(number, spec, spec.arrival_unix_us)]))
+            self.term.streams.send(SubmitPlacements(gateway.session, [(number, spec, spec.arrival_unix_us)]))
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -321,15 +321,15 @@ class Fleet:
     def open_stream(self, worker: ModelWorker, *, break_first: bool = True) -> None:
         """A new stream; the old one's reports may still be on their way."""
         if worker.reporter is not None and break_first:
-            self.term.close_reporter(worker.reporter)
-        worker.reporter = self.term.open_reporter(lambda: None)
+            self.term.streams.close_reporter(worker.reporter)
+        worker.reporter = self.term.streams.open_reporter(lambda: None)
         worker.deltas.stream_opened()
         worker.hear_leader(self.term.epoch)
         self.report(worker)
 
     def break_stream(self, worker: ModelWorker) -> None:
         if worker.reporter is not None:
-            self.term.close_reporter(worker.reporter)
+            self.term.streams.close_reporter(worker.reporter)
             worker.reporter = None
 
     def report(self, worker: ModelWorker) -> None:
@@ -352,7 +352,7 @@ class Fleet:
         found = streams[number].popleft()
         if not streams[number]:
             del streams[number]
-        self.term.send(Report(found.reporter, found.number, found.snapshot))
+        self.term.streams.send(Report(found.reporter, found.number, found.snapshot))
         worker = self.workers[index]
         if answered and found.reporter is worker.reporter:
             self.term.step()
@@ -406,10 +406,12 @@ class Fleet:
         """Another scheduler leads; everybody comes to it, grants of the old one are still about."""
         self.term = self.new_term(self.term.epoch + 1, SETTINGS, self.clock, self.rng)
         for gateway in self.gateways:
-            gateway.session = self.term.open_session(gateway.gateway_id, lambda: None)
+            gateway.session = self.term.streams.open_session(gateway.gateway_id, lambda: None)
             gateway.withdrawn.clear()
             for number, spec in gateway.pending.items():
-                self.term.send(SubmitPlacements(gateway.session, [(number, spec, spec.arrival_unix_us)]))
+                self.term.streams.send(
+                    SubmitPlacements(gateway.session, [(number, spec, spec.arrival_unix_us)])
+                )
         for streams in self.reports:
             streams.clear()
         for worker in self.workers:

@@ -128,8 +128,8 @@ class Plant:
         self.clock = ManualClock()
         self.term = Term(1, settings or TermSettings(), self.clock, Random(7))
         self.machines = {f"w{n}": Machine(f"w{n}", rate, slots) for n in range(workers)}
-        self.session = self.term.open_session("gateway", lambda: None)
-        self.reporters = {name: self.term.open_reporter(lambda: None) for name in self.machines}
+        self.session = self.term.streams.open_session("gateway", lambda: None)
+        self.reporters = {name: self.term.streams.open_reporter(lambda: None) for name in self.machines}
         self.reports = dict.fromkeys(self.machines, 0)
         self.asked: dict[int, Asked] = {}
         self.on_refused: Callable[[Asked], None] = lambda _asked: None
@@ -162,7 +162,7 @@ class Plant:
         )
         spec = replace(spec, request_id=f"r{self.number}", **more)  # type: ignore[arg-type]
         asked = self.asked[self.number] = Asked(spec, self.now_s)
-        self.term.send(SubmitPlacements(self.session, [(self.number, spec, round(self.now_s * 1e6))]))
+        self.term.streams.send(SubmitPlacements(self.session, [(self.number, spec, round(self.now_s * 1e6))]))
         return asked
 
     def run(self, seconds: float, each_tick: Callable[[], None] = lambda: None) -> None:
@@ -175,7 +175,9 @@ class Plant:
                 self._report_s = self.now_s + REPORT_S
                 for name, machine in self.machines.items():
                     self.reports[name] += 1
-                    self.term.send(Report(self.reporters[name], self.reports[name], machine.report(1)))
+                    self.term.streams.send(
+                        Report(self.reporters[name], self.reports[name], machine.report(1))
+                    )
             self.term.step()
             self._take()
         self.term.check_integrity()

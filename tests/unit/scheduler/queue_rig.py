@@ -18,6 +18,7 @@ from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.telemetry import SchedulerTelemetry
@@ -37,7 +38,7 @@ class Rig:
     ) -> None:
         self.now_s = 1000.0
         self.slots = slots
-        self.fleet = FleetView(1, FleetLimits())
+        self.fleet = FleetView(1, FleetLimits(), StepTimes())
         self.metrics = Metrics()
         self.telemetry = SchedulerTelemetry(self.metrics, ManualClock())
         self.queue = FlowQueue(

@@ -18,6 +18,7 @@ from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from tests.support.clocks import HandClock
@@ -34,7 +35,7 @@ class Rig:
         profile = PlacementProfile()
         self.clock = HandClock(1000.0)
         self.log = DecisionLog(self.clock, profile)
-        self.fleet = FleetView(1, FleetLimits())
+        self.fleet = FleetView(1, FleetLimits(), StepTimes())
         self.queue = FlowQueue(
             self.fleet,
             QueueLimits(),

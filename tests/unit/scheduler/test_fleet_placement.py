@@ -16,6 +16,7 @@ from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile
 from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.placement.prefix_index import EXPECTED_S
+from services.scheduler.policy.step_time import StepTimes
 from tests.unit.scheduler.model import BLOCK, DIGEST
 
 PROFILE = PlacementProfile()
@@ -55,7 +56,7 @@ class Worker:
 
 class Fleet:
     def __init__(self, *workers: Worker, limits: FleetLimits | None = None) -> None:
-        self.view = FleetView(1, limits or FleetLimits())
+        self.view = FleetView(1, limits or FleetLimits(), StepTimes())
         self.now_s = 1000.0
         self.rng = Random(5)
         self.workers = {worker.worker_id: worker for worker in workers}

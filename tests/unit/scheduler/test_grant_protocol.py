@@ -132,7 +132,7 @@ def an_unread_grant_of_a_closed_stream(fleet: Fleet) -> None:
     fleet.submit(gateway, place_spec(prompt_tokens=8 * BLOCK - 1, max_output_tokens=1))
     fleet.term.step()  # granted, never read
     assert room_blocks(fleet) == 2
-    fleet.term.close_session(gateway.session)
+    fleet.term.streams.close_session(gateway.session)
     fleet.term.step()
     assert room_blocks(fleet) == 10, "nobody saw it: the room is there at once"
 
@@ -203,8 +203,8 @@ def the_life_before_is_not_heard_any_more(fleet: Fleet) -> None:
     fleet.deliver(0)
     ask(fleet, 8)
     use_all(fleet)
-    late = fleet.term.open_reporter(lambda: None)  # the old process is still there
-    fleet.term.send(Report(late, 1, replace(old, epoch=1, grants_seen=(1, 2, 3))))
+    late = fleet.term.streams.open_reporter(lambda: None)  # the old process is still there
+    fleet.term.streams.send(Report(late, 1, replace(old, epoch=1, grants_seen=(1, 2, 3))))
     fleet.term.step()
     assert isinstance(late.error, Conflict)
     assert room_blocks(fleet) == 2

@@ -9,6 +9,7 @@ from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.heartbeat import MAX_LISTED, MAX_MEMBERS, PER_POOL, members_of, sample_of
+from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.term import Term
 from services.scheduler.term_streams import GatewaySession
 from tests.unit.scheduler.model import SETTINGS, ManualClock
@@ -26,7 +27,7 @@ POOL = PoolSnapshot(
 
 
 def fleet_of(*reports: ReportSnapshot) -> FleetView:
-    fleet = FleetView(5, FleetLimits())
+    fleet = FleetView(5, FleetLimits(), StepTimes())
     for stream, report in enumerate(reports, 1):
         fleet.apply(stream, report, 100.0)
     return fleet
@@ -97,7 +98,7 @@ def test_gateways_that_connect_together_are_told_after_one_look_at_the_fleet() -
     term = Term(5, SETTINGS, clock, Random(1))
 
     def told(name: str) -> list[str]:
-        return [member.worker_id for member in term.open_session(name, lambda: None).members or ()]
+        return [member.worker_id for member in term.streams.open_session(name, lambda: None).members or ()]
 
     term.fleet.apply(1, report("w1", POOL), clock.now_s)
     assert told("g1") == ["w1"]
@@ -111,7 +112,7 @@ def test_a_fleet_that_stays_full_is_told_of_with_every_beat() -> None:
     clock = ManualClock()
     term = Term(5, SETTINGS, clock, Random(1))
     other = replace(POOL, digest="d1")
-    session = term.open_session("g1", lambda: None)
+    session = term.streams.open_session("g1", lambda: None)
     for _ in range(150):
         clock.now_s += 1.0
         term.fleet.apply(1, report("w1", FULL, other), clock.now_s)
@@ -123,7 +124,7 @@ def test_a_fleet_that_stays_full_is_told_of_with_every_beat() -> None:
 def test_many_gateways_are_told_in_turn_and_each_of_the_pressure_with_every_beat() -> None:
     clock = ManualClock()
     term = Term(5, SETTINGS, clock, Random(1))
-    sessions = [term.open_session(f"g{number}", lambda: None) for number in range(300)]
+    sessions = [term.streams.open_session(f"g{number}", lambda: None) for number in range(300)]
     for number in range(PER_POOL):
         term.fleet.apply(number + 1, report(f"w{number}", POOL), clock.now_s)
     told: list[int] = []

@@ -42,7 +42,7 @@ def test_those_who_are_passed_for_it_wait_as_for_room() -> None:
     for number in range(4):
         rig.ask(50, tenant=f"late-{number}")
     rig.turn()
-    passed = [item for item in rig.queue.waiting_for(DIGEST) if item.bypassed]
+    passed = [item for item in rig.queue.waiting.of_version(DIGEST) if item.bypassed]
     assert passed, "they are given a worker after so many, as any that is passed"
     assert {item.tenant for item in passed} == {"whale"}
 

@@ -31,10 +31,10 @@ class Worker:
 
     def connect(self) -> None:
         self.keeper.stream_opened()
-        self.reporter = self.term.open_reporter(lambda: None)
+        self.reporter = self.term.streams.open_reporter(lambda: None)
 
     def lose_stream(self) -> None:
-        self.term.close_reporter(self.reporter)
+        self.term.streams.close_reporter(self.reporter)
         self.term.step()
         self.connect()
 
@@ -49,7 +49,7 @@ class Worker:
         snapshot = ReportSnapshot("w1", 100, "w1:1", pools=(POOL,), epoch=epoch, tenants=tokens, usage=usage)
         number, report = self.keeper.next_report(snapshot)
         if arrives:
-            self.term.send(Report(self.reporter, number, report))
+            self.term.streams.send(Report(self.reporter, number, report))
             self.term.step()
             if answered:
                 assert self.reporter.applied == number

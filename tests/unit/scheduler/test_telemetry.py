@@ -100,8 +100,8 @@ async def test_a_standby_serves_and_a_leader_that_decides_nothing_does_not() -> 
         clock.now_s += 60.0
         assert service.problem() == "", "nothing waits"
         term = service.term
-        session = term.open_session("gateway", lambda: None)
-        term.send(SubmitPlacements(session, [(1, place_spec(), round(clock.now_s * 1e6))]))
+        session = term.streams.open_session("gateway", lambda: None)
+        term.streams.send(SubmitPlacements(session, [(1, place_spec(), round(clock.now_s * 1e6))]))
         assert service.problem() == ""
         clock.now_s += 3.0  # the loop does not turn meanwhile: there is no await here
         assert service.problem() == "no decision for 3.0 s"
@@ -124,16 +124,16 @@ def test_how_far_tenants_that_wait_are_apart_is_told_by_model_and_class() -> Non
         return values(generate_latest(metrics.registry).decode(), name)
 
     assert told() == {}
-    session = term.open_session("gateway", lambda: None)
+    session = term.streams.open_session("gateway", lambda: None)
     for number, (tenant, digest) in enumerate([("a", DIGEST), ("b", DIGEST), ("a", OTHER), ("b", OTHER)]):
         spec = replace(place_spec(digest=digest, tenant=tenant), request_id=f"req_{number}")
-        term.send(SubmitPlacements(session, [(number, spec, round(clock.now_s * 1e6))]))
+        term.streams.send(SubmitPlacements(session, [(number, spec, round(clock.now_s * 1e6))]))
     term.step()
     for digest, tokens in ((DIGEST, 300.0), (OTHER, 500.0)):
         term.queue.ledger.shares(digest)[Priority.STANDARD].charge("b", tokens, "w0")
     standard = ("model", "tiny"), ("priority", "standard")
     assert told()[standard] == 500.0, "the widest of its versions"
-    term.send(CancelPlacements(session, (3,)))
+    term.streams.send(CancelPlacements(session, (3,)))
     term.step()
     assert told()[standard] == 300.0, "one that does not wait is owed nothing"
     assert max(gap for key, gap in told().items() if key != standard) == 0.0

@@ -27,9 +27,6 @@ class FairItem(Protocol):
     """
 
     @property
-    def key(self) -> int: ...
-
-    @property
     def number(self) -> int: ...
 
     @property

@@ -19,12 +19,9 @@ ahead of its tenant (weighted tokens over weight).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
-
-from services.core.records import Priority
+from typing import Protocol, TypeVar
 
 MICROSECONDS = 1_000_000
 NO_DEADLINE_S = 600.0
@@ -35,7 +32,7 @@ class OrderPolicy:
     """Settings of the order.
 
     ``lookahead``: how many placements without room a pass skips, ``tenant_lookahead`` how many of one tenant;
-    they bound the work of a pass. ``kind``: ``arrival`` is first come, first served.
+    they bound the work of a pass.
     """
 
     class_head_start_s: float = 30.0
@@ -44,7 +41,6 @@ class OrderPolicy:
     lookahead: int = 64
     tenant_lookahead: int = 16
     bypass_window_tokens: float = 32768.0
-    kind: Literal["fair", "arrival"] = "fair"
 
     def window_tokens(self, workers: int) -> float:
         """Return how far ahead a tenant may be that passes one without room, in a pool of that many
@@ -52,24 +48,7 @@ class OrderPolicy:
         return self.bypass_window_tokens * max(1, workers)
 
 
-def order_key(priority: Priority, arrival_unix_us: int, policy: OrderPolicy) -> int:
-    """Return the instant, in microseconds, that orders by class and arrival: the smallest goes first."""
-    behind = Priority.INTERACTIVE.rank - priority.rank
-    return arrival_unix_us + round(behind * policy.class_head_start_s * MICROSECONDS)
-
-
-class Ordered(Protocol):
-    """An item that can be ordered. ``key`` and ``number`` never change; ``number`` is unique and grows with
-    submission."""
-
-    @property
-    def key(self) -> int: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=Ordered)
+Item = TypeVar("Item")
 
 
 class QueueOrder(Protocol[Item]):
@@ -95,44 +74,3 @@ class QueueOrder(Protocol[Item]):
         """Yield all, in approximate serving order."""
 
     def __len__(self) -> int: ...
-
-
-class ArrivalOrder(QueueOrder[Item]):
-    """Sorted by ``key``, then submission. Adding and discarding cost a binary search and a memmove."""
-
-    def __init__(self) -> None:
-        self._items: list[Item] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def add(self, item: Item) -> None:
-        insort(self._items, item, key=_sort_key)
-
-    def discard(self, item: Item) -> None:
-        """Remove the item; KeyError if it is not present."""
-        index = bisect_left(self._items, _sort_key(item), key=_sort_key)
-        if index == len(self._items) or self._items[index] is not item:
-            raise KeyError(item.number)
-        del self._items[index]
-
-    def granted(self, item: Item, cost_tokens: float) -> None:
-        """Do nothing: only arrival counts."""
-
-    def value(self, item: Item) -> float:
-        return 0.0
-
-    def items(self) -> Iterator[Item]:
-        yield from self._items
-
-    def in_order(self, now_us: int = 0) -> Iterator[Item]:
-        index = 0
-        while index < len(self._items):
-            item = self._items[index]
-            yield item
-            if index < len(self._items) and self._items[index] is item:
-                index += 1
-
-
-def _sort_key(item: Ordered) -> tuple[int, int]:
-    return item.key, item.number

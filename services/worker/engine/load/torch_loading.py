@@ -20,12 +20,38 @@ from services.worker.engine.execute.operators import Operators, TorchOperators
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
 from services.worker.engine.load.weights import Checkpoint
+from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
-from services.worker.engine.native.build import BuildFailed
-from services.worker.engine.native.loading import load_library
+from services.worker.engine.native.build import BuildFailed, Toolchain, build
+from services.worker.engine.native.check import wrong
+from services.worker.engine.native.library import SUFFIX, Library, loaded_openmp
 from services.worker.engine.native.operators import NativeOperators
 from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig, Ready
+
+
+def load_library(cache: Path, dtype: torch.dtype, *, beforehand: Path = prebuilt.FOLDER) -> Library:
+    """Return the operators for the data type, compiled beforehand or now. Raises BuildFailed."""
+    if dtype not in SUFFIX:
+        raise BuildFailed(f"there are no operators for {dtype}")
+    openmp = loaded_openmp()
+    try:
+        if (found := prebuilt.find(beforehand, openmp)) is not None:
+            return _tried(found, dtype)
+    except BuildFailed as error:
+        log.warning("operators.prebuilt_refused", reason=str(error))
+    return _tried(build(cache, Toolchain(openmp=openmp)), dtype)
+
+
+def _tried(path: Path, dtype: torch.dtype) -> Library:
+    try:
+        library = Library(path, dtype)
+    except (OSError, AttributeError) as error:
+        raise BuildFailed(f"{path.name} cannot be loaded: {error}") from error
+    if names := wrong(library, dtype):
+        raise BuildFailed(f"{path.name} computes wrongly: {', '.join(names)}")
+    return library
+
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,7 +11,6 @@ from random import Random
 
 import pytest
 
-from services.adapters.links.local_reporter import LocalReportLinks
 from services.adapters.links.prefix_backlog import PrefixBacklog
 from services.adapters.links.report_deltas import DeltaKeeper
 from services.adapters.links.reporter import Reporter, ReporterSettings
@@ -21,6 +20,7 @@ from services.core.records import Priority
 from services.ports.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from tests.support.local_reports import LocalReportLinks
 
 COUNTER = TenantCounter("a", "d", Priority.STANDARD, 5.0)
 POOL = PoolSnapshot("d", 64, 0, 16, 0, 0, 8, 1024)

@@ -36,7 +36,6 @@ def waiting(spec: PlaceSpec, *, bypassed: int = 0) -> QueuedPlacement:
         placement_id=1,
         spec=spec,
         demand=demand,
-        key=0,
         number=1,
         deadline_s=0.0,
         size_bytes=1,

@@ -29,7 +29,7 @@ class Fleet:
     """Workers that report every half second, in zones of two."""
 
     def __init__(self, count: int, policy: HealthPolicy | None = None) -> None:
-        self.health = FleetHealth(policy or HealthPolicy(), lambda _digest, _kind: MODEL)
+        self.health = FleetHealth(policy or HealthPolicy(), lambda _kind: MODEL)
         self.steps = {f"w{number}": 0 for number in range(count)}
         self.seconds = dict.fromkeys(self.steps, 0.0)
         self.factors = dict.fromkeys(self.steps, 1.0)

@@ -329,11 +329,11 @@ def test_a_slow_worker_is_found_and_gets_almost_nothing() -> None:
     plant.run(30, load)
     plant.machines["w1"].slowness = 3.0
     slow_s = plant.now_s
-    while not any(found.state == "ejected" for found in plant.term.worker_health()):
+    while not any(found.state == "ejected" for found in plant.term.health.worker_health()):
         plant.run(0.25, load)
         assert plant.now_s - slow_s <= 15.0
     ejected_s = plant.now_s
-    assert {one.worker_id for one in plant.term.worker_health() if one.state == "ejected"} == {"w1"}
+    assert {one.worker_id for one in plant.term.health.worker_health() if one.state == "ejected"} == {"w1"}
     plant.run(120, load)
     since = [one for one in plant.asked.values() if one.granted_s is not None and one.granted_s > ejected_s]
     share = sum(one.worker_id == "w1" for one in since) / len(since)
@@ -353,7 +353,7 @@ def test_an_ejected_worker_gets_nothing_and_a_probed_one_little_though_all_other
     for _ in range(round(60 / TICK_S)):
         before = plant.machines["w1"].granted
         plant.run(TICK_S, heavy)
-        found = next(found for found in plant.term.worker_health() if found.worker_id == "w1")
+        found = next(found for found in plant.term.health.worker_health() if found.worker_id == "w1")
         told.add((found.state, found.why))
         if plant.machines["w1"].granted > before:
             given.append(plant.now_s)
@@ -391,7 +391,7 @@ def test_of_two_workers_the_slow_one_is_found() -> None:
     plant.run(60, load)
     plant.machines["w0"].slowness = 3.0
     plant.run(15, load)
-    states = {one.worker_id: one.state for one in plant.term.worker_health()}
+    states = {one.worker_id: one.state for one in plant.term.health.worker_health()}
     assert states == {"w0": "ejected", "w1": "healthy"}
 
 
@@ -402,7 +402,7 @@ def test_a_slowdown_of_all_takes_nobody_out() -> None:
     for machine in plant.machines.values():
         machine.slowness = 3.0
     plant.run(60, load)
-    assert {one.state for one in plant.term.worker_health()} == {"healthy"}
+    assert {one.state for one in plant.term.health.worker_health()} == {"healthy"}
 
 
 def test_a_version_that_loses_everything_is_refused_but_for_trials() -> None:

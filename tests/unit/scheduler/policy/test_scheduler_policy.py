@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -11,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.core.records import Priority
 from services.scheduler.policy.overload.drain_rate import MAX_WAIT_S, MIN_WAIT_S, DrainRate
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, Rejections, choose
 from services.scheduler.policy.placement.kv_admission import blocks_for, can_ever_fit, demand_of
-from services.scheduler.policy.queue.order import ArrivalOrder, OrderPolicy, order_key
 from tests.unit.scheduler.policy.room_oracle import room_of
 
 WORKER = Candidate("w1", 1024, 1024, block_size=16, slots=8, max_model_len=1024)
@@ -117,55 +114,6 @@ def test_the_summary_agrees_with_a_look_at_each(rooms: list[tuple[int, int, bool
     if not summary.serving:
         assert isinstance(found, NoWorker)
         assert not found.never_fits
-
-
-@dataclass(frozen=True)
-class Item:
-    key: int
-    number: int
-
-
-POLICY = OrderPolicy(class_head_start_s=30.0)
-
-
-def test_classes_are_strict_within_the_head_start_and_age_beyond_it() -> None:
-    def key(priority: Priority, arrival_s: float) -> int:
-        return order_key(priority, round(arrival_s * 1e6), POLICY)
-
-    assert key(Priority.INTERACTIVE, 129.0) < key(Priority.STANDARD, 100.0) < key(Priority.STANDARD, 100.1)
-    assert key(Priority.INTERACTIVE, 159.0) < key(Priority.BATCH, 100.0)
-    assert key(Priority.BATCH, 100.0) < key(Priority.INTERACTIVE, 161.0), "a waiting one ages"
-    assert key(Priority.BATCH, 100.0) < key(Priority.STANDARD, 131.0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60))
-def test_the_order_is_that_of_a_sort_whatever_is_discarded(actions: list[tuple[int, bool]]) -> None:
-    order: ArrivalOrder[Item] = ArrivalOrder()
-    model: list[Item] = []
-    for number, (key, add) in enumerate(actions):
-        if add or not model:
-            item = Item(key, number)
-            order.add(item)
-            model.append(item)
-        else:
-            order.discard(model.pop(key % len(model)))
-        assert list(order.in_order()) == sorted(model, key=lambda found: (found.key, found.number))
-        assert len(order) == len(model)
-
-
-def test_the_item_yielded_last_may_be_discarded_meanwhile() -> None:
-    order: ArrivalOrder[Item] = ArrivalOrder()
-    for number in range(6):
-        order.add(Item(0, number))
-    seen = []
-    for item in order.in_order():
-        seen.append(item.number)
-        if item.number % 2:
-            order.discard(item)
-    assert seen == [0, 1, 2, 3, 4, 5]
-    assert [item.number for item in order.in_order()] == [0, 2, 4]
-    with pytest.raises(KeyError):
-        order.discard(Item(0, 1))
 
 
 def test_the_wait_follows_the_rate_of_grants() -> None:

@@ -222,10 +222,10 @@ def test_ended_placements_leave_nothing_behind() -> None:
     rig.now_s += 10.0
     rig.turn()
     assert len(rig.queue) == 0
-    assert len(rig.queue._deadlines) < 200
+    assert len(rig.queue.waiting._deadlines) < 200
     assert not rig.queue._granted
-    assert not rig.queue._tenants
-    assert not rig.queue._pools
+    assert not rig.queue.waiting._tenants
+    assert not rig.queue.waiting._pools
 
 
 def test_one_that_was_passed_too_often_is_given_a_worker_and_the_others_go_on() -> None:
@@ -238,7 +238,7 @@ def test_one_that_was_passed_too_often_is_given_a_worker_and_the_others_go_on() 
     small = [rig.ask(1) for _ in range(12)]
     rig.free(0, 2)
     assert list(rig.turn()) == small[:2]
-    kept = next(iter(rig.queue.waiting_for(DIGEST))).earmark
+    kept = next(iter(rig.queue.waiting.of_version(DIGEST))).earmark
     assert kept is not None
     others = [index for index in range(3) if f"w{index}" != kept]
     rig.free(int(kept[1:]), 3)
@@ -254,7 +254,7 @@ def test_one_that_was_passed_too_often_is_given_a_worker_and_the_others_go_on() 
     found = granted[big]
     assert isinstance(found, Grant)
     assert found.worker_id == kept
-    assert not list(rig.queue._pools[DIGEST].earmarks), "the worker is everybody's again"
+    assert not list(rig.queue.waiting._pools[DIGEST].earmarks), "the worker is everybody's again"
 
 
 @pytest.mark.parametrize("how", ["draining", "withdrawn"])
@@ -265,14 +265,15 @@ def test_a_worker_is_kept_for_nobody_who_cannot_have_it(how: str) -> None:
     rig.turn()
     big = rig.ask(10)
     rig.turn()
-    kept = next(item.earmark for item in rig.queue.waiting_for(DIGEST) if item.placement_id == big)
+    kept = next(item.earmark for item in rig.queue.waiting.of_version(DIGEST) if item.placement_id == big)
     assert kept is not None
     if how == "draining":
         rig.report(int(kept[1:]), draining=True)
         rig.free(1 - int(kept[1:]), 1)
         rig.ask(1)
         rig.turn()
-        again = next(item.earmark for item in rig.queue.waiting_for(DIGEST) if item.placement_id == big)
+        waiting = rig.queue.waiting.of_version(DIGEST)
+        again = next(item.earmark for item in waiting if item.placement_id == big)
         assert again not in (kept, None)
     else:
         rig.queue.withdraw_all(1, rig.now_s)
@@ -396,7 +397,9 @@ class FullGate(OpenGate):
     def __init__(self) -> None:
         self.present = 0
 
-    def admit(self, spec: PlaceSpec, predicted_tokens: int, now_s: float) -> FairwayError | None:
+    def admit(
+        self, spec: PlaceSpec, predicted_tokens: int, now_s: float, *, settled: bool = True
+    ) -> FairwayError | None:
         return Overloaded("over quota") if spec.over_quota else None
 
     def entered(self, item: QueuedPlacement, now_s: float) -> None:
@@ -415,7 +418,7 @@ def test_the_gate_refuses_at_once_and_victims_are_refused_from_the_queue() -> No
     assert gate.present == 1
     spec = replace(place_spec(), over_quota=True)
     rig.queue.submit(1, 99, spec, spec.arrival_unix_us, rig.now_s)
-    rig.queue.evict(next(rig.queue.waiting_for(DIGEST)), Overloaded("shed"), rig.now_s)
+    rig.queue.evict(next(rig.queue.waiting.of_version(DIGEST)), Overloaded("shed"), rig.now_s)
     found = rig.turn()
     assert all(isinstance(found[number], Overloaded) for number in (99, victim))
     assert gate.present == 0

@@ -15,7 +15,7 @@ from services.worker import engine_protocol as wire
 from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
 from services.worker.policy.engine_silence import HAND_BACK_S
-from services.worker.streams.fairness_counters import CounterBook
+from services.worker.streams.host import CounterBook
 from services.worker.streams.sequences import CHARGE_S
 from services.worker.streams.usage_tally import Tally
 from tests.unit.worker.bench import DIGEST, Bench

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.slots.drafts import Speculation, draft_of, speculation_of
+from services.worker.slots.engine_settings import Speculation, speculation_of
+from services.worker.slots.version_files import draft_of
 
 
 def test_a_draft_is_a_folder_with_a_config(tmp_path: Path) -> None:

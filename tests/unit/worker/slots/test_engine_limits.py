@@ -7,7 +7,7 @@ import pytest
 from fairway.formats.limits import EngineLimits
 from services.core.errors import FailedPrecondition
 from services.worker.engine_protocol import EngineConfig
-from services.worker.slots.engine_limits import limited, read_limits
+from services.worker.slots.version_files import limited, read_limits
 
 CONFIG = EngineConfig("", "", token_budget=512, max_sequences=64)
 

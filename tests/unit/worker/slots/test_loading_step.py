@@ -10,7 +10,8 @@ from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import Progress
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.version_slot import SlotContext, VersionSlot
+from services.worker.slots.version_engine import SlotContext
+from services.worker.slots.version_slot import VersionSlot
 from services.worker.telemetry import WorkerTelemetry
 from tests.support.clocks import HandClock
 
@@ -30,14 +31,14 @@ def test_each_step_is_reported_once() -> None:
         WorkerTelemetry(clock=clock),
     )
     slot = VersionSlot(AssignedVersion("chat", "chat", "sha256:" + "0" * 64), context)
-    slot._on_progress(Progress("operators", 0.0))
+    slot.engine_progress(Progress("operators", 0.0))
     assert slot.message == "", "it does not load yet"
     slot.phase = VersionPhase.LOADING
     woken.clear()
-    slot._on_progress(Progress("operators", 0.0))
-    slot._on_progress(Progress("operators", 0.001))
+    slot.engine_progress(Progress("operators", 0.0))
+    slot.engine_progress(Progress("operators", 0.001))
     assert woken == ["preparing operators, compiled once per machine"]
-    slot._on_progress(Progress("weights", 0.0))
+    slot.engine_progress(Progress("weights", 0.0))
     slot.restarts = 1
-    slot._on_progress(Progress("warm_up", 0.0))
+    slot.engine_progress(Progress("warm_up", 0.0))
     assert slot.message == "loading weights", "after a restart the message stays"

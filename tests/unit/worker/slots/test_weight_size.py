@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import FailedPrecondition
-from services.worker.slots.weight_size import weight_bytes
+from services.worker.slots.version_files import weight_bytes
 
 
 def write(path: Path, header: object, size: int | None = None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.execute.linear import Linear
+from services.worker.engine.execute.operators import Linear
 
 
 @pytest.mark.parametrize(("columns", "k"), [(5, 3), (48, 48), (100, 1408), (33, 4096)])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.worker.engine.load.torch_loading import load_library
 from services.worker.engine.native import build as building
 from services.worker.engine.native.build import BuildFailed, Toolchain, build
-from services.worker.engine.native.loading import load_library
 
 MakeCompiler = Callable[..., Toolchain]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine.native.huge_pages import HUGE_PAGE, huge_tensor
-from services.worker.engine.native.operators import NativeOperators, _Packed
+from services.worker.engine.native.operators import HUGE_PAGE, NativeOperators, _Packed, huge_tensor
 
 SMAPS = Path("/proc/self/smaps")
 MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z0-9 ]+)$", re.MULTILINE | re.DOTALL)

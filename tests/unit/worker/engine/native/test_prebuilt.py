@@ -14,12 +14,12 @@ import torch
 from services.worker.engine.execute.kv_cache import KvShape
 from services.worker.engine.execute.operators import HeadNorms
 from services.worker.engine.execute.spans import Span
+from services.worker.engine.load.torch_loading import load_library
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import COMPILERS, SOURCE, BuildFailed, Toolchain
 from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import OPENMP, Library, loaded_openmp
-from services.worker.engine.native.loading import load_library
 from services.worker.engine.native.operators import NativeOperators
 
 MakeCompiler = Callable[..., Toolchain]
