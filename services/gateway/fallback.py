@@ -86,7 +86,7 @@ class GatewayFallback:
         self._leader_answered_s = now_s
 
     def replace_snapshot(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
-        """See ``ports.placement.FallbackPlacer.replace_snapshot``. The snapshot includes earlier placements."""
+        """See ``FallbackPlacer.replace_snapshot``. The snapshot includes earlier placements."""
         self._epoch, self._snapshot_s = epoch, now_s
         self._members = {}
         for member in members:

@@ -98,14 +98,15 @@ class RequestCapacity:
         mine, most = self._per_tenant[tenant_id], self._most_of_tenant
         if mine >= most:
             return ShareExceeded(
-                f"this gateway runs {mine} requests of this tenant, the maximum of one tenant; "
+                f"this gateway runs {mine} requests of this tenant, and at most {most} of one tenant; "
                 "wait until some have ended, or send it to another gateway",
                 retry_after_s=1.0,
                 limit=most,
             )
         if self._running >= self._most:
             return QueueFull(
-                f"this gateway runs {self._running} requests, the maximum; send it later or to another gateway",
+                f"this gateway runs {self._running} requests, the maximum; send it later or to another "
+                "gateway",
                 retry_after_s=1.0,
             )
         return None
